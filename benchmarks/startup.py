@@ -34,7 +34,7 @@ def start(args) -> None:
     dist.init_process_group("gloo")
     device_mesh = init_device_mesh("cpu", mesh.sizes, mesh_dim_names=mesh.names)
     source, inputs = models.build(args.model, batch=args.batch, seq=args.seq, device="cpu", seed=0)
-    import autopar.api.entry  # noqa: F401  what compile imports
+    from autopar.api import entry  # noqa: F401  what compile imports
 
     dist.barrier()
     times = [time.process_time()]
