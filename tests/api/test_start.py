@@ -100,10 +100,10 @@ class Job:
 
 @pytest.fixture
 def job(tmp_path, monkeypatch):
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     yield Job(tmp_path, monkeypatch)
+    dist.destroy_process_group()
     for name in ("model_of_job", "helper_of_job"):
         sys.modules.pop(name, None)
 
