@@ -157,7 +157,7 @@ EXPECTED = {
         "fix: use one of dp, tp",
     ],
     "pin": ["StrategyError: ", "no.such", "fix: "],
-    "precision": ["StrategyError: no precision 'fp8' is known", "fix: use one of bf16, fp32"],
+    "precision": ["StrategyError: no precision 'fp8' is known", "fix: use one of bf16, fp16, fp32"],
     "inputs": ["InputError: inputs is 'some'", 'fix: use "global" or "local"'],
     "outputs": ["InputError: outputs is 'all'", 'fix: use "stage", "everywhere" or "sharded"'],
     "plan of a model": ["PlanIncompatible: the plan was made for another model", "fix: plan again"],
