@@ -2,15 +2,15 @@
 others. And torch.amp.GradScaler, which skips a step on all ranks or on none.
 
 Those of torch that update every element by itself step on the local parts of the parameters, as fast as on plain
-tensors. Others, and a user's own, step on DTensors. Some compute with whole parameters in a way that sharded ones do
-not allow (Adafactor, LBFGS): those are refused before their first step. torch calls the hook below at the start of
-every `step`.
+tensors. Adafactor, which looks at all of a parameter at once, steps on whole ones, gathered one after the other.
+Others, and a user's own, step on DTensors. LBFGS computes with whole parameters in a way that some layouts do not
+allow, and is refused for those before its first step. torch calls the hook below at the start of every `step`.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from weakref import WeakKeyDictionary, WeakSet
@@ -39,13 +39,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from .. import _torch
 from ..errors import OptimizerError
-from ..ir.layout import Layout
+from ..ir.layout import Layout, local_part
 from ..ir.mesh import Mesh
 from ..processes import watch
+from ..processes.dtensors import as_dtensor
 from ..storage.weights import shortened
 
 # What inherits from them may mix elements.
 BY_ELEMENT = frozenset((ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop))
+BY_PARAMETER = frozenset((Adafactor,))  # their update of a parameter reads all of it, and no other one
 SCALARS = frozenset(("step", "mu_product", "eta", "mu"))  # of their state
 
 _modules: WeakSet[nn.Module] = WeakSet()
@@ -76,7 +78,11 @@ def _before(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dic
             _check(optimizer, module)
         is_local = bool(owners) and _steps_on_local_parts(optimizer)
         _checked[optimizer] = form, is_local
-    return _on_local_parts(optimizer, args, kwargs) if is_local else None
+    if is_local:
+        return _on_local_parts(optimizer, args, kwargs)
+    if type(optimizer) in BY_PARAMETER and (modules := [m for m in _modules if _has_some_of(optimizer, m)]):
+        return _on_whole_parameters(optimizer, modules, args, kwargs)
+    return None
 
 
 def _has_some_of(optimizer: Optimizer, module: nn.Module) -> bool:
@@ -108,7 +114,7 @@ def _check(optimizer: Optimizer, module: nn.Module) -> None:
                       "weights",
                 {n: p for n, p in mine.items() if not _can_flatten(module.layouts[n], p.shape, mesh)},
                 module)  # fmt: skip
-    if isinstance(optimizer, Adafactor):
+    if isinstance(optimizer, Adafactor) and type(optimizer) not in BY_PARAMETER:
         _refuse(kind, "takes norms of rows and columns in place, which DTensor cannot do of sharded parameters",
                 {n: p for n, p in mine.items() if module.layouts[n].sharding_axes}, module)  # fmt: skip
     if (
@@ -154,18 +160,73 @@ def _steps_on_local_parts(optimizer: Optimizer) -> bool:
 def _on_local_parts(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Return the arguments of a step of a stand-in, which has the local parts of the parameters, their gradients and
     their state."""
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if closure is not None:  # it computes the gradients
-        with torch.enable_grad():
-            loss = closure()
-    stand_in = object.__new__(type(optimizer))
-    stand_in.__dict__.update(optimizer.__dict__)
-    stand_in.state = defaultdict(dict)
-    stand_in.param_groups = _local_groups(optimizer)
+    known = _loss_of(args, kwargs)
+    stand_in = _stand_in(optimizer, _local_groups(optimizer))
     for parameter, local in zip(_parameters(optimizer), _parameters(stand_in)):
         if parameter in optimizer.state:
             stand_in.state[local] = {key: _local_value(value) for key, value in optimizer.state[parameter].items()}
-    return (stand_in, None if closure is None else lambda: loss), {}
+    return (stand_in, known), {}
+
+
+def _loss_of(args: tuple, kwargs: dict) -> Callable | None:
+    """Run the closure of a step, which computes the gradients, if it has one; return one that gives the same loss."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        loss = closure()
+    return lambda: loss
+
+
+def _stand_in(optimizer: Optimizer, groups: list[dict]) -> Optimizer:
+    """Return an optimizer with the same settings, these groups and no state."""
+    made = object.__new__(type(optimizer))
+    made.__dict__.update(optimizer.__dict__)
+    made.state, made.param_groups = defaultdict(dict), groups
+    return made
+
+
+# what steps on whole parameters
+# ----------------------------------------------------------------------------
+
+
+def _on_whole_parameters(
+    optimizer: Optimizer, modules: Sequence[nn.Module], args: tuple, kwargs: dict
+) -> tuple[tuple, dict]:
+    """Update the parameters one after the other, gathered; return the arguments of a step of a stand-in, for which
+    nothing is left to do. Each rank that has parts of a parameter computes the same."""
+    known = _loss_of(args, kwargs)
+    places = {id(p): (module, name) for module in modules for name, p in module.named_parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            whole, state = _full(parameter).clone(), optimizer.state[parameter]
+            whole.grad = _full(parameter.grad)
+            one = _stand_in(optimizer, [group | {"params": [whole]}])
+            one._optimizer_step_pre_hooks, one._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+            one.state[whole] = {key: _full(value) for key, value in state.items()}
+            one.step()
+            found = {key: _as(parameter, value, places) for key, value in one.state[whole].items()}
+            state.update(found)
+            _local_value(parameter).detach().copy_(_local_value(_as(parameter, whole, places)))
+    return (_stand_in(optimizer, [group | {"params": []} for group in optimizer.param_groups]), known), {}
+
+
+def _full(value):
+    """Return a tensor as a whole, and anything else as it is."""
+    return value.full_tensor().detach() if isinstance(value, DTensor) else value
+
+
+def _as(parameter: nn.Parameter, value, places: dict[int, tuple[nn.Module, str]]):
+    """Return a whole tensor that is like a DTensor parameter in the parameter's layout; anything else as it is."""
+    is_like = isinstance(value, torch.Tensor) and value.shape == parameter.shape and isinstance(parameter, DTensor)
+    if not is_like:
+        return value
+    module, name = places[id(parameter)]
+    layout, stage = module.layouts[name], module.stage_mesh
+    part = local_part(value.detach(), layout, stage.mesh, stage.coordinate).contiguous()
+    return as_dtensor(part, parameter.shape, layout, stage.mesh, stage.device_mesh)
 
 
 def _local_groups(optimizer: Optimizer) -> list[dict]:
