@@ -13,6 +13,7 @@ import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -190,9 +191,7 @@ def _stand_in(optimizer: Optimizer, groups: list[dict]) -> Optimizer:
 # ----------------------------------------------------------------------------
 
 
-def _on_whole_parameters(
-    optimizer: Optimizer, modules: Sequence[nn.Module], args: tuple, kwargs: dict
-) -> tuple[tuple, dict]:
+def _on_whole_parameters(optimizer: Optimizer, modules: Sequence[Any], args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Update the parameters one after the other, gathered; return the arguments of a step of a stand-in, for which
     nothing is left to do. Each rank that has parts of a parameter computes the same."""
     known = _loss_of(args, kwargs)
@@ -218,7 +217,7 @@ def _full(value):
     return value.full_tensor().detach() if isinstance(value, DTensor) else value
 
 
-def _as(parameter: nn.Parameter, value, places: dict[int, tuple[nn.Module, str]]):
+def _as(parameter: nn.Parameter, value, places: dict[int, tuple[Any, str]]):
     """Return a whole tensor that is like a DTensor parameter in the parameter's layout; anything else as it is."""
     is_like = isinstance(value, torch.Tensor) and value.shape == parameter.shape and isinstance(parameter, DTensor)
     if not is_like:
@@ -252,7 +251,7 @@ def local_gradient(parameter: nn.Parameter) -> torch.Tensor:
     return _torch.local_of(gradient)
 
 
-def _local_value(value: object) -> object:
+def _local_value(value: Any) -> Any:
     return _torch.local_of(value) if isinstance(value, DTensor) else value
 
 
