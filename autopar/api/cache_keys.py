@@ -23,8 +23,8 @@ from .. import errors, models, passes
 from ..adapt.order import Adaptation
 from ..frontend import autocast
 from ..frontend.call_signature import CallSignature, split_example
-from ..frontend.capture_data import call_data
-from ..frontend.described import class_of, code_hash
+from ..frontend.capture_data import call_data, model_data
+from ..frontend.described import code_hash
 from ..frontend.fake_parameters import Forms
 from ..frontend.names import is_library
 from ..ir.layout import Layout
@@ -60,10 +60,8 @@ def capture_key(
         return None  # a forward in the place of a class's, or a layer that is called by itself
     around = autocast.ambient()
     parts = [
-        _versions(), dict(sources), [[name, class_of(module), module.training] for name, module in model.named_modules()],
+        _versions(), dict(sources), model_data(model, forms),
         code_hash([loss_fn]) if loss_fn is not None else "",
-        {name: repr(form) for name, form in forms.items()},
-        {name: repr(form) for name, form in forms.buffers.items()},
         call_data(CallSignature.of(*split_example(example_inputs))[0]),
         [precision, repr(adapt), loss_alone, with_gradients],
         [repr(around), autocast.device_of(model, around), str(torch.get_default_dtype()), *_switches()],

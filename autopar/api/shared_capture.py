@@ -53,7 +53,7 @@ def shared_capture(
         if dist.get_world_size() == 1 and key is None:
             return None
         try:
-            found = capture_data(first[0])
+            found = capture_data(first[0], forms)
         except NotPortable as reason:
             _log.info("every rank traces for itself: the capture of rank 0 has %s", reason)
             return None

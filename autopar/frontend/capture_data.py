@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import hashlib
 import json
 import types
 from collections.abc import Callable
@@ -40,8 +41,9 @@ OF_A_PROCESS = frozenset(
 )  # what may differ between the processes of a job, and is no attribute or global of the user's
 
 
-def capture_data(captured: Captured) -> tuple[str, list[torch.Tensor]]:
-    """Return a capture as JSON, and the constants of its graph. Raises NotPortable."""
+def capture_data(captured: Captured, forms: Forms) -> tuple[str, list[torch.Tensor]]:
+    """Return a capture as JSON, and the constants of its graph. `forms`: of the tensors that it was traced with. Raises
+    NotPortable."""
     reads, returns = captured.guards.seen, captured.returns
     if reads is None:
         raise NotPortable("a capture whose reads are not known")
@@ -51,6 +53,7 @@ def capture_data(captured: Captured) -> tuple[str, list[torch.Tensor]]:
     places, guards = _Places(reads), captured.guards.reads
     data = {
         "call": call_data(captured.signature),
+        "model": model_data(reads.model, forms),
         "graph": graph,
         "ties": captured.ties,
         "lasting": lasting.names(reads.model),
@@ -75,6 +78,8 @@ def captured_from(
     data = json.loads(text)
     if json.loads(json.dumps(call_data(signature))) != data["call"]:
         raise NotPortable("another call")
+    if model_data(model, forms) != data["model"]:
+        raise NotPortable("a model in another state")
     lasting.install(model, data["lasting"])
     reads = Reads(model, loss_fn, [held.container for held in forms.held])
     try:
@@ -108,6 +113,13 @@ def call_data(signature: CallSignature) -> list:
     s = signature
     constants = [None if c is ... else text_of(c) for c in s.constants]
     return [s.names, s.shapes, [str(d) for d in s.dtypes], s.differentiated, constants]
+
+
+def model_data(model: nn.Module, forms: Forms) -> str:
+    """Return a hash of what makes a model but for its values and what a forward reads: classes and training flags of its
+    modules, forms of its tensors."""
+    modules = [(name, class_of(module), module.training) for name, module in model.named_modules()]
+    return hashlib.sha256(repr((modules, dict(forms), forms.buffers)).encode()).hexdigest()
 
 
 class _Places:

@@ -161,7 +161,8 @@ def test_what_differs_is_traced_in_full(kind):
         assert repeated_blocks_of(model) is None
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *IN_A_CALL])
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("kind", [*IN_A_CALL, *KINDS])
 def test_what_differs_is_differentiated_in_full(kind):
     torch.manual_seed(0)
     model, x = Tall(kind), torch.randn(4, 8)

@@ -115,7 +115,8 @@ def plain(tmp_path):
     [
         ("dp=2", 2, dict(max_steps=STEPS)),
         ("dp=2,tp=2", 2, dict(max_steps=8, gradient_accumulation_steps=2)),
-        ("dp=2", 2, dict(max_steps=4, label_smoothing_factor=0.1)),  # a loss outside of the model
+        # a loss outside of the model
+        pytest.param("dp=2", 2, dict(max_steps=4, label_smoothing_factor=0.1), marks=pytest.mark.slow),
     ],
 )
 def test_losses_are_those_of_one_process(plain, tmp_path, mesh, parts, options):

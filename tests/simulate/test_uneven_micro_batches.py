@@ -94,9 +94,9 @@ def test_every_schedule(schedule):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name, samples, count, mesh, strategy", [
-    ("llama", 7, 2, "pp=2,dp=2", "fsdp"), ("llama", 10, 4, "pp=2,dp=2,tp=2", "auto"),
+    ("gpt2", 10, 4, "pp=2,dp=2", "ddp"), ("llama", 7, 2, "pp=2,dp=2", "fsdp"),
     ("vit", 7, 2, "pp=2,dp=2", "zero1"), ("bert", 5, 3, "pp=2,tp=2", "megatron_sp"), ("t5", 5, 2, "pp=2,dp=2", "auto"),
-    ("gpt2", 10, 4, "pp=2,dp=2", "ddp"),
+    ("llama", 10, 4, "pp=2,dp=2,tp=2", "auto"),
 ])  # fmt: skip
 def test_strategies(name, samples, count, mesh, strategy):
     case = staged.family(name, batch=samples)

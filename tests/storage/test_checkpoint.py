@@ -355,6 +355,7 @@ def _with_dropout(rank, plans, root):
             assert steps(model, optimizer) != losses
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_dropout_goes_on(tmp_path):
     model, inputs = tiny.bert(dropout=0.1, layers=1)
