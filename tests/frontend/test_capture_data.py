@@ -52,7 +52,8 @@ def signature_of(inputs) -> CallSignature:
 
 
 def taken(captured, model, inputs):
-    return captured_from(*capture_data(captured, forms_of(captured.guards.seen.model)), model, None, forms_of(model), signature_of(inputs))
+    data = capture_data(captured, forms_of(captured.guards.seen.model))
+    return captured_from(*data, model, None, forms_of(model), signature_of(inputs))
 
 
 @pytest.mark.sampled(2)
