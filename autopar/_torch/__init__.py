@@ -1,7 +1,7 @@
 """The only place that touches torch's private interfaces, each behind a small function of autopar's own; those of
 gradients and autocast that are switched on and off are in regions.py.
 
-Written for torch >= 2.11, < 2.14.
+Written for torch >= 2.11, < 2.16.
 """
 
 from __future__ import annotations
