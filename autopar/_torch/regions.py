@@ -1,6 +1,6 @@
 """Torch's private interfaces to what switches gradients and autocast on and off, in graphs and in the dispatcher.
 
-Written for torch >= 2.11, < 2.14.
+Written for torch >= 2.11, < 2.16.
 """
 
 from __future__ import annotations
