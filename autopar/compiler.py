@@ -18,10 +18,11 @@ from functools import partial
 import torch
 from torch import fx, nn
 
+from ._torch import OpenSize, lazy_code
 from .adapt.lora import LoRA
 from .adapt.order import Adaptation
 from .codegen import pass_manager
-from .codegen.rank_program import SPLIT_BACKWARD, DeferredProgram, PipelineProgram, RankProgram, StageProgram
+from .codegen.rank_program import SPLIT_BACKWARD, DeferredProgram, LoweredProgram, PipelineProgram, StageProgram
 from .codegen.verify_graph import check_global, check_local, check_sharding
 from .errors import CaptureError, VerifyError
 from .frontend import autocast, export
@@ -171,13 +172,27 @@ def trace(
     call = ModelCall(
         model, example_inputs, loss_fn, forms, precision, adapt, loss_alone, with_gradients, around, device
     )
-    with torch.inference_mode(False), torch.enable_grad():  # a first call may be an evaluation
+    with torch.inference_mode(False), torch.enable_grad(), lazy_code():  # a first call may be an evaluation
         if passes or pass_manager.is_watched():  # who looks at passes sees all blocks
             captured = pass_manager.run_all(pass_manager.with_added(MODEL, passes), model, call, _check_added)
         else:
             captured = _joint(pass_manager.run_all(FORWARD, model, call), model, call)
     captured.passes = tuple(passes)
     return captured
+
+
+def open_size(
+    model: nn.Module, example_inputs, dims: Mapping[str, Sequence[int]], captured: Captured,
+    loss_fn: Callable | None, forms: Mapping[str, Form], precision: str | torch.dtype, with_gradients: bool,
+) -> OpenSize:  # fmt: skip
+    """Return for which sizes of these dims of the inputs, by name, a call of the model takes the way through the user's
+    code that `captured` took, and its numbers. Raises what `trace` raises, also where a size that is not known cannot be
+    traced."""
+    around = autocast.ambient()
+    how = captured.as_eager, loss_fn, forms, compute_dtype(precision), captured.returns.loss_alone, with_gradients
+    inside = torch.inference_mode(False), torch.enable_grad(), traced_as(autocast.device_of(model, around), around)
+    with inside[0], inside[1], inside[2]:
+        return export.open_size(model, example_inputs, dims, *how)
 
 
 def _joint(exported: Exported, model: nn.Module, call: ModelCall) -> Captured:
@@ -215,20 +230,22 @@ def trace_to_plan(
     return whole()
 
 
-def lower_plan(captured: Captured, plan: Plan, rank: int, check: bool | None = None) -> RankProgram | PipelineProgram:
+def lower_plan(
+    captured: Captured, plan: Plan, rank: int, check: bool | None = None
+) -> LoweredProgram | PipelineProgram:
     """Return what a rank runs of a plan: one program, or those of its stages. Raises as `lower` and `lower_pipeline`
     do."""
     return (lower if plan.pipeline.is_one_program else lower_pipeline)(captured, plan, rank, check)
 
 
-def lower(captured: Captured, plan: Plan, rank: int, check: bool | None = None) -> RankProgram:
+def lower(captured: Captured, plan: Plan, rank: int, check: bool | None = None) -> LoweredProgram:
     """Run the passes of RANK for one rank; with `check` (default: AUTOPAR_CHECK=1) the verifier runs after each."""
     check = os.environ.get("AUTOPAR_CHECK") == "1" if check is None else check
     if check:
         check_global(captured.graph_module)
         check_sharding(captured.graph_module, plan.sharding)
     local = _local(captured, captured.graph_module, plan, rank, check)
-    return RankProgram(rank, local, pass_manager.run(PARTITION, local))
+    return LoweredProgram(rank, pass_manager.run(PARTITION, local), local)
 
 
 def _local(captured: Captured, graph_module: fx.GraphModule, plan: Plan, rank: int, check: bool = False,

@@ -52,7 +52,7 @@ class Row:
 
     @property
     def batch(self) -> int:
-        return self.samples * autopar.Mesh.parse(self.mesh).size("dp")
+        return self.samples * self.passes * autopar.Mesh.parse(self.mesh).size("dp")
 
 
 def torchtitan() -> list[Row]:
@@ -114,7 +114,8 @@ def table_of(source: str, rows: list[Row]) -> list[str]:
         print(f"{source} {row.name}", file=sys.stderr)
         estimates.append(predicted(row))
     published = [row.seconds for row in rows]
-    serial = [e.plan.compute_seconds + e.plan.communication_seconds + e.plan.recompute_seconds for e in estimates]
+    plans = [e.plan for e in estimates]
+    serial = [p.compute_seconds + p.communication_seconds + p.recompute_seconds + p.update_seconds for p in plans]
     overlapped = [e.plan.simulated_seconds for e in estimates]
     factors = [_mean_ratio(published, values) for values in (serial, overlapped)]
     cells = []

@@ -112,8 +112,7 @@ class Predicted:
 
 def predicted(run: Run, scattered: bool) -> Predicted:
     """`scattered`: whether messages are cut over the tensor-parallel ranks on their way."""
-    batch = run.batch if run.pp > 1 else run.samples * run.dp  # of a call
-    model, inputs = megatron_gpt.build(run.model, batch, SEQ)
+    model, inputs = megatron_gpt.build(run.model, run.batch, SEQ)
     schedule = (
         {"schedule": "interleaved_1f1b" if run.stages > 1 else "1f1b", "stages_per_rank": run.stages}
         if run.pp > 1
@@ -129,7 +128,7 @@ def predicted(run: Run, scattered: bool) -> Predicted:
         return Predicted(
             e.plan.step_seconds, _pipeline_as_run(run, e.plan.pipeline, collectives, scattered), bubble, e.fits
         )
-    serial = e.plan.compute_seconds + e.plan.communication_seconds + e.plan.recompute_seconds
+    serial = e.plan.compute_seconds + e.plan.communication_seconds + e.plan.recompute_seconds + e.plan.update_seconds
     own = sum(c.seconds for c in e.plan.collectives if c.axes == ("dp",) and c.phase == "backward")
     return Predicted(serial, serial - own + _reduction(collectives, e.plan.parameter_elements / run.tp), 0.0, e.fits)
 

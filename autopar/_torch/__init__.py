@@ -20,10 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from .regions import no_autocast, without_dispatch_modes
+from .sizes import OpenSize, export_open, open_size
 from .tracing import (
     as_if_eager,
     functionalized,
     hooks_of_all_modules,
+    lazy_code,
     move_hooks,
     plain_checkpoints,
     transforms,
@@ -32,8 +34,9 @@ from .tracing import (
 
 __all__ = [
     "TorchDispatchMode", "tree_flatten", "tree_map", "tree_unflatten", "no_autocast",
-    "without_dispatch_modes",
-    "as_if_eager", "functionalized", "hooks_of_all_modules", "move_hooks", "plain_checkpoints", "transforms", "without_prints",
+    "without_dispatch_modes", "OpenSize", "export_open", "open_size",
+    "as_if_eager", "functionalized", "hooks_of_all_modules", "lazy_code", "move_hooks", "plain_checkpoints", "transforms",
+    "without_prints",
 ]  # fmt: skip
 
 aten = torch.ops.aten

@@ -21,6 +21,13 @@ def as_if_eager(active: bool = True):
         torch.compiler._is_compiling_flag = before
 
 
+def lazy_code():
+    """Inside, the graphs that torch makes while it traces have no Python code before somebody calls them."""
+    from torch.fx._lazy_graph_module import _use_lazy_graph_module
+
+    return _use_lazy_graph_module(True)
+
+
 @contextlib.contextmanager
 def without_prints():
     """Inside, torch.export does not print the graph that it had when it failed."""

@@ -1,4 +1,4 @@
-"""Under what a capture and a plan are kept in the cache (autopar/storage/compile_cache.py).
+"""Under what a capture, a plan and a rank's program are kept in the cache (autopar/storage/compile_cache.py).
 
 A key has all that is known before the work is done: versions of what does it, by content where that can be read, the
 model's classes, forms and code, the call, the options. What a forward reads beyond is compared when an entry is taken
@@ -11,6 +11,7 @@ import functools
 import hashlib
 import importlib.metadata
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch import nn
 
 from .. import errors, models, passes
 from ..adapt.order import Adaptation
+from ..codegen import pass_manager
 from ..frontend import autocast
 from ..frontend.call_signature import CallSignature, split_example
 from ..frontend.capture_data import call_data, model_data
@@ -29,6 +31,8 @@ from ..frontend.fake_parameters import Forms
 from ..frontend.names import is_library
 from ..ir.layout import Layout
 from ..plans.plan import Plan
+from ..runtime.capture import Traced
+from ..storage.compile_cache import content_hash
 
 PACKAGE = Path(__file__).resolve().parent.parent
 GENERATED = {"_remote_module_non_scriptable"}  # torch writes it when parts of it are loaded
@@ -78,6 +82,17 @@ def plan_key(
         return None
     later = None if first is None else [first.hash, {name: str(x) for name, x in (layouts or {}).items()}]
     return _key("plan", [_versions(), content, repr(asked), later])
+
+
+def program_key(traced: Traced, plan: Plan, rank: int, device: torch.device) -> str | None:
+    """Return the key of what a rank runs of a plan. None for stages, where passes or rules of the user's take part, and
+    where somebody looks at the passes."""
+    captured, is_looked_at = traced.captured, pass_manager.is_watched() or os.environ.get("AUTOPAR_CHECK") == "1"
+    if traced.content is None or errors.added or captured.passes or is_looked_at or not plan.pipeline.is_one_program:
+        return None
+    tensors = [getattr(captured.graph_module, n.target) for n in captured.graph.nodes if n.op == "get_attr"]
+    constants = content_hash(traced.content.encode(), tensors)
+    return _key("program", [_versions(), constants, plan.hash, rank, str(device), _switches()])
 
 
 def _key(kind: str, parts: list) -> str | None:

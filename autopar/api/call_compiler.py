@@ -6,19 +6,24 @@ plan out. What each rank does by itself is to lower the one by the other.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from .._torch import OpenSize
 from ..adapt import order
 from ..adapt.lora import LoRA
 from ..adapt.order import Adaptation
 from ..codegen import pass_manager
-from ..compiler import trace, trace_to_plan
+from ..codegen.rank_program import PipelineProgram, RankProgram
+from ..compiler import open_size, trace, trace_to_plan
+from ..errors import PlanIncompatible
 from ..frontend import export
 from ..frontend.constants import text_of
 from ..frontend.export import Captured
@@ -41,11 +46,12 @@ from ..runtime.capture import Traced
 from ..runtime.inputs import global_example
 from ..storage.compile_cache import CompileCache
 from .cache_keys import capture_key, plan_key, sources
+from .kept_program import kept_or_lowered
 from .shared_capture import shared_capture
 
 
 class CallCompiler:
-    """Traces and plans calls of one model, on all ranks together (see runtime/captures.py)."""
+    """Traces, plans and lowers calls of one model, on all ranks together (see runtime/captures.py)."""
 
     def __init__(self, model: nn.Module, device_mesh, inputs: str, given: Plan | str | Path | None, loss_fn,
                  options: dict, adapt: Sequence[Adaptation] = (), passes: Sequence[Pass] = ()):  # fmt: skip
@@ -54,7 +60,8 @@ class CallCompiler:
         self.axis = axis_of(self.mesh)
         self.inputs, self.given, self.loss_fn, self.options = inputs, given, loss_fn, options
         self.forms = forms_of(model)  # of the parameters before they are taken over
-        self.cache = CompileCache.of_environment() if dist.get_rank() == 0 else CompileCache(None)
+        self.programs = CompileCache.of_environment()
+        self.cache = self.programs if dist.get_rank() == 0 else CompileCache(None)
         self.sources = sources(model) if self.cache.folder is not None else None
 
     def trace(
@@ -68,11 +75,17 @@ class CallCompiler:
 
     def retrace(self, traced: Traced, adapters: bool = True, trains: Mapping[str, bool] | None = None) -> Traced:
         """Trace a capture's call again, for gradients of all differentiable outputs rather than of the loss alone."""
-        signature = traced.captured.signature
-        form = zip(signature.shapes, signature.dtypes, signature.differentiated)
-        whole = [torch.empty(s, dtype=d, device="meta", requires_grad=g) for s, d, g in form if s is not None]
         forms = self.forms.training(trains or {})
-        return self._agreed(lambda: (signature.rebuild(whole), traced.fixed), forms, adapters, False)
+        return self._agreed(lambda: (_example_of(traced), traced.fixed), forms, adapters, False)
+
+    def open_size(
+        self, traced: Traced, dims: Mapping[str, Sequence[int]], gradients: bool, trains: Mapping[str, bool]
+    ) -> OpenSize:
+        """Return for which sizes of these dims the user's code takes the way that it took in a capture, and its numbers.
+        One rank calls it, in the modes of the call."""
+        forms = self.forms.training(trains) if gradients else self.forms.without_gradients()
+        how = self.loss_fn, forms, self.options["precision"], gradients or torch.is_grad_enabled()
+        return open_size(self.model, _example_of(traced), dims, traced.captured, *how)
 
     def _agreed(self, example: Callable[[], tuple], forms: Forms, adapters: bool, loss_alone: bool,
                 with_gradients: bool = True) -> Traced:  # fmt: skip
@@ -93,12 +106,20 @@ class CallCompiler:
         agree.check_captures(shapes, found)
         return Traced(captured, given, found, content)
 
-    def plan(self, traced: Traced, first: Plan | None = None, layouts: Mapping[str, Layout] | None = None) -> Plan:
+    def plan(self, traced: Traced, first: Plan | None = None, layouts: Mapping[str, Layout] | None = None,
+             like: Plan | None = None) -> Plan:  # fmt: skip
         """Return the plan of a traced call, made or loaded on rank 0 and the same on all ranks. For a later call
-        `first` is the plan of the first one, and parameters keep their `layouts`, by name."""
+        `first` is the plan of the first one, and parameters keep their `layouts`, by name; the decisions of `like` are
+        taken if they can be."""
         captured = traced.captured
 
         def made() -> dict:
+            if like is not None:
+                with contextlib.suppress(PlanIncompatible):
+                    samples = samples_of(captured.signature)
+                    plan = replace(like, fingerprint=fingerprint(captured.graph), samples=samples)
+                    plan.check_fits(captured.graph, self.mesh)
+                    return plan.to_json()
             if first is None and self.given is not None:
                 return owned(self.given if isinstance(self.given, Plan) else Plan.load(self.given)).to_json()
             if first is None:
@@ -128,6 +149,14 @@ class CallCompiler:
         pass_manager.planned(agreed)
         export.move(captured, torch.device(self.device_mesh.device_type))
         return agreed
+
+    def lower(self, traced: Traced, plan: Plan) -> RankProgram | PipelineProgram:
+        """Return this rank's graphs of a plan, lowered or kept. Raises DesyncError if those of the ranks do not fit
+        together."""
+        device = torch.device(self.device_mesh.device_type)
+        program = agree.everywhere(lambda: kept_or_lowered(self.programs, traced, plan, dist.get_rank(), device))
+        agree.check_programs(plan, program.collectives())
+        return program
 
     def _request(self, traced: Traced) -> PlanRequest:
         """Return what is asked of the plan of the first call."""
@@ -169,6 +198,15 @@ class CallCompiler:
             self.device_mesh, **asked, memory=first.memory_limit_bytes - held, pin=None, on_host=here,
             fixed=_by_node(captured, known), baselines=False, reduce_dtype=first.reduce_dtype,
         )  # fmt: skip
+
+
+def _example_of(traced: Traced) -> tuple[tuple, dict]:
+    """Return the call of a capture, on global shapes without values."""
+    signature = traced.captured.signature
+    form = zip(signature.shapes, signature.dtypes, signature.differentiated)
+    return signature.rebuild(
+        [torch.empty(s, dtype=d, device="meta", requires_grad=g) for s, d, g in form if s is not None]
+    )
 
 
 def _by_node(captured: Captured, known: Mapping[str, Mapping[str, Layout]]) -> dict[str, Layout]:

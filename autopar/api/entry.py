@@ -40,12 +40,14 @@ from ..plans.plan import Plan
 from ..processes import agree, process_groups, watch
 from ..runtime import optimizers
 from ..runtime.first_call import CompiledAtFirstCall
+from ..runtime.lengths import Padding
 from ..runtime.module import ParallelModule
 from ..runtime.parameters import check_model, check_source
 from ..runtime.same_values import share_values
 from ..schedule import Schedule
 from ..schedule.catalogue import canonical
 from ..storage.weights import Weights, shapes_of
+from ..utils.gc_pause import paused_collector
 from . import words
 from .call_compiler import CallCompiler
 
@@ -180,6 +182,7 @@ def compile(
     offload: words.Offload = "none",
     schedule: words.Schedule | Schedule = "auto",
     stages_per_rank: int | None = None,
+    pad: Padding | None = None,
 ) -> ParallelModule:
     """Return a drop-in module that runs `model` on all devices of a DeviceMesh: same call, same gradients for the same
     global batch.
@@ -187,7 +190,10 @@ def compile(
     `inputs="global"`: every rank passes the same global batch; "local": each rank its own part of it (example_inputs
     too). Outputs are plain tensors, gathered when something reads them: of the whole batch, or with "local" of the
     samples that the rank passed, whose loss counts as that of one part of the batch, as under DDP. With
-    `outputs="sharded"` they are DTensors of the whole batch. `plan`: a Plan or the path of one, instead of planning.
+    `outputs="sharded"` they are DTensors of the whole batch. `pad`: for batches that each rank pads to its own longest
+    sample, by the name of an input the value that it is padded with, or (value, "left"): {"input_ids": 0, "labels":
+    -100, "attention_mask": 0}. Ranks then agree on a length in every call, and outputs have the rank's own
+    (runtime/lengths.py). `plan`: a Plan or the path of one, instead of planning.
     `weights`: a Hugging Face safetensors folder from which each rank reads its shards; the model may be on the meta
     device. Other arguments as in `autopar.plan`. The source model's parameters are taken over; where ranks built it
     with different values, rank 0's count (runtime/same_values.py). Without example_inputs the model is compiled at its
@@ -206,6 +212,8 @@ def compile(
     subclasses of AutoparError, the same one on every rank."""
     if inputs not in ("global", "local"):
         raise InputError(f"inputs is {inputs!r}", fix='use "global" or "local"')
+    if pad and inputs != "local":
+        raise InputError("pad is for ranks that pass batches of their own", fix='pass inputs="local", or leave it out')
     if outputs not in ("stage", "everywhere", "sharded"):
         raise InputError(f"outputs is {outputs!r}", fix='use "stage", "everywhere" or "sharded"')
     adaptations, added = order.checked(adapt), pass_manager.check_added(passes, PASSES)
@@ -220,7 +228,7 @@ def compile(
         inputs=inputs, outputs=outputs, plan=plan, hardware=hardware, memory=memory, optimizer=optimizer,
         precision=precision, reduce_dtype=reduce_dtype, strategy=strategy, pin=pin, loss_fn=loss_fn, strict=strict,
         weights=weights, adapt=adaptations, passes=added, micro_batches=micro_batches, offload=offload,
-        schedule=schedule, stages_per_rank=stages_per_rank,
+        schedule=schedule, stages_per_rank=stages_per_rank, pad=pad,
     )  # fmt: skip
     if micro_batches not in (None, AUTO):
         accumulation.check(micro_batches)
@@ -235,7 +243,9 @@ def compile(
     return compile_for(example_inputs)
 
 
-def _compile(model, device_mesh, example_inputs, *, inputs, outputs, plan, loss_fn, weights, adapt, passes, **options):
+@paused_collector()
+def _compile(model, device_mesh, example_inputs, *, inputs, outputs, plan, loss_fn, weights, adapt, passes, pad,
+             **options):  # fmt: skip
     process_groups.check_world(Mesh.of(device_mesh), device_mesh)
     watch.start()
 
@@ -249,7 +259,7 @@ def _compile(model, device_mesh, example_inputs, *, inputs, outputs, plan, loss_
     attachment = agree.everywhere(lambda: order.attach(model, adapt, "cpu", seed, weights is not None))
     try:
         compiler = CallCompiler(model, device_mesh, inputs, plan, loss_fn, options, adapt, passes)
-        module = ParallelModule(model, compiler, example_inputs, inputs, device_mesh, values, attachment, outputs)
+        module = ParallelModule(model, compiler, example_inputs, inputs, device_mesh, values, attachment, outputs, pad)
         optimizers.follow(module)
         return module
     except BaseException:

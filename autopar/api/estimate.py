@@ -67,7 +67,7 @@ class Estimate:
         p = self.plan
         names = ("model", "hardware", "precision", "optimizer", "strategy", "micro_batches", "samples", "reduces_once")
         seconds = ("step_seconds", "simulated_seconds", "compute_seconds", "communication_seconds", "recompute_seconds",
-                   "exposed_seconds")  # fmt: skip
+                   "update_seconds", "exposed_seconds")  # fmt: skip
         return {
             **{name: getattr(p, name) for name in names}, "mesh": str(p.mesh), "devices": p.mesh.devices,
             "recompute": self.recompute, "pipeline": asdict(p.pipeline),

@@ -60,6 +60,11 @@ def shared_capture(
         cache.put(variant, *found)
         return found
 
+    def mine() -> tuple[Captured, str | None]:
+        found = first[0] if first else taken(*data) if data is not None else None
+        if found is None or data is None:
+            return found or trace(), None
+        return found, hashlib.sha256(data[0].encode()).hexdigest()
+
     data = agree.from_rank_zero(sent)
-    captured = agree.everywhere(lambda: first[0] if first else (taken(*data) if data is not None else None) or trace())
-    return captured, None if data is None else hashlib.sha256(data[0].encode()).hexdigest()
+    return agree.everywhere(mine)

@@ -7,27 +7,23 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 
-from ..hardware.profile import Curve, Hardware, Kernels, Tier
+import numpy as np
+
+from ..hardware.profile import Attention, Curve, Hardware, Kernels, Products, Tier
 from . import fit
 from .measure import EXCHANGED
 
-SECTIONS = (
-    "compute",
-    "memory",
-    "host",
-    "collectives",
-    "kernels",
-    "nccl",
-    "measured",
-)  # as in a profile, links after them
+SECTIONS = ("compute", "memory", "host", "collectives", "kernels", "products", "attention", "experts", "nccl", "errors",
+            "measured")  # fmt: skip  # as in a profile, links after them
 
 
 def to_profile(measured: dict, base: Hardware, name: str, fingerprint: Mapping[str, str]) -> Hardware:
     """Return `base` with what was measured in its place.
 
     On a CPU the speeds are those of the products, `kernels` is fitted and graphs run op by op; on a GPU the peaks and
-    `kernels` of the base stay and the efficiency is that of the largest product. Attention's shares are measured on
-    both. The closest tier of links gets the latency and speed that fit best.
+    `kernels` of the base stay, the efficiency is that of the largest product, and the base's products are scaled to it.
+    Attention's shares are scaled to what was measured on both. The closest tier of links gets the latency and speed
+    that fit best. Errors that the base states of itself are left out.
     """
     launch = measured["launch_seconds"]
     products = {dtype: [p for p in measured["products"] if p["dtype"] == dtype] for dtype in base.flops_per_second}
@@ -40,7 +36,7 @@ def to_profile(measured: dict, base: Hardware, name: str, fingerprint: Mapping[s
             base.flops_per_second,
             min(1.0, _flops(largest) / largest["seconds"] / base.flops_per_second[dtype]),
         )
-        kernels = base.kernels
+        kernels, products_ = base.kernels, _scaled(base.products, efficiency / base.flops_efficiency)
     else:
         ramps = {dtype: fit.ramp(rows, launch) for dtype, rows in products.items() if rows}
         known = ramps["fp32"]
@@ -49,10 +45,9 @@ def to_profile(measured: dict, base: Hardware, name: str, fingerprint: Mapping[s
         speeds, efficiency = guessed | {dtype: r.speed for dtype, r in ramps.items()}, 1.0
         halves = {"half_rows": known.half_rows, "half_columns": known.half_columns, "half_depth": known.half_depth}
         kernels = Kernels(**halves, functions_per_second=measured["functions_per_second"], fuses=False)
+        products_ = {}
         notes["compute"] += f"; products fitted with a median error of {known.median_error:.0%}"
-    attention = measured["attention"]
-    shares = (min(1.0, attention[direction] / speeds[attention["dtype"]]) for direction in ("forward", "backward"))
-    kernels = replace(kernels, **dict(zip(("attention", "attention_backward"), shares)))
+    attention = _attention(base.attention, measured["attention"], speeds)
     links = base.links
     if curves:
         line = fit.line([c for c in curves if c.kind in fit.TOGETHER])
@@ -64,7 +59,11 @@ def to_profile(measured: dict, base: Hardware, name: str, fingerprint: Mapping[s
     sources = dict(row.split(": ", 1) for row in base.source.splitlines())
     by = "autopar calibrate"
     sources |= {"memory": by, "collectives": by} | {key: f"{by}: {note}" for key, note in notes.items()}
-    sources["kernels"] = f"{sources['kernels']} Attention: {by}." if base.kernels.multiprocessors else by
+    sources["attention"] = f"{by}, one shape a direction"
+    if products_:
+        sources["products"] = f"{by}: the efficiency; else {sources['products']}"
+    else:
+        sources["kernels"] = by
     in_order = sorted(sources, key=lambda key: SECTIONS.index(key) if key in SECTIONS else len(SECTIONS))
     bandwidth = measured["copy_bytes_per_second"]
     peak = max(base.memory_bytes_per_second, bandwidth) if base.kernels.multiprocessors else bandwidth
@@ -75,12 +74,31 @@ def to_profile(measured: dict, base: Hardware, name: str, fingerprint: Mapping[s
         memory_efficiency=bandwidth / peak, memory_bytes=measured["memory_bytes"], launch_seconds=launch, links=links,
         reduce_scatter_lowering=lowering,
         overlap_slowdown=measured["overlap_slowdown"] if curves else base.overlap_slowdown, kernels=kernels,
+        products=products_, attention=attention, errors={},
         curves=curves, curves_error=fit.left_out_error(curves), fingerprint=dict(fingerprint),
     )  # fmt: skip
 
 
 def _flops(product: dict) -> float:
     return 2.0 * product["rows"] * product["depth"] * product["columns"]
+
+
+def _scaled(products: Mapping[str, Products], factor: float) -> dict[str, Products]:
+    """Return products that are faster by a factor where they compute."""
+    return {
+        kind: replace(p, share=p.share * factor, tile_bytes_per_second=p.tile_bytes_per_second * factor)
+        for kind, p in products.items()
+    }
+
+
+def _attention(base: Attention | None, measured: dict, speeds: Mapping[str, float]) -> Attention:
+    """Return attention whose share at the width of heads that was measured is the measured one."""
+    forward, backward = (measured[direction] / speeds[measured["dtype"]] for direction in ("forward", "backward"))
+    if base is None:
+        return Attention((measured["head_dim"],), (min(1.0, forward),), backward / forward)
+    factor = forward / float(np.interp(measured["head_dim"], base.head_dims, base.shares))
+    shares = tuple(min(1.0, share * factor) for share in base.shares)
+    return replace(base, shares=shares, backward=backward / forward)
 
 
 def _not_faster(tier: Tier, inner: Tier) -> Tier:
@@ -123,16 +141,21 @@ def to_table(hardware: Hardware) -> dict:
     if hardware.host:
         table["host"] = {**asdict(hardware.host), "source": sources["host"]}
     if hardware.kernels != Kernels():
-        known = {key: value for key, value in asdict(hardware.kernels).items() if value != getattr(Kernels, key)}
-        if hardware.kernels.multiprocessors:
-            known["tile"] = hardware.kernels.tile
-        table["kernels"] = {**known, "source": sources["kernels"]}
+        table["kernels"] = {**_unusual(hardware.kernels), "source": sources["kernels"]}
+    if hardware.products:
+        products = {kind: _unusual(constants) for kind, constants in sorted(hardware.products.items())}
+        table["products"] = {"source": sources["products"], **products}
+    for key in ("attention", "experts"):
+        if (constants := getattr(hardware, key)) is not None:
+            table[key] = {**_unusual(constants), "source": sources[key]}
     if hardware.nccl:
         known = {key: value for key, value in asdict(hardware.nccl).items() if value and key != "reached"}
         table["nccl"] = {**known, "source": sources["nccl"]}
         for kind, points in hardware.nccl.reached.items():
             devices, speeds = zip(*points)
             table["nccl"].setdefault("reached", {})[kind] = {"devices": list(devices), "bytes_per_second": list(speeds)}
+    if hardware.errors:
+        table["errors"] = {"source": sources["errors"], **{key: dict(rows) for key, rows in hardware.errors.items()}}
     if hardware.curves:
         table["measured"] = {
             "median_error": hardware.curves_error,
@@ -147,6 +170,11 @@ def to_table(hardware: Hardware) -> dict:
         for tier in hardware.links
     ]
     return table
+
+
+def _unusual(constants) -> dict:
+    """Return the fields of a dataclass that differ from their defaults."""
+    return {key: value for key, value in asdict(constants).items() if value != getattr(type(constants), key, None)}
 
 
 def _rows(hardware: Hardware) -> list[dict]:

@@ -58,10 +58,10 @@ def summary(profile) -> str:
     speeds = ", ".join(
         f"{dtype} {speed * profile.flops_efficiency / 1e9:.4g}" for dtype, speed in profile.flops_per_second.items()
     )
-    tier, kernels = profile.links[0], profile.kernels
+    tier, attention = profile.links[0], profile.attention
     lines = [
         ("products", f"{speeds} GFLOP/s"),
-        ("attention", f"{kernels.attention:.0%} of the peak, backward {kernels.attention_backward:.0%}"),
+        ("attention", f"{max(attention.shares):.0%} of the peak, backward {attention.backward:.0%} of that"),
         ("copy", f"{profile.reached_memory_bytes_per_second / 1e9:.4g} GB/s"),
         ("launch", f"{profile.launch_seconds * 1e6:.3g} us"),
         (tier.name, f"{tier.latency_seconds * 1e6:.0f} us and {tier.bytes_per_second / 1e9:.3g} GB/s sent"),

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from ..errors import AutoparError, MemoryInfeasibleError
 from ..planner.refusal_text import refusal_text
-from . import calibrate, compare, diff, estimate, explain, graph, plan, report, schedule, trace, train, verify
+from . import calibrate, compare, cost, diff, estimate, explain, graph, plan, report, schedule, trace, train, verify
 
 
 class UsageError(AutoparError):
@@ -41,7 +41,21 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     subparsers = result.add_subparsers(metavar="COMMAND", required=True)
-    for command in (plan, estimate, explain, report, trace, schedule, compare, diff, train, verify, graph, calibrate):
+    for command in (
+        plan,
+        estimate,
+        explain,
+        report,
+        trace,
+        schedule,
+        compare,
+        diff,
+        train,
+        verify,
+        graph,
+        cost,
+        calibrate,
+    ):
         command.add(subparsers)
     return result
 

@@ -31,10 +31,9 @@ SPLIT_BACKWARD = Pass("split_backward", split_backward, takes=CAPTURE)  # for sc
 
 @dataclass(frozen=True)
 class RankProgram:
-    """One rank's graphs: the local joint graph, and its forward and backward parts."""
+    """One rank's graphs: a forward and a backward."""
 
     rank: int
-    local: fx.GraphModule
     parts: Parts
 
     def collectives(self) -> list[tuple[str, str, tuple[int, ...]]]:
@@ -46,6 +45,13 @@ class RankProgram:
     def elsewhere(self, pp_rank: int) -> frozenset[str]:
         """Return what other ranks along a pipeline have alone: nothing without one."""
         return frozenset()
+
+
+@dataclass(frozen=True)
+class LoweredProgram(RankProgram):
+    """A program that was lowered here, with the local joint graph that it was cut from."""
+
+    local: fx.GraphModule
 
 
 def collectives_of(*graphs: tuple[str, fx.GraphModule | None]) -> list[tuple[str, str, tuple[int, ...]]]:

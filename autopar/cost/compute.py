@@ -1,8 +1,7 @@
-"""Seconds an op takes on one device: a roofline on local shapes, max(FLOPs / speed, bytes / memory bandwidth).
+"""Seconds an op takes on one device: a roofline on local shapes, max(seconds of computing, bytes / memory bandwidth).
 
-The speed of a matrix product is the share of the peak that a product of its local size reaches
-(autopar/cost/products.py): what tensor parallelism leaves of a small matrix is slower. Attention has shares of its own,
-one for each direction.
+Matrix products and attention take what kernels of their local size take (autopar/cost/product_seconds.py,
+autopar/cost/attention.py): what tensor parallelism leaves of a small matrix is slower.
 
 FLOPs count a multiply-add as two. Attention does 4 b h s t d forward (two matrix products) and 10 b h s t d backward
 (five, the scores recomputed), half of it under a causal mask: Dao, FlashAttention-2, arXiv 2307.08691, section 4.1. A
@@ -30,7 +29,9 @@ from ..ir.mesh import Mesh
 from ..ops import autopar
 from ..ops.counter_rng import STREAM
 from ..rules import Strategy
-from .products import PRODUCTS, Product, Shares, shapes_of
+from .attention import Shape, attention_seconds
+from .product_seconds import ProductSeconds
+from .products import PRODUCTS, Product, shapes_of
 
 aten = torch.ops.aten
 
@@ -57,7 +58,7 @@ FUNCTIONS = {"gelu": 1.0, "gelu_backward": 1.35, "silu": 0.75, "silu_backward": 
 )
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}  # the others run as fp32
 ATTENTION = {autopar.attention.default, autopar.attention_bw.default}
-ATTENTION_BLOCK = 128  # queries that a multiprocessor works on at once, and keys: FlashAttention-2, section 3.3
+GROUPED = {autopar.grouped_mm.default, autopar.grouped_mm_dw.default}
 
 # integer operations of autopar/ops/counter_rng.py, counted as FLOPs: 24 a word of four neighbours for dropout, one word
 # a number else
@@ -127,6 +128,7 @@ class _Work:
 
     products: Callable[..., list[Product]] | None
     is_attention: bool
+    kind: str  # of the products
     flops: float
     peak_flops_per_second: float
     element_bytes: int
@@ -140,7 +142,7 @@ class ComputeCost:
 
     def __init__(self, hardware: Hardware):
         self.hardware = hardware
-        self._shares = Shares(hardware.kernels, hardware.flops_efficiency)
+        self._product_seconds = ProductSeconds(hardware)
         self._works: dict[fx.Node, _Work | None] = {}
 
     def seconds(self, node: fx.Node, strategy: Strategy, mesh: Mesh, local_bytes: float) -> float:
@@ -163,7 +165,8 @@ class ComputeCost:
             launch = 0.0 if kernels.fuses and any(fused_inputs(node)) else self.hardware.launch_seconds
             functions = FUNCTIONS.get(op_name(node.target), 0.0) if kernels.functions_per_second else 0.0
             self._works[node] = _Work(
-                PRODUCTS.get(node.target), node.target in ATTENTION, flops, peak, value.element_size(), launch,
+                PRODUCTS.get(node.target), node.target in ATTENTION,
+                "grouped" if node.target in GROUPED else "dense", flops, peak, value.element_size(), launch,
                 shapes_of(node) if flops else [],
                 functions and functions * value.numel() / kernels.functions_per_second,
             )  # fmt: skip
@@ -174,26 +177,13 @@ class ComputeCost:
             return work.flops / strategy.ways / (work.peak_flops_per_second * self.hardware.flops_efficiency)
         sizes, layouts = mesh.axis_sizes, (*strategy.inputs, *strategy.outputs)
         local = [_local_shape(shape, layout, sizes) for shape, layout in zip(work.shapes, layouts)]
+        peak = work.peak_flops_per_second
         if work.is_attention:
-            return work.flops / strategy.ways / (work.peak_flops_per_second * self._attention_share(node, local))
-        seconds = 0.0
-        for product in work.products(*local):
-            seconds += (
-                2.0 * math.prod(product) / (work.peak_flops_per_second * self._shares(product, work.element_bytes))
-            )
-        return seconds
-
-    def _attention_share(self, node: fx.Node, local: Sequence[Sequence[int]]) -> float:
-        """Return attention's share of the peak, in FLOPs that count: blocks on the diagonal of a causal mask are
-        computed whole."""
-        kernels, is_forward = self.hardware.kernels, node.target is autopar.attention.default
-        share = kernels.attention if is_forward else kernels.attention_backward or kernels.attention
-        if share is None:
-            return self.hardware.flops_efficiency
-        q, keys = local[0], local[1 if is_forward else 2][2]
-        causal = node.args[4] if is_forward else node.args[7]
-        counted = keys / (keys + ATTENTION_BLOCK) if causal else 1.0
-        return share * counted * self._shares.waves_of(math.prod(q[:-2]) * math.ceil(q[-2] / ATTENTION_BLOCK))
+            forward = node.target is autopar.attention.default
+            q, k, v = local[:3] if forward else local[1:4]
+            shape = Shape(q[0], q[1], q[2], k[2], q[3], v[3], bool(node.args[4 if forward else 7]))
+            return attention_seconds(self.hardware, peak, shape, forward)
+        return sum(self._product_seconds(p, peak, work.element_bytes, work.kind) for p in work.products(*local))
 
 
 def _local_shape(shape: Sequence[int], layout: Layout, axis_sizes: Mapping[str, int]) -> list[int]:

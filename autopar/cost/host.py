@@ -31,8 +31,7 @@ class HostCost:
 
     def optimizer_seconds(self, elements: float, state: StateBytes, trainable: bool) -> float:
         """Return the seconds of a step for the optimizer on the host, 0 for what is not trained."""
-        touched = state.gradient + 2 * (state.master + state.optimizer) if trainable else 0
-        return state.sweeps * elements * touched / self.host.memory_bytes_per_second
+        return elements * state.updated(trainable) / self.host.memory_bytes_per_second
 
     def pass_seconds(self, elements: float, state: StateBytes, trainable: bool) -> float:
         """Return the seconds of a pass, with its part of the optimizer's step."""

@@ -33,7 +33,7 @@ def register_optimizer(
 
     tensors: how many it keeps that are like the parameter, in its shape and type: two moments for AdamW.
     bytes_per_element: what it keeps besides for each element of a parameter, whatever the parameter's type.
-    sweeps: how often a step on the host (`offload=`) reads and writes parameter, gradient and state; 1 if it is fused.
+    sweeps: how often a step reads and writes parameter, gradient and state; 1 if it is fused.
 
     Raises OptimizerError for numbers that cannot be, and for a name that is taken, unless it is to `replace` that."""
     check_new(OptimizerError, "optimizer", name, OPTIMIZERS, replace)
@@ -47,7 +47,7 @@ register_optimizer("adamw", tensors=2)
 register_optimizer("adam", tensors=2)
 register_optimizer("sgd")
 register_optimizer("sgd_momentum", tensors=1)
-register_optimizer("none")
+register_optimizer("none", sweeps=0)
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,10 @@ class StateBytes:
             )
         one = OPTIMIZERS[optimizer]
         return StateBytes(master, copy, master, one.tensors * master + one.bytes_per_element, one.sweeps)
+
+    def updated(self, trainable: bool) -> float:
+        """Return the bytes that the optimizer's step reads and writes of an element, 0 if it is not trained."""
+        return self.sweeps * (self.gradient + 2 * (self.master + self.optimizer)) if trainable else 0.0
 
     def resident(self, trainable: bool) -> float:
         """Return the bytes that an element takes all through training. The copy that computes comes and goes; a

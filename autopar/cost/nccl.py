@@ -7,6 +7,7 @@
     tree       all-reduce: speed = bus / 2; latency = base + 2 ((ranks a node - 1) intra + log2(nodes) inter)
     NVLS       the switch reduces; NVLS-tree on several nodes; all-reduce: twice the switch's speed, n / steps of it
     PAT        gather and scatter with one rank a node, log2(nodes) steps
+    exchange   all-to-all inside a node: one step, as every device sends to all others at once
 
 `bus` is what each device sends: the ring's speed inside a node, or what the network cards of the group's members on one
 node carry together, as each axis of a mesh has all its groups busy at once. Source: github.com/NVIDIA/nccl,
@@ -210,9 +211,13 @@ def _exchanges(group: Group, nccl: Nccl, c: Constants) -> Iterator[Choice]:
         far, near = (n - m) / n / (group.card * loss), (m - 1) / n / (group.intra * EXCHANGE_SHARE)
         yield Choice("sends", (EXCHANGE_NET_US + EXCHANGE_RANK_US * n) * 1e-6, 1 / max(far, near))
         return
-    latency = c.base_us["ring"][SIMPLE] + n * c.intra_us[nccl.intra]["ring"][SIMPLE]
-    speed = _reached("all_to_all", group, nccl) or group.intra * EXCHANGE_SHARE
-    yield Choice("sends", latency * 1e-6, speed * n / (n - 1))
+    # one step: every device sends to all others at once
+    for p in (LL, SIMPLE):
+        speed = (_reached("all_to_all", group, nccl) or group.intra * EXCHANGE_SHARE) * (
+            c.ring_ll_share if p == LL else 1
+        )
+        latency = c.base_us["ring"][p] + c.intra_us[nccl.intra]["ring"][p]
+        yield Choice(f"sends {PROTOCOLS[p]}", latency * 1e-6, speed * n / (n - 1))
     if nccl.copy_engine_bytes_per_second:
         yield Choice("copy engines", COPY_ENGINE_US * 1e-6, nccl.copy_engine_bytes_per_second * n / (n - 1))
 

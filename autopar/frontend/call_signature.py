@@ -76,12 +76,12 @@ class CallSignature:
         is_tensor = [isinstance(x, torch.Tensor) for x in leaves]
         signature = CallSignature(
             spec,
-            tuple(_leaf_names(args, kwargs)),
+            tuple(leaf_names(args, kwargs)),
             tuple(... if t else x for x, t in zip(leaves, is_tensor)),
             tuple(tuple(x.shape) if t else None for x, t in zip(leaves, is_tensor)),
             tuple(x.dtype if t else None for x, t in zip(leaves, is_tensor)),
             tuple(t and needs_gradient(x) for x, t in zip(leaves, is_tensor)),
-            tuple(None if t else value_of(x, n) for x, t, n in zip(leaves, is_tensor, _leaf_names(args, kwargs))),
+            tuple(None if t else value_of(x, n) for x, t, n in zip(leaves, is_tensor, leaf_names(args, kwargs))),
         )
         tensors = [x for x, t in zip(leaves, is_tensor) if t]
         for name, x in zip(signature.tensor_names, tensors):
@@ -160,7 +160,7 @@ def describe_call(args: tuple, kwargs: dict) -> str:
     """Describe a call's arguments by name: `x (4, 6), scale=2.0`, with the dtype of tensors that are neither float32
     nor int64, and `with gradient` if the call computes one."""
     words = []
-    for name, leaf in sorted(zip(_leaf_names(args, kwargs), tree_flatten((args, kwargs))[0])):
+    for name, leaf in sorted(zip(leaf_names(args, kwargs), tree_flatten((args, kwargs))[0])):
         if isinstance(leaf, torch.Tensor):
             usual = leaf.dtype in (torch.float32, torch.int64)
             dtype = "" if usual else f" {str(leaf.dtype).removeprefix('torch.')}"
@@ -175,7 +175,8 @@ def needs_gradient(tensor: torch.Tensor) -> bool:
     return tensor.requires_grad and torch.is_grad_enabled()
 
 
-def _leaf_names(args: tuple, kwargs: dict) -> list[str]:
+def leaf_names(args: tuple, kwargs: dict) -> list[str]:
+    """Return a name for each leaf of a call, in the order of its flat form: "input_ids", "args[0]", "batch.1"."""
     names = []
     for prefix, tree in [(f"args[{i}]", a) for i, a in enumerate(args)] + list(kwargs.items()):
         count = len(tree_flatten(tree)[0])

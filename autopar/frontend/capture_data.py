@@ -56,6 +56,7 @@ def capture_data(captured: Captured, forms: Forms) -> tuple[str, list[torch.Tens
         "model": model_data(reads.model, forms),
         "graph": graph,
         "ties": captured.ties,
+        "as_eager": captured.as_eager,
         "lasting": lasting.names(reads.model),
         "code": code_hash(reads.reach.functions.values()),
         "classes": places.classes,
@@ -100,7 +101,7 @@ def captured_from(
     returns.own_buffers = {at: (places.objects[number], name) for at, number, name in data["own_buffers"]}
     returns.effects = [_effect(effect, places, guards) for effect in data["effects"]]
     graph = graph_of(data["graph"], constants, DEVICE)
-    return Captured(graph, signature, returns, data["ties"], Guards(guards, reads))
+    return Captured(graph, signature, returns, data["ties"], Guards(guards, reads), as_eager=data["as_eager"])
 
 
 def _names(code: types.CodeType) -> frozenset[str]:

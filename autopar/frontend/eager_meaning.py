@@ -80,6 +80,13 @@ class EagerMeaning(TorchFunctionMode):
                 f"the forward draws random numbers from a generator of its own ({name})",
                 fix="leave generator= out: a compiled model draws from a counter that is the same on every rank",
             )
+        elif name == "_pack_padded_sequence":
+            raise CaptureError(
+                "the forward packs sequences by their lengths, which are values of a tensor: how many steps a "
+                "recurrent layer takes depends on them",
+                fix="run the layer on the padded sequences, and mask what is behind their ends (a bidirectional one "
+                "takes each sequence turned by torch.gather); or keep the layer in a model that is not compiled",
+            )
         elif function in _REFUSED:
             what, fix = _REFUSED[function]
             raise CaptureError(f"the forward calls {what}, which would run once, while it is traced", fix=fix)

@@ -8,8 +8,9 @@ autopar/ir/graph.py says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -50,13 +51,14 @@ class Exported:
     ties: dict[str, str] = field(default_factory=dict)
     forms: Mapping[str, Form] = field(default_factory=dict)
     guards: Guards = field(default_factory=Guards)
+    as_eager: bool = False
 
 
 @dataclass
 class Captured:
     """The joint graph of a call, annotated (see autopar/ir/graph.py), and how to call it. `guards`: the Python state
     that it holds for; `compact`: the same with few of many equal blocks, if it was captured so; `passes`: the user's own
-    that run where this graph is compiled."""
+    that run where this graph is compiled; `as_eager`: the model was not told that it was traced."""
 
     graph_module: fx.GraphModule
     signature: CallSignature
@@ -65,6 +67,7 @@ class Captured:
     guards: Guards = field(default_factory=Guards)
     compact: Compact | None = None
     passes: tuple[Pass, ...] = ()
+    as_eager: bool = False
 
     @property
     def graph(self) -> fx.Graph:
@@ -82,6 +85,60 @@ def export(
 
     Raises CaptureError with torch's reason and the user's line if the model cannot be traced, InputError if the model
     rejects the example."""
+    run = _traced(model, example_inputs, loss_fn, forms, dtype, loss_alone, with_gradients)
+    constants = [c for c in run.program.constants.values() if isinstance(c, torch.Tensor)]
+    with quiet():
+        graph_module = run.program.module(check_guards=False)
+    refusals.refuse(graph_module.graph, run.entered)
+    graph_module.meta["entered"] = run.entered
+    for node in graph_module.graph.nodes:
+        if "val" in node.meta:
+            node.meta["val"] = _torch.tree_map(_of_no_inference, node.meta["val"])
+        if node.op == "get_attr" and node.target.startswith(ROOT + "."):
+            name = node.target[len(ROOT) + 1 :]
+            if name in run.with_gradient and node.users:
+                raise CaptureError(
+                    f"the forward reads {name}, a tensor that requires a gradient and is no parameter: it would get "
+                    f"none",
+                    source=line_of_node(next(iter(node.users))) or None,
+                    fix="keep tensor.detach(), or make it an nn.Parameter if it is to train",
+                )
+            node.target = f"{ROOT}.{run.ties.get(name, name)}"
+    call, guards = run.call, Guards.of(run.watch, constants)
+    return Exported(graph_module, call.signature, call.returns, run.inputs, run.ties, run.forms, guards, call.as_eager)
+
+
+def open_size(
+    model: nn.Module, example_inputs, dims: Mapping[str, Sequence[int]], as_eager: bool,
+    loss_fn: Callable | None = None, forms: Mapping[str, Form] | None = None, dtype: torch.dtype | None = None,
+    loss_alone: bool = True, with_gradients: bool = True,
+) -> _torch.OpenSize:  # fmt: skip
+    """Return for which sizes of these dims of the inputs, by name, the forward takes the way that it takes on the
+    example, in which they are of one size, and its numbers; `as_eager`: as in Exported. Raises what `export` raises, also where the
+    model cannot be traced with a size that is not known."""
+    open_dims = [tuple(dims.get(n, ())) for n in CallSignature.of(*split_example(example_inputs))[0].tensor_names]
+    how = loss_fn, forms, dtype, loss_alone, with_gradients
+    program = _traced(model, example_inputs, *how, open_dims, as_eager).program
+    return _torch.open_size(program, {at: found for at, found in enumerate(open_dims) if found})
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What torch has traced of a call, and what was seen meanwhile."""
+
+    program: Any
+    call: FlatCall
+    watch: Watch
+    inputs: list[torch.Tensor]
+    ties: dict[str, str]
+    forms: Forms
+    with_gradient: set[str]
+    entered: dict
+
+
+def _traced(model: nn.Module, example_inputs, loss_fn: Callable | None, forms: Mapping[str, Form] | None,
+            dtype: torch.dtype | None, loss_alone: bool, with_gradients: bool,
+            open_dims: Sequence[Sequence[int]] | None = None, as_eager: bool = False) -> _Run:  # fmt: skip
     signature, inputs = CallSignature.of(*split_example(example_inputs))
     if not inputs:
         raise InputError("the example call passes no tensor", fix="pass example_inputs with at least one tensor")
@@ -91,11 +148,10 @@ def export(
         fake(mode, x.shape, x.dtype).requires_grad_(name in differentiated)
         for name, x in zip(signature.tensor_names, inputs)
     ]
-    returns = Returns()
     refuse_backward_hooks(model)
     watch = Watch(model, loss_fn, [held.container for held in forms.held])
-    wrapper = FlatCall(model, signature, returns, loss_fn, dtype, loss_alone, forms.held, watch)
-    wrapper.with_gradients = with_gradients
+    call = FlatCall(model, signature, Returns(), loss_fn, dtype, loss_alone, forms.held, watch)
+    call.with_gradients, call.as_eager = with_gradients, as_eager
     draws, entered = no_random_branches(), {}
     try:
         with (
@@ -103,7 +159,7 @@ def export(
             checks_pass(draws.refuse), traced_forms(), draws, plain_regions(), _torch.plain_checkpoints(),
             refusals.noted() as entered, watch.installed(),
         ):  # fmt: skip
-            program = _program(wrapper, inputs)
+            program = _program(call, inputs) if open_dims is None else _torch.export_open(call, inputs, open_dims)
             ties = tie_map(model)
     except AutoparError as error:
         error.locate(line_of_error(error) or line_of_definition(type(model).forward))
@@ -116,25 +172,7 @@ def export(
             shape=", ".join(f"{n} {tuple(x.shape)}" for n, x in zip(signature.tensor_names, inputs)),
             fix=FIX_VALUES if _torch.is_data_dependent(error) else "check that model(**example_inputs) runs",
         ) from error
-    constants = [c for c in program.constants.values() if isinstance(c, torch.Tensor)]
-    with quiet():
-        graph_module = program.module(check_guards=False)
-    refusals.refuse(graph_module.graph, entered)
-    graph_module.meta["entered"] = entered
-    for node in graph_module.graph.nodes:
-        if "val" in node.meta:
-            node.meta["val"] = _torch.tree_map(_of_no_inference, node.meta["val"])
-        if node.op == "get_attr" and node.target.startswith(ROOT + "."):
-            name = node.target[len(ROOT) + 1 :]
-            if name in with_gradient and node.users:
-                raise CaptureError(
-                    f"the forward reads {name}, a tensor that requires a gradient and is no parameter: it would get "
-                    f"none",
-                    source=line_of_node(next(iter(node.users))) or None,
-                    fix="keep tensor.detach(), or make it an nn.Parameter if it is to train",
-                )
-            node.target = f"{ROOT}.{ties.get(name, name)}"
-    return Exported(graph_module, signature, returns, inputs, ties, forms, Guards.of(watch, constants))
+    return _Run(program, call, watch, inputs, ties, forms, with_gradient, entered)
 
 
 def _of_no_inference(value: object) -> object:
@@ -250,7 +288,8 @@ def differentiate(exported: Exported) -> Captured:
         node.meta["source"] = line_of_node(node)
     mark_phases(graph)
     graph_module.recompile()
-    return Captured(graph_module, exported.signature, exported.returns, exported.ties, exported.guards)
+    return Captured(graph_module, exported.signature, exported.returns, exported.ties, exported.guards,
+                    as_eager=exported.as_eager)  # fmt: skip
 
 
 def _refuse_sizes_from_values(graph: fx.Graph) -> None:

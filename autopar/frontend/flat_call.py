@@ -13,6 +13,7 @@ from .. import _torch
 from .._torch import tree_flatten, tree_map
 from ..errors import InputError
 from .call_signature import CallSignature, LossOutput, Returns
+from .cumulative_average import traced_cumulative_average
 from .eager_meaning import EagerMeaning
 from .effects import TensorTables, effects_of
 from .fake_parameters import Held, refreshed
@@ -88,8 +89,9 @@ class FlatCall(nn.Module):
             outputs += values.values()
 
         try:
-            with torch.set_grad_enabled(self.with_gradients), traced_idioms(), EagerMeaning(model), self.watch.run():
-                yield leave
+            with torch.set_grad_enabled(self.with_gradients), traced_idioms(), traced_cumulative_average():
+                with EagerMeaning(model), self.watch.run():
+                    yield leave
         finally:
             self.watch.undo()
             tables.undo()

@@ -50,6 +50,12 @@ class NoCache:
     def __len__(self) -> int:
         return self.__getattr__("the length")
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, NoCache)
+
+    def __hash__(self) -> int:
+        return hash(NoCache)
+
     def __repr__(self) -> str:
         return "no cache"
 

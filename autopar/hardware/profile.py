@@ -6,14 +6,18 @@
     [collectives]  reduce_scatter_lowering; overlap_slowdown if known
     [[links]]      name, devices (not in the last), latency_seconds, bytes_per_second, bucket_bytes
 
-and, where they are known, with the fields of Host, Kernels, Nccl and Curve:
+and, where they are known, with the fields of Host, Kernels, Products, Attention, Experts, Nccl and
+Curve:
 
     [host]         link_bytes_per_second, memory_bytes_per_second, memory_bytes
-    [kernels]      multiprocessors, tile, half_rows, half_columns, half_depth, attention, attention_backward,
-                   functions_per_second, fuses
+    [kernels]      multiprocessors, half_rows, half_columns, half_depth, functions_per_second, fuses
+    [products]     a table of Products for each kind: dense, grouped, fp8, fp8_block
+    [attention]    head_dims, shares, backward, start_seconds, block_seconds, cache_seconds, cache_exponent
+    [experts]      hidden_passes, width_passes, start_seconds
     [nccl]         generation, intra, channels, channel_bytes_per_second, nvls, copy_engine_bytes_per_second,
                    reached.KIND = { devices, bytes_per_second }, a list each
     [measured]     median_error of the curves, and [[measured.curves]] of kind, devices, stride, bytes, seconds
+    [errors]       by table of measured operators, the mean relative error of each size class
     [fingerprint]  texts that say where it was measured
 
 Every table but the last has a `source`. `autopar calibrate` writes such a file for the machine that it runs on.
@@ -24,18 +28,31 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import json
-import math
 import re
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 
 from ..errors import HardwareError, nearest
-from .schema import Curve, Hardware, Host, Kernels, Link, Nccl, Tier
+from .kernels import Attention, Experts, Kernels, Products
+from .schema import Curve, Hardware, Host, Link, Nccl, Tier
+from .table import Table
 
-__all__ = ["Curve", "Hardware", "Host", "Kernels", "Link", "Nccl", "Tier", "load", "names"]
+__all__ = [
+    "Attention",
+    "Curve",
+    "Experts",
+    "Hardware",
+    "Host",
+    "Kernels",
+    "Link",
+    "Nccl",
+    "Products",
+    "Tier",
+    "load",
+    "names",
+]
 
 PROFILES = Path(__file__).parent / "profiles"
 SUFFIXES = (".toml", ".json")
@@ -105,7 +122,7 @@ def _parse(file: Path) -> dict:
 
 def _read(file: Path) -> Hardware:
     """Read the profile in a file. Raises HardwareError on a missing or impossible entry."""
-    table = _Table(file, _parse(file))
+    table = Table(file, _parse(file))
     compute, memory, collectives = (table.inner(key) for key in ("compute", "memory", "collectives"))
     speeds = compute.inner("flops_per_second")
     tiers = tuple(
@@ -125,9 +142,9 @@ def _read(file: Path) -> Hardware:
             fix="give links from the closest to the farthest, the last one without devices",
         )
     lowering = collectives.one_of("reduce_scatter_lowering", LOWERINGS)
-    host, kernels, nccl, measured, fingerprint = (
+    host, kernels, products, attention, experts, nccl, measured, errors, fingerprint = (
         table.inner(key) if key in table.entries else None
-        for key in ("host", "kernels", "nccl", "measured", "fingerprint")
+        for key in ("host", "kernels", "products", "attention", "experts", "nccl", "measured", "errors", "fingerprint")
     )
     groups = {
         "compute": compute,
@@ -135,9 +152,14 @@ def _read(file: Path) -> Hardware:
         "host": host,
         "collectives": collectives,
         "kernels": kernels,
+        "products": products,
+        "attention": attention,
+        "experts": experts,
         "nccl": nccl,
     }
-    groups |= {"measured": measured} | {f"links.{tier.name}": link for tier, link in zip(tiers, table.rows("links"))}
+    groups |= {"measured": measured, "errors": errors} | {
+        f"links.{tier.name}": link for tier, link in zip(tiers, table.rows("links"))
+    }
     sources = {name: group.text("source") for name, group in groups.items() if group}
     return Hardware(
         name=table.text("name"),
@@ -155,32 +177,58 @@ def _read(file: Path) -> Hardware:
         if "overlap_slowdown" in collectives.entries
         else 2.0,
         kernels=_kernels(kernels) if kernels else Kernels(),
+        products={kind: _products(inner) for kind, inner in products.inners()} if products else {},
+        attention=_attention(attention) if attention else None,
+        experts=_experts(experts) if experts else None,
         nccl=_nccl(nccl) if nccl else None,
         curves=tuple(_curve(row) for row in measured.rows("curves")) if measured else (),
         curves_error=measured.zero_or_more("median_error") if measured else 0.0,
+        errors={
+            name: {key: inner.zero_or_more(key) for key in sorted(inner.entries)} for name, inner in errors.inners()
+        }
+        if errors
+        else {},
         reserve_bytes=memory.whole("reserve_bytes") if "reserve_bytes" in memory.entries else 0,
         host=_host(host) if host else None,
         fingerprint={key: fingerprint.text(key) for key in sorted(fingerprint.entries)} if fingerprint else {},
     )
 
 
-def _host(table: _Table) -> Host:
+def _host(table: Table) -> Host:
     link, memory = (table.positive(key) for key in ("link_bytes_per_second", "memory_bytes_per_second"))
     return Host(link, memory, memory_bytes=table.whole("memory_bytes"))
 
 
-def _kernels(table: _Table) -> Kernels:
-    names = ("half_rows", "half_columns", "half_depth", "functions_per_second")
-    numbers = {key: table.zero_or_more(key) for key in names if key in table.entries}
-    shares = {key: table.share(key) for key in ("attention", "attention_backward") if key in table.entries}
-    waves = {}
-    if "multiprocessors" in table.entries:
-        rows, columns = table.numbers("tile", 2)
-        waves = {"multiprocessors": table.whole("multiprocessors"), "tile": (int(rows), int(columns))}
-    return Kernels(**waves, **numbers, **shares, fuses=table.entries.get("fuses", True) is True)
+def _kernels(table: Table) -> Kernels:
+    table.only(field.name for field in fields(Kernels))
+    halves = ("half_rows", "half_columns", "half_depth", "functions_per_second")
+    numbers = {key: table.zero_or_more(key) for key in halves if key in table.entries}
+    many = table.whole("multiprocessors") if "multiprocessors" in table.entries else 0
+    return Kernels(many, **numbers, fuses=table.entries.get("fuses", True) is True)
 
 
-def _nccl(table: _Table) -> Nccl:
+def _products(table: Table) -> Products:
+    table.only(field.name for field in fields(Products))
+    needed = ("share", "tile_bytes_per_second", "memory_bytes_per_second")
+    optional = {f.name for f in fields(Products)} & table.entries.keys() | {"start_seconds", "fill_seconds"}
+    numbers = {key: table.positive(key) for key in needed}
+    return Products(**{key: table.zero_or_more(key) for key in sorted(optional)} | numbers)
+
+
+def _attention(table: Table) -> Attention:
+    table.only(field.name for field in fields(Attention))
+    head_dims = table.numbers("head_dims", rising=True)
+    rest = sorted(table.entries.keys() - {"head_dims", "shares", "source"})
+    return Attention(head_dims, table.numbers("shares", len(head_dims)), **{k: table.zero_or_more(k) for k in rest})
+
+
+def _experts(table: Table) -> Experts:
+    names = [field.name for field in fields(Experts)]
+    table.only(names)
+    return Experts(*(table.zero_or_more(key) for key in names))
+
+
+def _nccl(table: Table) -> Nccl:
     reached = table.inner("reached") if "reached" in table.entries else None
     points = {}
     for kind in reached.entries if reached else ():
@@ -202,69 +250,10 @@ def _nccl(table: _Table) -> Nccl:
     )
 
 
-def _curve(row: _Table) -> Curve:
+def _curve(row: Table) -> Curve:
     bytes_ = row.numbers("bytes", rising=True)
     seconds = row.numbers("seconds", len(bytes_))
     devices = row.whole("devices")
     if devices < 2:
         raise HardwareError(f"{row.file}: {row.path}devices is 1, which sends nothing", fix="leave this curve out")
     return Curve(row.one_of("kind", KINDS), devices, row.whole("stride"), bytes_, seconds)
-
-
-@dataclass(frozen=True)
-class _Table:
-    """One table of a profile; its methods return an entry or raise HardwareError naming the file and the key."""
-
-    file: Path
-    entries: Mapping[str, object]
-    path: str = ""
-
-    def _get(self, key: str, kind: type | tuple[type, ...], wanted: str, fits=lambda value: True):
-        value = self.entries.get(key)
-        if not isinstance(value, kind) or isinstance(value, bool) or not fits(value):
-            shown = "missing" if value is None else repr(value)
-            raise HardwareError(f"{self.file}: {self.path}{key} is {shown}", fix=f"set {self.path}{key} to {wanted}")
-        return value
-
-    def text(self, key: str) -> str:
-        return self._get(key, str, "a text", fits=str.strip)
-
-    def positive(self, key: str) -> float:
-        return float(self._get(key, (int, float), "a positive number", fits=lambda value: 0 < value < math.inf))
-
-    def zero_or_more(self, key: str) -> float:
-        return float(self._get(key, (int, float), "0 or a positive number", fits=lambda value: 0 <= value < math.inf))
-
-    def at_least_one(self, key: str) -> float:
-        return float(self._get(key, (int, float), "a number of 1 or more", fits=lambda value: 1 <= value < math.inf))
-
-    def one_of(self, key: str, known: tuple[str, ...]) -> str:
-        return self._get(key, str, " or ".join(known), fits=known.__contains__)
-
-    def numbers(self, key: str, length: int | None = None, rising: bool = False) -> tuple[float, ...]:
-        """Return a list of positive numbers, `length` of them if given, each larger than the last if `rising`."""
-
-        def fits(values: list) -> bool:
-            positive = all(isinstance(v, (int, float)) and not isinstance(v, bool) and 0 < v < math.inf for v in values)
-            right = len(values) == (length or len(values) or 1)
-            return positive and right and (not rising or all(a < b for a, b in zip(values, values[1:])))
-
-        wanted = f"a list of {length or ''} positive numbers".replace("  ", " ") + (
-            ", each larger than the last" if rising else ""
-        )
-        return tuple(float(v) for v in self._get(key, list, wanted, fits))
-
-    def share(self, key: str) -> float:
-        return float(self._get(key, (int, float), "a share above 0 and up to 1", fits=lambda value: 0 < value <= 1))
-
-    def whole(self, key: str) -> int:
-        return int(
-            self._get(key, (int, float), "a whole number above 0", fits=lambda v: 1 <= v < math.inf and v == int(v))
-        )
-
-    def inner(self, key: str) -> _Table:
-        return _Table(self.file, self._get(key, dict, "a table", fits=len), f"{self.path}{key}.")
-
-    def rows(self, key: str) -> list[_Table]:
-        rows = self._get(key, list, "a list of tables", fits=lambda v: v and all(isinstance(row, dict) for row in v))
-        return [_Table(self.file, row, f"{self.path}{key}[{i}].") for i, row in enumerate(rows)]

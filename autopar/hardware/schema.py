@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from ..errors import HardwareError
 from ..ir.mesh import Mesh
+from .kernels import Attention, Experts, Kernels, Products
 
 
 @dataclass(frozen=True)
@@ -42,28 +43,6 @@ class Tier:
     latency_seconds: float
     bytes_per_second: float
     bucket_bytes: int
-
-
-@dataclass(frozen=True)
-class Kernels:
-    """How well matrix products and attention fill one device (autopar/cost/efficiency.py says how these are used).
-
-    `multiprocessors` work on tiles of `tile` rows and columns; 0 where work is not handed out in waves (a CPU). A
-    product of few rows, columns or little depth reaches half of its speed at `half_rows`, `half_columns`, `half_depth`.
-    `attention` and `attention_backward`: shares of the peak, None for those of a large product. `functions_per_second`:
-    values of gelu (by tanh) that are computed in a second, 0 where memory is slower. `fuses`: whether pointwise ops
-    that follow each other run as one kernel.
-    """
-
-    multiprocessors: int = 0
-    tile: tuple[int, int] = (128, 128)
-    half_rows: float = 0.0
-    half_columns: float = 0.0
-    half_depth: float = 0.0
-    attention: float | None = None
-    attention_backward: float | None = None
-    functions_per_second: float = 0.0
-    fuses: bool = True
 
 
 @dataclass(frozen=True)
@@ -126,7 +105,8 @@ class Hardware:
     `reduce_scatter_lowering`: "native", or "all_to_all" followed by a local sum where the backend's own is slow.
     `overlap_slowdown`: how much longer the longer of a collective and a computation takes for running beside the other;
     2 if nothing is gained by it. `curves`: measured collectives, wrong by `curves_error` (a median, 0.1 is 10 %).
-    `fingerprint`: where they were measured, empty for a profile made from datasheets.
+    `products`: by kind ("dense", "grouped", "fp8", "fp8_block"). `errors`: mean relative errors against measured
+    operators, by table and size class. `fingerprint`: where it was measured, empty for a profile made from datasheets.
     """
 
     name: str
@@ -142,9 +122,13 @@ class Hardware:
     reduce_scatter_lowering: str
     overlap_slowdown: float = 2.0
     kernels: Kernels = Kernels()
+    products: Mapping[str, Products] = field(default_factory=dict, hash=False)
+    attention: Attention | None = None
+    experts: Experts | None = None
     nccl: Nccl | None = None
     curves: tuple[Curve, ...] = ()
     curves_error: float = 0.0
+    errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict, hash=False)
     reserve_bytes: int = 0
     host: Host | None = None
     fingerprint: Mapping[str, str] = field(default_factory=dict, hash=False)

@@ -27,6 +27,7 @@ from ..processes import agree
 from ..runtime.inputs import data_axes
 from ..runtime.module import ParallelModule
 from ..storage.checkpoint import load_checkpoint, save_checkpoint
+from .padding import padding_of
 
 if TYPE_CHECKING:
     from transformers import Trainer as Base
@@ -72,6 +73,10 @@ class ForTrainer(Base):
             )  # fmt: skip
         self.parts, self.device_type = math.prod(map(mesh.size, axes)), model.stage_mesh.device.type
         super().__init__(model, *args, **kwargs)
+        pad = padding_of(self.data_collator, self.processing_class)
+        for mine in vars(self).values():  # the model, and one that it is compared with
+            if isinstance(mine, ParallelModule) and pad and not mine.pads:
+                mine.pad_with(pad)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the Accelerator, and have it read a part of the data set for each part of the batch."""

@@ -17,6 +17,8 @@ from .. import _torch
 from ..utils.plain_data import NotPortable, decode, encode
 from .graph import OutputRole, Role
 
+OPERATORS = frozenset(("getitem", "add", "sub", "mul", "truediv", "floordiv", "neg"))  # of Python's, what graphs call
+
 
 def graph_data(module: fx.GraphModule) -> tuple[dict[str, Any], list[torch.Tensor]]:
     """Return a joint graph as plain data, and its constants. Raises NotPortable for what another process could not make
@@ -50,7 +52,7 @@ def graph_data(module: fx.GraphModule) -> tuple[dict[str, Any], list[torch.Tenso
         form = json.dumps(encode(node.meta.get("val"), node_or_form))
         meta = [node.meta.get("module", ""), node.meta.get("source", ""), node.meta.get("phase", "")]
         if node.op == "output":
-            meta = [[role.kind, role.name] for role in node.meta["roles"]]
+            meta = [role and [role.kind, role.name] for role in node.meta["roles"]]
         elif "role" in node.meta:
             role = node.meta["role"]
             meta.append([role.kind, role.name, role.trainable])
@@ -78,8 +80,14 @@ def graph_of(data: dict[str, Any], constants: list[torch.Tensor], device: torch.
     forms = [decode(form, node_or_form) for form in data["forms"]]
     for op, name, target, arguments, form, meta in data["nodes"]:
         args, kwargs = decode(arguments, node_or_form)
+        words = [name, *kwargs, *(target[0].split(".") if op == "get_attr" else ())]
+        if not all(map(str.isidentifier, words)):  # they become code
+            raise NotPortable(f"a node named {name!r:.80}")
         if op == "call_function":
-            target = _torch.op_of_text(target) if isinstance(target, str) else getattr(operator, target[0])
+            is_op = isinstance(target, str)
+            target = (
+                _torch.op_of_text(target) if is_op else getattr(operator, target[0]) if target[0] in OPERATORS else None
+            )
             if target is None:
                 raise NotPortable("an op that is not registered here")
         value = forms[form]
@@ -88,7 +96,7 @@ def graph_of(data: dict[str, Any], constants: list[torch.Tensor], device: torch.
             attributes[target] = constants[number]
             value = value if is_fake else constants[number]
         if op == "output":
-            graph.output(args[0]).meta["roles"] = [OutputRole(*role) for role in meta]
+            graph.output(args[0]).meta["roles"] = [role and OutputRole(*role) for role in meta]
             continue
         node = graph.create_node(op, name if target is None else target, args, kwargs, name=name)
         if node.name != name:
@@ -102,8 +110,8 @@ def graph_of(data: dict[str, Any], constants: list[torch.Tensor], device: torch.
 
 
 def _function_name(target: Any) -> list[str]:
-    """Return the name of one of Python's operators, such as getitem. Raises NotPortable for another function."""
+    """Return the name of one of OPERATORS. Raises NotPortable for another function."""
     name = getattr(target, "__name__", "")
-    if getattr(operator, name, None) is not target:
+    if name not in OPERATORS or getattr(operator, name) is not target:
         raise NotPortable(f"a call of {name or target}")
     return [name]

@@ -114,10 +114,11 @@ def of_step(plan: Plan, problem: Problem, evaluation: Evaluation, slowdown: floa
         seconds = {name: getattr(one, name) for name in names}
         return replace(one, **{name: s and s * passes for name, s in seconds.items()})
 
-    plan = times(plan, "step_seconds", "compute_seconds", "communication_seconds", "recompute_seconds", "bound")
+    plan = times(plan, "step_seconds", "compute_seconds", "communication_seconds", "recompute_seconds", "update_seconds",
+                 "bound")  # fmt: skip
     return replace(
         plan, reduces_once=evaluation.reduces_once,
-        simulated_seconds=share * sum(n * t.seconds for n, t in played) + plan.offloaded.seconds,
+        simulated_seconds=share * sum(n * t.seconds for n, t in played) + plan.offloaded.seconds + plan.update_seconds,
         exposed_seconds=share * sum(n * t.exposed_seconds for n, t in played),
         collectives=tuple(times(c, "seconds") for c in plan.collectives),
         regions=tuple(times(r, "compute_seconds", "communication_seconds") for r in plan.regions),

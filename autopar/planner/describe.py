@@ -19,7 +19,7 @@ from .objective.checkpoint_min_cut import FULL
 from .objective.evaluate import Evaluation, Pricer
 from .objective.module_table import regions_of
 from .plan import Planned
-from .problem.offload import offloaded
+from .problem.offload import offloaded, update_seconds
 from .problem.problem import Problem
 from .problem.vertices import STATE
 from .solver.search import Outcome
@@ -45,7 +45,7 @@ def describe_plan(planned: Planned) -> Plan:
         optimizer=options.optimizer, strategy=chosen.restriction.name, memory_limit_bytes=planned.solver.limit_bytes,
         step_seconds=e.seconds, compute_seconds=e.compute_seconds,
         communication_seconds=e.communication_seconds, recompute_seconds=e.recompute_seconds,
-        simulated_seconds=planned.timeline.seconds + e.offload_seconds,
+        simulated_seconds=planned.timeline.seconds + e.parameter_seconds,
         exposed_seconds=planned.timeline.exposed_seconds, bound=max(0.0, min(chosen.bound_seconds, e.seconds)),
         gap=chosen.gap, peak_bytes=planned.live_bytes.peak_bytes, memory=planned.live_bytes.most,
         at_peak=planned.live_bytes.at_peak, collectives=_collectives(e), regions=regions_of(problem, e),
@@ -56,7 +56,7 @@ def describe_plan(planned: Planned) -> Plan:
         fingerprint=fingerprint(planned.captured.graph), planning_seconds=planned.seconds,
         parameter_elements=_elements(problem, False), trained_elements=_elements(problem, True),
         pipeline=pipeline, samples=samples, overlaps=options.hardware.overlap_gain > 0, meshes=planned.meshes,
-        offloaded=offloaded(problem, e), reduce_dtype=options.reduce_dtype,
+        offloaded=offloaded(problem, e), update_seconds=update_seconds(problem, e), reduce_dtype=options.reduce_dtype,
     )  # fmt: skip
     return of_step(plan, problem, e, options.hardware.overlap_slowdown)
 

@@ -259,7 +259,11 @@ class _Explainer:
 
     def _parts(self, cls: int, e: Evaluation) -> tuple[float, float, float]:
         """Return the seconds of compute, of communication at a class, and of all communication."""
-        return e.compute_seconds + e.recompute_seconds + e.offload_seconds, self._here(cls, e), e.communication_seconds
+        return (
+            e.compute_seconds + e.recompute_seconds + e.parameter_seconds,
+            self._here(cls, e),
+            e.communication_seconds,
+        )
 
     def _here(self, cls: int, e: Evaluation) -> float:
         """Return the seconds of communication of the tensors that the members of a class make or read."""

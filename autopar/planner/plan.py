@@ -218,7 +218,7 @@ def solvers_of(
         captured, mesh, hardware, options.optimizer,
         fold if options.folded else unfolded, dict(options.fixed),
         {**options.pin, **dict(options.forbid), **dict.fromkeys(globs_of(options.strategy), "")},
-        offload.Offload(options.offload, cost, options.on_host),
+        offload.Offload(options.offload, cost, options.on_host), options.micro_batches,
     )  # fmt: skip
     problem.fits = fitting(problem, options.overlay) if options.overlay is not None else {}
     bucket_bytes = max(tiers[a].bucket_bytes for a in mesh.names)

@@ -75,6 +75,7 @@ def _costs(plans: Sequence[Plan]) -> Rows:
         "communication": [p.communication_seconds for p in plans],
         "of it exposed": [p.exposed_seconds for p in plans],
         "recomputation": [p.recompute_seconds for p in plans],
+        "optimizer": [p.update_seconds for p in plans],
         "offload": [p.offloaded.seconds for p in plans],
         "waiting of the mean rank": [waiting_seconds(p) for p in plans],
         "bound of the strategy": [0.0 if p.pipeline.is_staged else p.bound for p in plans],

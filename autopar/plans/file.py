@@ -213,13 +213,14 @@ SHARDING: Kind = {
     "on_host": [text],
     "layouts": [(rank, text)],
 }
-OPTIONAL: Json = {"reduce_dtype": "bf16"}  # what a file may leave out, and what it could be
+OPTIONAL: Json = {"reduce_dtype": "bf16", "update_seconds": 0.0}  # what a file may leave out, and what it could be
 SCHEMA: Kind = {
     "version": count, "hash": text, "fingerprint": text, "model": text, "mesh": text, "hardware": text,
     "precision": text, "reduce_dtype": narrow, "optimizer": text, "strategy": text,
     "memory_limit_bytes": amount, "step_seconds": amount,
     "compute_seconds": amount, "communication_seconds": amount, "recompute_seconds": amount,
-    "simulated_seconds": amount, "exposed_seconds": amount, "bound": amount, "gap": number, "peak_bytes": amount,
+    "update_seconds": amount, "simulated_seconds": amount, "exposed_seconds": amount,
+    "bound": amount, "gap": number, "peak_bytes": amount,
     "memory": Values(amount), "at_peak": Values(amount),
     "collectives": [{"kind": text, "axes": [text], "phase": text, "count": count, "wire_bytes": amount,
                      "seconds": amount}],

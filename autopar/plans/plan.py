@@ -8,7 +8,7 @@ reads.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -96,9 +96,9 @@ class Offloaded:
 
 @dataclass(frozen=True)
 class Plan:
-    """See the module. Seconds are of one training step without the optimizer's, but for its part on the host; bytes are
-    a device's. A step is one call with the whole batch, of so many `samples`, which is cut into `micro_batches`; their
-    gradients are reduced together if the plan `reduces_once`. Collectives are those of all micro-batches."""
+    """See the module. Seconds are of one training step, the optimizer's included; bytes are a device's. A step is one
+    call with the whole batch, of so many `samples`, which is cut into `micro_batches`; their gradients are reduced
+    together if the plan `reduces_once`. Collectives are those of all micro-batches."""
 
     model: str
     mesh: Mesh
@@ -137,6 +137,7 @@ class Plan:
     overlaps: bool = False  # parameters are gathered and gradients reduced while the graphs compute
     samples: int = 0
     meshes: tuple[MeshCandidate, ...] = ()  # best first; empty if the mesh was given
+    update_seconds: float = 0.0  # of the optimizer on the device
     offloaded: Offloaded = Offloaded()
     reduce_dtype: str | None = None  # gradients are added up over devices in this type if it is narrower than theirs
     pipeline: Pipeline = Pipeline()  # the sharding is of one micro-batch, on the mesh of a stage
@@ -167,6 +168,10 @@ class Plan:
     def precision_text(self) -> str:
         """Return the precision, and what gradients are reduced in if that is another type."""
         return self.precision + (f", gradients reduced in {self.reduce_dtype}" if self.reduce_dtype else "")
+
+    def decides_as(self, other: Plan) -> bool:
+        """Return whether another plan has the decisions and the figures of this one, for whatever call."""
+        return replace(self, fingerprint=other.fingerprint, samples=other.samples) == other
 
     @property
     def hash(self) -> str:

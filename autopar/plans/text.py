@@ -77,6 +77,7 @@ def _parts(plan: Plan) -> dict[str, float]:
         "compute": plan.compute_seconds,
         "communication": plan.communication_seconds,
         "recomputation": plan.recompute_seconds,
+        "optimizer": plan.update_seconds,
         "offload": plan.offloaded.seconds,
         "waiting": waiting_seconds(plan),
     }
@@ -85,6 +86,7 @@ def _parts(plan: Plan) -> dict[str, float]:
 def waiting_seconds(plan: Plan) -> float:
     """Return what the mean rank of a pipeline waits in a step."""
     busy = plan.compute_seconds + plan.recompute_seconds + plan.exposed_seconds + plan.offloaded.seconds
+    busy += plan.update_seconds
     return max(0.0, plan.step_seconds - busy) if plan.pipeline.is_staged else 0.0
 
 

@@ -24,7 +24,13 @@ from . import process_groups, watch
 
 T = TypeVar("T")
 SECONDS_BETWEEN_LOOKS = 1.0
-SAME_CALL = "call the model with the same arguments, shapes and modes on every rank; drop or pad the last batch"
+OWN_LENGTHS = (
+    "where each rank pads its batch to its own longest, pass pad={'input_ids': 0, 'labels': -100, 'attention_mask': 0} "
+    "to autopar.compile, with the names and values of what you pad: ranks then agree on a length"
+)
+SAME_CALL = (
+    "call the model with the same arguments, shapes and modes on every rank; drop or pad the last batch; " + OWN_LENGTHS
+)
 
 
 def everywhere(run: Callable[[], T]) -> T:
@@ -93,12 +99,24 @@ def rendezvous(module: str, number: int, call: str, fix: str = SAME_CALL) -> Non
         )
         watch.fail(error)
         raise error
+    check_calls(call, fix)
+
+
+def check_calls(call: str, fix: str) -> None:
+    """Raise InputError if ranks make another `call`, with their words for it. All ranks call this together."""
     for other, theirs in enumerate(_gather(call)):
         if theirs != call:
-            raise InputError(
-                f"rank {other} is called with {theirs} and rank {rank} with {call}",
-                fix=fix,
-            )
+            raise InputError(f"rank {other} is called with {theirs} and rank {dist.get_rank()} with {call}", fix=fix)
+
+
+def extremes(numbers: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return the least and the largest of each number over all ranks, which have equally many. It goes from host to
+    host, and waits for no device."""
+    both = torch.tensor([*(-n for n in numbers), *numbers], dtype=torch.int64)
+    with watch.collective("the lengths of the ranks"):
+        dist.all_reduce(both, dist.ReduceOp.MAX, process_groups.host_group())
+    least, most = both.view(2, -1).tolist()
+    return [-n for n in least], most
 
 
 def _arrived(store: dist.Store, key: str, seconds: float) -> bool:
@@ -117,7 +135,7 @@ def check_captures(inputs: Sequence[str], fingerprint: str) -> None:
         if others != first_inputs:
             raise InputError(
                 f"rank {rank} compiles for {', '.join(others)} and rank 0 for {', '.join(first_inputs)}",
-                fix="pass example_inputs of the same structure and shape on every rank",
+                fix=f"pass example_inputs of the same structure and shape on every rank; {OWN_LENGTHS}",
             )
         if found != first:
             raise DesyncError(

@@ -28,6 +28,7 @@ STEPS = 20
 # Weak references, so that the caller's destroy_process_group ends the groups. By ranks; None where this rank is no
 # member.
 _world: weakref.ref = weakref.ref(Mesh)  # whose they are; none yet
+_host: tuple[weakref.ref, weakref.ref] = (_world, _world)  # whose the group on the host is, and the group
 _own: dict[tuple[int, ...], weakref.ref | None] = {}
 
 
@@ -83,6 +84,19 @@ def _name_of_group(ranks: tuple[int, ...]) -> str:
         group = dist.new_group(list(ranks), timeout=timedelta(seconds=FIRST_STEP * timeout_seconds()))
         _own[ranks] = weakref.ref(group) if dist.get_rank() in ranks else None
     return _own[ranks]().group_name if _own[ranks] is not None else ""
+
+
+def host_group() -> dist.ProcessGroup | None:
+    """Return the group of all ranks for tensors on the host: the world's (None), or one of gloo where that is NCCL's
+    alone. Collective the first time."""
+    global _host
+    if "cpu:" in dist.get_backend_config():
+        return None
+    of_world, group = _host
+    if of_world() is not dist.group.WORLD or group() is None:
+        made = dist.new_group(backend="gloo", timeout=timedelta(seconds=FIRST_STEP * timeout_seconds()))
+        _host = weakref.ref(dist.group.WORLD), weakref.ref(made)
+    return _host[1]()
 
 
 def timeout_seconds() -> float:

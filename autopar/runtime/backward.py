@@ -3,6 +3,7 @@ parameters and inputs."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -11,11 +12,12 @@ from torch import fx
 from torch.distributed.tensor import DTensor
 
 from .. import _torch
+from ..codegen.follow_size import Line
 from ..codegen.rank_program import DeferredProgram
 from ..errors import InputError
 from ..frontend.export import Captured
 from ..ir.graph import output_node
-from ..ir.layout import local_part, local_shape
+from ..ir.layout import local_part
 from ..plans.plan import Plan
 from ..processes.dtensors import redistributed, spec_of
 from ..processes.process_groups import ProcessGroups
@@ -26,6 +28,8 @@ from .loaded import LoadedGraph
 class Backward:
     """Gradients of the `inputs`, in their layouts, and of the parameters `names`, which have the DTensor `specs`;
     `owners` are the kinds and names of all of them, in order."""
+
+    reduce: _Gradients  # of gradients that were not reduced, once there are some
 
     def __init__(self, graph, captured: Captured, plan: Plan, inputs: list[str], names: list[str], specs: list,
                  device_mesh, groups: ProcessGroups, accumulation: Accumulation):  # fmt: skip
@@ -41,14 +45,29 @@ class Backward:
         self.input_gradient_at = [found.get(("input_gradient", name)) for name in inputs]
         self.sources = _sources(captured.graph, [n for n, _ in gradients])
         self.values = {r.name: n.meta["val"] for n, r in pairs if r.kind == "gradient"}
-        outputs = {r.name: n.meta["val"] for n, r in pairs if r.kind == "output"}
         tangents = [n for n in captured.graph.nodes if n.op == "placeholder" and n.meta["role"].kind == "tangent"]
-        self.tangents = [
-            (int(n.meta["role"].name), plan.sharding.leaves[n.name], outputs[n.meta["role"].name]) for n in tangents
-        ]
+        self.tangents = [(int(n.meta["role"].name), plan.sharding.leaves[n.name]) for n in tangents]
         self.unreduced: _Gradients | None = None
         self.compile_options: Mapping[str, object] | None = None  # of torch.compile, if the graphs go through it
         self.deferred: dict[str, object] = {}  # specs of gradients that wait for their reduction
+
+    @classmethod
+    def following(cls, backwards: Mapping[int, Backward]) -> tuple[Backward, frozenset[Line]]:
+        """Return the backward whose graphs follow the size, and the lines of their numbers, given those for some sizes.
+        Raises Differs."""
+        made = copy.copy(backwards[max(backwards)])
+        made.reduced, lines = _Gradients.following({size: b.reduced for size, b in backwards.items()})
+        made.unreduced = None
+        return made, lines
+
+    def follow_deferred(self, backwards: Mapping[int, Backward]) -> frozenset[Line]:
+        """Load the graphs for gradients that wait for their reduction, given those for some sizes, and return the lines
+        of their numbers. Raises Differs."""
+        newest = backwards[max(backwards)]
+        self.reduce, self.deferred = newest.reduce, newest.deferred  # of parameters alone
+        loaded = {size: b.unreduced for size, b in backwards.items() if b.unreduced is not None}
+        self.unreduced, lines = _Gradients.following(loaded)
+        return lines
 
     def load_deferred(self, program: DeferredProgram) -> None:
         """Load the graphs for gradients that wait for their reduction."""
@@ -74,14 +93,17 @@ class Backward:
         self.reduce.compile(self.compile_options)
 
     def __call__(
-        self, saved: list, tangents: Sequence, parameters: Sequence, nodes: Sequence
-    ) -> list[torch.Tensor | None]:
-        """Return the gradients of the inputs and parameters, given those of the outputs (None: zero). `nodes` are what
-        autograd does with those of the parameters next. A gradient to which no gradient of an output leads is None, as
-        in eager torch. Empties `saved`, so that each value is freed after its last use."""
-        given = {at for at, *_ in self.tangents if tangents[at] is not None}
+        self, saved: list, tangents: Sequence, empty: Sequence[torch.Tensor], parameters: Sequence, nodes: Sequence,
+        size: int | None = None,
+    ) -> list[torch.Tensor | None]:  # fmt: skip
+        """Return the gradients of the inputs and parameters, given those of the outputs (None: zero). `empty`: what has
+        the local form of each output; `nodes` are what autograd does with those of the parameters next; `size`: as in
+        Call. A gradient to which no gradient of an output leads is None, as in eager torch. Empties `saved`, so that
+        each value is freed after its last use."""
+        given = {at for at, _ in self.tangents if tangents[at] is not None}
         self.leads = [bool(given & sources) for sources in self.sources]
-        saved += [self._local_tangent(tangents[at], layout, like) for at, layout, like in self.tangents]
+        saved += [self._local_tangent(tangents[at], layout, empty[at]) for at, layout in self.tangents]
+        saved += [] if size is None else [size]
         if self.accumulation.is_deferring:
             return self._unreduced(saved, parameters, nodes)
         if self.accumulation.is_pending and any(map(_torch.accumulates, nodes)):
@@ -123,8 +145,7 @@ class Backward:
 
     def _local_tangent(self, tangent: torch.Tensor | None, layout, like: torch.Tensor) -> torch.Tensor:
         if tangent is None:
-            shape = local_shape(like.shape, layout, self.mesh, self.mesh.coordinate(self.groups.rank))
-            return torch.zeros(shape, dtype=like.dtype, device=self.device)
+            return torch.zeros(like.shape, dtype=like.dtype, device=self.device)
         if isinstance(tangent, DTensor):
             tangent = redistributed(tangent, layout, self.mesh, self.device_mesh)
         elif not layout.is_replicated:  # of an output that another program of the call gave whole
@@ -173,6 +194,10 @@ class _Gradients(LoadedGraph):
 
     def __init__(self, module, groups: ProcessGroups, device: torch.device):
         super().__init__(module, groups, device, "backward")
+
+    def load(self, phase: str) -> None:
+        """Make the module ready to run."""
+        super().load(phase)
         self.to_copy: list[bool] | None = None  # a result each; known after the first run
 
     def compile(self, options: Mapping[str, object]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from ..frontend.call_signature import Returns
+from ..frontend.call_signature import CallSignature, Returns
 from ..frontend.export import Captured
 from ..frontend.guards import Guards
 from ..ir.layout import Layout
@@ -47,7 +47,8 @@ def _constants_equal(a: fx.GraphModule, b: fx.GraphModule) -> bool:
 class Capture:
     """`call` is its text; `flags`, `hooks`, `trainable`, `ambient`, `gradients`, `guards` and the forms of `buffers`
     are when it serves, `returns` what it gives. `is_met`: all ranks were seen to make this call; `used`: the number of
-    the last call that it served."""
+    the last call that it served; `size`: of what its step follows, if it does; `planned_for`: the call that the plan was
+    made for."""
 
     call: str
     flags: list[bool]
@@ -62,8 +63,20 @@ class Capture:
     step: Step
     plan: Plan
     traced: Traced
+    planned_for: CallSignature
+    size: int | None = None
     is_met: bool = False
     used: int = 0
+
+    @property
+    def follows_size(self) -> bool:
+        """Return whether it is no capture of its own, but served by the program of others."""
+        return self.size is not None
+
+    @property
+    def state(self) -> tuple:
+        """Return the state of the module and of torch that the capture is for."""
+        return self.flags, self.hooks, self.trainable, self.ambient
 
     def holds(self) -> bool:
         """Return whether the Python state is the one that was traced, and the buffers have the forms that the graphs

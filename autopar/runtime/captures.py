@@ -14,17 +14,17 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from .._torch import OpenSize
 from ..codegen.rank_program import PipelineProgram, RankProgram
-from ..compiler import lower_deferred, lower_plan
+from ..compiler import lower_deferred
 from ..errors import InputError
 from ..frontend.call_signature import CallSignature, describe_call
 from ..frontend.export import Captured
@@ -41,10 +41,12 @@ from .accumulation import Accumulation
 from .ambient import Ambient
 from .call import Call
 from .capture import Capture, Traced
-from .inputs import Inputs, WholeInputs, data_axes
+from .following import Dims, nearest
+from .inputs import Inputs, WholeInputs, data_axes, global_example
 from .modes import Modes
 from .outputs import Kind, OutputForms
 from .parameters import table_of
+from .sizes import Sizes
 from .step import Step
 
 if TYPE_CHECKING:
@@ -63,6 +65,7 @@ class Compiler(Protocol):
     `forms`: of the model's tensors, before they were taken over."""
 
     forms: Forms
+    loss_fn: Callable | None
 
     def trace(
         self, example_inputs, gradients: bool, adapters: bool = True, trains: Mapping[str, bool] | None = None
@@ -72,9 +75,16 @@ class Compiler(Protocol):
     def retrace(self, traced: Traced, adapters: bool = True, trains: Mapping[str, bool] | None = None) -> Traced:
         """Trace the same call with tangents for all outputs that require a gradient."""
 
-    def plan(self, traced: Traced, first: Plan | None = None, layouts: Mapping[str, Layout] | None = None) -> Plan:
+    def open_size(self, traced: Traced, dims: Dims, gradients: bool, trains: Mapping[str, bool]) -> OpenSize:
+        """Return for which sizes of these dims the user's code takes one way. One rank calls it."""
+
+    def plan(self, traced: Traced, first: Plan | None = None, layouts: Mapping[str, Layout] | None = None,
+             like: Plan | None = None) -> Plan:  # fmt: skip
         """Plan a traced call. `first`: the plan of the first capture; `layouts`: of the parameters by name, which the
-        plan is to keep."""
+        plan is to keep; `like`: a plan whose decisions are to be taken if they can be."""
+
+    def lower(self, traced: Traced, plan: Plan) -> RankProgram | PipelineProgram:
+        """Return this rank's graphs of a plan. Raises DesyncError if those of the ranks do not fit together."""
 
 
 class Captures:
@@ -96,9 +106,7 @@ class Captures:
         self.name, self.rendezvous_count = f"module {next(_module_numbers)}", 0
         self.table: list[Capture] = []
         self.calls = itertools.count(1)
-        self.completed: WeakKeyDictionary[Step, Step] = (
-            WeakKeyDictionary()
-        )  # by the step whose program has fewer tangents
+        self.sizes = Sizes()
         self.compile_options: Mapping[str, object] | None = None  # of torch.compile, if graphs go through it
 
     def compile(self, options: Mapping[str, object]) -> None:
@@ -113,8 +121,9 @@ class Captures:
         self._add(traced, plan, self._step(traced, plan, program), self._trains(self._trainable()), ambient)
 
     def _add(
-        self, traced: Traced, plan: Plan, step: Step, gradients: bool, ambient: Ambient, changed: str = ""
-    ) -> Capture:
+        self, traced: Traced, plan: Plan, step: Step, gradients: bool, ambient: Ambient, changed: str = "",
+        planned_for: CallSignature | None = None, size: int | None = None,
+    ) -> Capture:  # fmt: skip
         signature, leaves = traced.captured.signature, plan.sharding.leaves
         nodes = {n.meta["role"].name: n.name for n in traced.captured.graph.nodes if n.op == "placeholder"}
         layouts = {name: leaves[nodes[name]] for name in signature.tensor_names if nodes.get(name) in leaves}
@@ -124,7 +133,8 @@ class Captures:
         captured = traced.captured
         around = self.modes.now(), self.hooks.now(), self._trainable(), ambient, gradients
         read = captured.guards, self._buffers_of(captured)
-        self.last = Capture(call, *around, *read, captured.returns, inputs, step, plan, traced)
+        planned_for = planned_for or signature
+        self.last = Capture(call, *around, *read, captured.returns, inputs, step, plan, traced, planned_for, size)
         self.table.append(self.last)
         if len(self.table) > MOST:
             self.table.remove(min(self.table[1:-1], key=lambda capture: capture.used))
@@ -139,6 +149,11 @@ class Captures:
                 if table.get(leaf) is not None:  # a stage may have none
                     found.append((table, leaf, node.meta["val"].shape, table[leaf].dtype))
         return found
+
+    @property
+    def serves_several(self) -> bool:
+        """Return whether calls of several shapes were met, so that ranks may differ in theirs unnoticed."""
+        return len({capture.inputs.parts for capture in self.table}) > 1
 
     def find(self, args: tuple, kwargs: dict) -> tuple[Step | PipelineStep, Call]:
         """Return what runs a call, and the call; compile it if there is nothing yet.
@@ -157,12 +172,7 @@ class Captures:
         gradients = ambient.gradients and self._trains(trainable)
         tensors = None
         for capture in (self.last, *self.table):
-            if (
-                capture.ambient != ambient
-                or capture.flags != flags
-                or capture.hooks != hooks
-                or capture.trainable != trainable
-            ):
+            if capture.state != (flags, hooks, trainable, ambient):
                 continue
             tensors = capture.inputs.match(args, kwargs)
             if tensors is not None and capture.holds():
@@ -178,7 +188,7 @@ class Captures:
             )
             self.module.random.restart()
         watch.enter(self.name)
-        return capture.step, Call(capture.inputs, tensors, capture.returns)
+        return capture.step, Call(capture.inputs, tensors, capture.returns, size=capture.size)
 
     def _rendezvous(self, call: str, **words: str) -> None:
         """Wait for all ranks, with words for the error if they do not come (see agree.rendezvous)."""
@@ -212,28 +222,46 @@ class Captures:
                 f"already: {' | '.join(alike)}",
                 fix="keep what changes in every call in buffers or inputs, or raise the module's capture_limit",
             )
-        start = time.perf_counter()
-        traced = self.compiler.trace((args, kwargs), gradients, self.modes.adapters, self._by_name(self._trainable()))
-        same = next((c for c in self.table if c.traced.computes_as(traced)), None)
-        if same is not None:
-            capture = self._add(traced, same.plan, same.step, gradients, Ambient.now(), changed)
+        start, state = time.perf_counter(), (self.modes.now(), self.hooks.now(), self._trainable(), Ambient.now())
+        followed = self.sizes.find(lambda: global_example((args, kwargs), self.mode, self.mesh), state)
+        if followed is not None:
+            traced, known, step, size = followed
+            capture = self._add(traced, known.plan, step, gradients, state[-1], changed, known.planned_for, size)
+            how = "follows the size of those before"
         else:
-            plan = self.compiler.plan(traced, self.table[0].plan, self._layouts_of_all_stages())
-            step = self._step(traced, plan, lower_together(traced, plan))
-            capture = self._add(traced, plan, step, gradients, Ambient.now(), changed)
+            capture, is_new = self._compile_anew((args, kwargs), gradients, state, changed)
+            how = f"compiled in {time.perf_counter() - start:.1f} s" if is_new else "as one before"
         if self.groups.rank == 0:
-            how = "as one before" if same else f"compiled in {time.perf_counter() - start:.1f} s"
             _log.info("capture %d: %s%s: %s", len(self.table), call, changed, how)
         return capture
 
-    def _complete(self, step: Step) -> Step:
+    def _compile_anew(self, call: tuple, gradients: bool, state: tuple, changed: str) -> tuple[Capture, bool]:
+        """Capture a call, and return also whether no program for it was there yet."""
+        trains = self._by_name(self._trainable())
+        traced = self.compiler.trace(call, gradients, self.modes.adapters, trains)
+        same = next((c for c in self.table if not c.follows_size and c.traced.computes_as(traced)), None)
+        if same is not None:
+            return self._add(traced, same.plan, same.step, gradients, state[-1], changed, same.planned_for), False
+        like = nearest(self.table, state, traced)
+        plan = self.compiler.plan(
+            traced, self.table[0].plan, self._layouts_of_all_stages(), like.plan if like is not None else None
+        )
+        planned_for = like.planned_for if like is not None and like.plan.decides_as(plan) else None
+        step = self._step(traced, plan, self.compiler.lower(traced, plan))
+        capture = self._add(traced, plan, step, gradients, state[-1], changed, planned_for)
+        if isinstance(step, Step):
+            self.sizes.add(self.table, lambda largest, dims: self.compiler.open_size(
+                largest.traced, dims, gradients, trains))  # fmt: skip
+            if self.accumulation.is_deferring:
+                self._follow_deferred()
+        return capture, True
+
+    def _complete(self, step: Step, inputs: Inputs) -> Step:
         """Return the step of a call in whose program all differentiable outputs have tangents; from now on it serves
-        the calls that `step` served. Called in a backward, on all ranks together."""
-        if step in self.completed.values():  # torch gave it no more tangents
-            return step
-        if step in self.completed:
-            return self.completed[step]
-        capture = next(c for c in self.table if c.step is step)
+        the calls that `step` served, of this size. Called in a backward, on all ranks together."""
+        capture = next(c for c in self.table if c.inputs is inputs)
+        if capture.step is not step or step.is_complete:  # torch gave it no more tangents
+            return capture.step
         call = f"{capture.call}; gradients of all outputs"
         self._rendezvous(call)
         start = time.perf_counter()
@@ -244,11 +272,11 @@ class Captures:
         plan = self.compiler.plan(
             replace(traced, fixed=capture.inputs.layouts), self.table[0].plan, self._layouts_of_all_stages()
         )
-        whole = self._step(traced, plan, lower_together(traced, plan))
-        for other in self.table:
+        whole = self._step(traced, plan, self.compiler.lower(traced, plan))
+        whole.is_complete = True
+        for other in self.table if not capture.follows_size else (capture,):
             if other.step is step:
-                other.step, other.plan, other.traced = whole, plan, traced
-        self.completed[step] = whole
+                other.step, other.plan, other.traced, other.size = whole, plan, traced, None
         if self.groups.rank == 0:
             _log.info("%s: compiled in %.1f s", call, time.perf_counter() - start)
         return whole
@@ -278,7 +306,7 @@ class Captures:
                                 trains, self.outputs == "everywhere", forms)  # fmt: skip
         else:
             step = Step(program, traced.captured, plan, self.module, self.device_mesh, self.groups, self.accumulation,
-                        lambda: self._complete(step), forms)  # fmt: skip
+                        self._complete, forms)  # fmt: skip
         if self.compile_options is not None:
             step.compile(self.compile_options)
         if self.accumulation.is_deferring:
@@ -287,8 +315,14 @@ class Captures:
 
     def prepare_no_sync(self) -> None:
         """Load for all captures what the backward inside of no_sync runs; all ranks call this together."""
-        for capture in self.table:
-            self._load_deferred(capture.traced, capture.plan, capture.step)
+        for capture in (*self.table, *self.sizes.points()):
+            if not capture.follows_size:
+                self._load_deferred(capture.traced, capture.plan, capture.step)
+        self._follow_deferred()
+
+    def _follow_deferred(self) -> None:
+        for step in self.sizes.follow_deferred():  # serves no more: what it served is compiled anew
+            self.table = [capture for capture in self.table if capture.step is not step]
 
     def _load_deferred(self, traced: Traced, plan: Plan, step: Step | PipelineStep) -> None:
         if not isinstance(step, Step):
@@ -342,11 +376,3 @@ class Captures:
 def _of_tensors(shapes: tuple) -> list[tuple[int, ...]]:
     """Return the shapes of a call's tensors, without its constants."""
     return [shape for shape in shapes if shape is not None]
-
-
-def lower_together(traced: Traced, plan: Plan) -> RankProgram | PipelineProgram:
-    """Lower a traced call on all ranks together, and return this rank's graphs. Raises DesyncError if they do not fit
-    together."""
-    program = agree.everywhere(lambda: lower_plan(traced.captured, plan, dist.get_rank()))
-    agree.check_programs(plan, program.collectives())
-    return program

@@ -22,7 +22,7 @@ from .random_state import RandomState
 
 AS_THEY_ARE = (
     "capture_limit", "plan", "layouts", "stage_mesh", "adapter_names", "quantized_names", "elsewhere", "_pp_ranks",
-    "_observers_are_frozen",
+    "_observers_are_frozen", "_lengths",
 )  # fmt: skip
 
 
@@ -49,7 +49,7 @@ def deep_copy(module, memo: dict):
     captured = first.traced.captured
     captured = replace(captured, guards=first.guards.copied(memo), returns=_returns(first.returns, memo))
     traced = replace(first.traced, captured=captured)
-    made._captures.add(traced, first.plan, captures.lower_together(traced, first.plan))
+    made._captures.add(traced, first.plan, compiler.lower(traced, first.plan))
     mine = made._captures.last  # serves what the first one serves, whatever state the model was copied in
     mine.call, mine.flags, mine.trainable = first.call, first.flags, first.trainable
     mine.ambient, mine.gradients, mine.hooks = first.ambient, first.gradients, [memo.get(id(h), h) for h in first.hooks]

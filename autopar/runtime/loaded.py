@@ -8,13 +8,16 @@ place becomes one that copies, which Inductor may turn into one in place again.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping
+from typing import Self
 
 import torch
 from torch import fx
 
 from .. import _torch
 from .._torch import c10d, no_autocast
+from ..codegen.follow_size import Line, followed
 from ..codegen.python_code import bind_groups, boxed, group_names
 from ..errors import CompilerError
 from ..processes import watch
@@ -26,9 +29,22 @@ class LoadedGraph:
     backward."""
 
     def __init__(self, module: fx.GraphModule, groups: ProcessGroups, device: torch.device, phase: str):
-        self.module = boxed(bind_groups(module, groups.bind(group_names(module)))).to(device)
-        self.phase = phase
+        self.module = bind_groups(module, groups.bind(group_names(module))).to(device)
+        self.load(phase)
+
+    def load(self, phase: str) -> None:
+        """Make the module ready to run."""
+        self.module, self.phase = boxed(self.module), phase
         self.run = _without_autocast(watch.guarded(self.module, phase, self.module.forward))
+
+    @classmethod
+    def following(cls, graphs: Mapping[int, Self]) -> tuple[Self, frozenset[Line]]:
+        """Return the graph that follows the size, which it takes last, and the lines of its numbers, given the graphs
+        for some sizes. Raises Differs."""
+        made = copy.copy(graphs[max(graphs)])
+        made.module, lines = followed({size: graph.module for size, graph in graphs.items()})
+        made.load(made.phase)
+        return made, lines
 
     def compile(self, options: Mapping[str, object]) -> None:
         """Run the graph through torch.compile, with these options of it, from the next call on; that call compiles."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from ..adapt.attach import Attachment
 from ..adapt.fake_quant import OBSERVER
 from ..adapt.lora import LoRA
 from ..errors import AdaptError, AutoparError, StrategyError
+from ..frontend.call_signature import split_example
 from ..frontend.user_lines import line_now
 from ..ir.mesh import Mesh
 from ..plans.plan import Plan
@@ -32,7 +34,10 @@ from . import captures, copies, optimizers, parts
 from .adapters import Adapters
 from .captures import Captures, Compiler
 from .elsewhere import name_absent
+from .inputs import data_axes
+from .lengths import Lengths, Padding
 from .modes import Modes
+from .outputs import own_parts
 from .parameters import parallel_already, take_over
 from .random_state import RandomState
 from .source_attributes import OfSource
@@ -46,7 +51,7 @@ STATE_HOOKS = (
 )
 OWN = (
     "capture_limit", "adapter_names", "quantized_names", "plan", "random", "stage_mesh", "elsewhere", "layouts",
-    "_forms", "_pp_ranks", "_captures", "_observers_are_frozen", "_adapters",
+    "_forms", "_pp_ranks", "_captures", "_lengths", "_observers_are_frozen", "_adapters",
 )  # fmt: skip
 
 
@@ -69,9 +74,14 @@ class ParallelModule(OfSource):
     def __init__(
         self, source: nn.Module, compiler: Compiler, example_inputs, inputs: str, device_mesh,
         weights: Weights | None = None, attachment: Attachment | None = None, outputs: str = "stage",
+        pad: Padding | None = None,
     ):  # fmt: skip
         self.begin(source)
         mesh, self.capture_limit = Mesh.of(device_mesh), captures.LIMIT
+        count = math.prod(map(mesh.size, data_axes(mesh))) if inputs == "local" else 1
+        self._lengths = Lengths(pad, (source.forward, compiler.loss_fn), count)
+        agree.everywhere(self._lengths.check)
+        *example_inputs, _ = self._lengths.agreed(*split_example(own_parts(example_inputs)), may_differ=False)
         self.adapter_names = frozenset(attachment.added if attachment else ())  # of parameters and buffers
         replaced = attachment.replaced if attachment else {}
         self.quantized_names = frozenset(
@@ -82,7 +92,7 @@ class ParallelModule(OfSource):
         traced = compiler.trace(example_inputs, True)
         self.plan = compiler.plan(traced)
         self.random = RandomState(agree.from_rank_zero(torch.initial_seed))
-        program = captures.lower_together(traced, self.plan)
+        program = compiler.lower(traced, self.plan)
         self.stage_mesh = stage = StageMesh.of(self.plan, device_mesh)
         missing = [program.elsewhere(pp_rank) for pp_rank in range(len(stage.ranks))]
         self.elsewhere, self._pp_ranks = _others(source, traced.captured.ties, missing, stage.pp_rank)
@@ -122,8 +132,10 @@ class ParallelModule(OfSource):
         if torch.compiler.is_dynamo_compiling():
             return _torch.outside_dynamo(ParallelModule.forward)(self, *args, **kwargs)
         try:
-            step, inputs = self._captures.find(args, kwargs)
-            return step(inputs)
+            args, kwargs, lengths = self._lengths.agreed(args, kwargs, self._captures.serves_several)
+            step, call = self._captures.find(args, kwargs)
+            call.lengths = lengths
+            return step(call)
         except AutoparError as error:
             error.locate(line_now())
             raise
@@ -133,6 +145,16 @@ class ParallelModule(OfSource):
         """Return the plans by the calls that they are for, such as "x (4, 6); eval, no_grad", in the order in which
         they were met."""
         return {capture.call: capture.plan for capture in self._captures.table}
+
+    @property
+    def pads(self) -> Padding:
+        """Return what inputs are padded with where ranks have lengths of their own."""
+        return self._lengths.pad
+
+    def pad_with(self, pad: Padding) -> None:
+        """Let ranks agree on the longest of their tensors in each call, as `autopar.compile(..., pad=pad)` does, of
+        those that `pad` names. All ranks call it."""
+        self._lengths = Lengths(pad, (self._source.forward, self._captures.compiler.loss_fn), self._lengths.parts)
 
     @property
     def takes_parts(self) -> bool:

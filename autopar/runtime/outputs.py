@@ -11,9 +11,11 @@ Gathering is a collective, so what reads an output does so on all ranks.
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal, cast
 
 import torch
@@ -22,14 +24,17 @@ from torch.distributed.tensor import DTensor
 
 from .. import _torch
 from .._torch import tree_flatten, tree_map
+from ..codegen.follow_size import Differs, Line, follow
 from ..errors import InputError
 from ..frontend.export import Captured
 from ..ir.graph import outputs_of
 from ..ir.layout import Layout, local_shape
 from ..ir.mesh import Mesh
+from ..passes.pipeline.lengths import Found, dims_in_outputs
 from ..passes.pipeline.samples import SampleDim, outputs_with_samples
 from ..processes import watch
 from ..processes.dtensors import redistributed, spec_of
+from .lengths import OwnLengths
 
 Kind = Literal["global", "local", "sharded"]
 # What an output answers without being gathered: its form, its place in autograd, and all that makes it a DTensor.
@@ -84,7 +89,7 @@ class LocalTensor(GlobalTensor):
 
 def _example(value: Any) -> Any:
     """Return what has the shape of this rank's part of an output; anything else as it is."""
-    return value._own.example if isinstance(value, LocalTensor) else value
+    return value._own.shortened(value._own.example) if isinstance(value, LocalTensor) else value
 
 
 def _name_of(function) -> str:
@@ -108,7 +113,7 @@ def plain(value: Any) -> Any:
         if known is None or (torch.is_grad_enabled() and value.requires_grad and not known.requires_grad):
             with watch.collective("the parts of an output"):
                 if isinstance(value, LocalTensor):
-                    known = _OwnPart.apply(value, value._own)
+                    known = value._own.shortened(_OwnPart.apply(value, value._own))
                 else:
                     known = _PlainGradient.apply(value.full_tensor())
             value.__dict__["_plain"] = known
@@ -149,13 +154,15 @@ class _OwnPart(torch.autograd.Function):
 @dataclass(frozen=True)
 class Own:
     """Says which part of an output is that of a rank's samples: its global `layout` over the mesh (`spec` as a DTensor)
-    has as many `parts`. `example` has the shape and dtype of a part, without values."""
+    has as many `parts`. `example` has the shape and dtype of a part, without values; `shortened` leaves this rank's own
+    length of it, where ranks differ (autopar/runtime/lengths.py)."""
 
     mesh: Mesh
     layout: Layout
     spec: Any
     parts: int
     example: Tensor
+    shortened: Callable[[Tensor], Tensor] = lambda part: part
 
     @classmethod
     def of(cls, sample_dim: SampleDim, like: Tensor, axes: tuple[str, ...], mesh: Mesh, device_mesh) -> Own:
@@ -169,27 +176,37 @@ class Own:
         return cls(mesh, layout, spec, parts, torch.empty(shape, dtype=like.dtype, device="meta"))
 
 
+def _at(number: int | Line, size: int) -> int:
+    return number.whole(size) if isinstance(number, Line) else number
+
+
 @dataclass(frozen=True)
 class OutputForm:
-    """Hands the user an output of which a rank computes a part: `spec` says which, None of a number."""
+    """Hands the user an output of which a rank computes a part: `spec` says which, None of a number. `length_dims`:
+    where the dims of inputs are in it, by their names."""
 
     kind: Kind
     spec: Any
     own: Own | None
+    length_dims: Callable[[Collection[str]], Found] = lambda inputs: Found()
+    name: str = ""
 
-    def of(self, local: Tensor) -> Tensor:
-        """Return the output, given what the rank computed of it."""
+    def of(self, local: Tensor, lengths: OwnLengths | None = None) -> Tensor:
+        """Return the output, given what the rank computed of it, in the rank's own lengths."""
         if self.spec is None:
             return local.detach()
         if self.kind == "sharded":
             return _torch.as_dtensor(local, self.spec)
         if self.own is not None:
             output = cast(LocalTensor, _torch.as_dtensor(local, self.spec, LocalTensor))
-            output._own = self.own
+            output._own = self.own if lengths is None else replace(self.own, shortened=self._shortened(lengths))
             return output
         if all(placement.is_replicate() for placement in self.spec.placements):
             return local.detach()
         return _torch.as_dtensor(local, self.spec, GlobalTensor)
+
+    def _shortened(self, lengths: OwnLengths) -> Callable[[Tensor], Tensor]:
+        return lambda part: lengths.shortened(part, self.length_dims(lengths.inputs), self.spec.shape, self.name)
 
 
 class OutputForms:
@@ -199,6 +216,9 @@ class OutputForms:
     def __init__(self, kind: Kind, captured: Captured, fixed: Mapping[str, Layout], axes: tuple[str, ...], mesh: Mesh,
                  device_mesh):  # fmt: skip
         self.kind, self.axes, self.mesh, self.device_mesh = kind, axes, mesh, device_mesh
+        self.returns, self.graph = captured.returns, captured.graph
+        self.samples = {shape[0] for shape in captured.signature.shapes if shape}
+        self.length_dims = lru_cache(1)(self._length_dims)
         outputs = outputs_of(captured.graph)
         sample_dims: Sequence[SampleDim | None] = [None] * len(outputs)
         if kind == "local" and axes:
@@ -208,6 +228,30 @@ class OutputForms:
         self.values: dict[str, Tensor] = {name: node.meta["val"] for name, node, _ in found}  # of global shapes
         self.sample_dims = {name: dim for name, _, dim in found}
 
+    @staticmethod
+    def following(forms: Mapping[int, OutputForms]) -> tuple[Callable[[int], OutputForms], frozenset[Line]]:
+        """Return what gives the forms for a size, and the lines of the numbers in them, given those for some sizes.
+        Raises Differs."""
+        newest = forms[max(forms)]
+        if len({repr(f.sample_dims) for f in forms.values()}) > 1:
+            raise Differs("outputs have their samples elsewhere at other sizes")
+        shapes = {size: {name: list(value.shape) for name, value in f.values.items()} for size, f in forms.items()}
+        found = follow(shapes)
+
+        def at(size: int) -> OutputForms:
+            made = copy.copy(newest)
+            made.values = {
+                name: torch.empty([_at(number, size) for number in found[name]], dtype=like.dtype, device="meta")
+                for name, like in newest.values.items()
+            }
+            return made
+
+        return at, frozenset(number for shape in found.values() for number in shape if isinstance(number, Line))
+
+    def of(self, layouts: Mapping[str, Layout | None]) -> list[OutputForm]:
+        """Return the forms of outputs in these layouts, by name."""
+        return [self.form(name, layout) for name, layout in layouts.items()]
+
     def form(self, name: str, layout: Layout | None) -> OutputForm:
         """Return the form of an output of which the rank computes the part that a global layout gives it."""
         like, sample_dim = self.values[name], self.sample_dims[name]
@@ -215,4 +259,16 @@ class OutputForms:
             return OutputForm(self.kind, None, None)
         spec = spec_of(layout, like.shape, like.dtype, self.mesh, self.device_mesh)
         own = Own.of(sample_dim, like, self.axes, self.mesh, self.device_mesh) if sample_dim is not None else None
-        return OutputForm(self.kind, spec, own)
+        found = lambda inputs: self.length_dims(inputs)[name]  # noqa: E731
+        return OutputForm(self.kind, spec, own, found, self.returns.names[int(name)])
+
+    def _length_dims(self, inputs: Collection[str]) -> dict[str, Found]:
+        """Return where the dims of inputs are in each output. A dim that has as many places as there are samples, each
+        of which is one, has no other places."""
+        found = {role.name: of_output for (_, role), of_output in
+                 zip(outputs_of(self.graph), dims_in_outputs(self.graph, inputs)) if role.kind == "output"}  # fmt: skip
+        for name, of_output in found.items():
+            dim, parts = self.sample_dims[name] or (0, 0)
+            if parts == 1 and self.values[name].shape[dim] in self.samples:
+                of_output.lost.pop(dim, None)
+        return found

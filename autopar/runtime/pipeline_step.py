@@ -41,6 +41,7 @@ from ..schedule.played import Played
 from .accumulation import Accumulation
 from .backward import refuse_second_derivatives
 from .call import Call
+from .lengths import OwnLengths
 from .outputs import OutputForm, OutputForms
 from .parameters import table_of
 from .pipeline_check import border_of, check_pipeline
@@ -188,17 +189,17 @@ class PipelineStep:
 
     def __call__(self, call: Call):
         """Return the model's output for a whole batch."""
-        inputs = call.local()
+        inputs, lengths = call.local(), call.lengths
         if self.trains and torch.is_grad_enabled():
             anchor = torch.zeros(
                 (), requires_grad=True
             )  # a rank may have nothing that trains, and its loop calls backward too
-            outputs = list(_PipelineLoss.apply(self, inputs, anchor, *self.parameters))
+            outputs = list(_PipelineLoss.apply(self, inputs, lengths, anchor, *self.parameters))
         else:
-            outputs, _ = self.run(inputs)
+            outputs, _ = self.run(inputs, lengths)
         return call.returns.rebuild(outputs)
 
-    def run(self, inputs: list[Tensor]) -> tuple[list[Tensor | None], Sums]:
+    def run(self, inputs: list[Tensor], lengths: OwnLengths | None) -> tuple[list[Tensor | None], Sums]:
         """Run the schedule and return (outputs by position, what the stages leave of gradients)."""
         call = _Call(self, inputs)
         with torch.no_grad():
@@ -208,10 +209,10 @@ class PipelineStep:
                 self.times = [*walk(self.schedule.orders[self.stage.pp_rank], self.stages, self.links)]
             sums = {i: stage.end()[0] for i, stage in self.stages.items()}
             call.write_buffers()
-            outputs = self._outputs(call.outputs)
+            outputs = self._outputs(call.outputs, lengths)
         return outputs, sums
 
-    def _outputs(self, parts: dict[str, dict[int, Tensor]]) -> list[Tensor | None]:
+    def _outputs(self, parts: dict[str, dict[int, Tensor]], lengths: OwnLengths | None) -> list[Tensor | None]:
         """Return whole outputs: those of this rank's stages, and those that all ranks get."""
         outputs: list[Tensor | None] = [None] * self.returns.count
         for name, values in parts.items():
@@ -220,7 +221,7 @@ class PipelineStep:
         for name, pp_rank in self.sources.items():
             what = "the loss" if int(name) == self.returns.loss else f"output {self.returns.names[int(name)]}"
             outputs[int(name)] = self._from(pp_rank, outputs[int(name)], name, what)
-        return [None if o is None else self.forms[str(at)].of(o) for at, o in enumerate(outputs)]
+        return [None if o is None else self.forms[str(at)].of(o, lengths) for at, o in enumerate(outputs)]
 
     def _before_joining(self, name: str, i: int, part: Tensor) -> Tensor:
         """Return this rank's part of an output of one micro-batch, in the layout in which it is joined with the
@@ -294,9 +295,9 @@ class _PipelineLoss(torch.autograd.Function):
     none."""
 
     @staticmethod
-    def forward(ctx, step: PipelineStep, inputs: list[Tensor], *anchor_and_parameters):
+    def forward(ctx, step: PipelineStep, inputs: list[Tensor], lengths: OwnLengths | None, *anchor_and_parameters):
         ctx.seed = step.seed
-        outputs, ctx.sums = step.run(inputs)
+        outputs, ctx.sums = step.run(inputs, lengths)
         ctx.step = step
         loss, differentiable = step.returns.loss, step.returns.differentiable
         ctx.mark_non_differentiable(
@@ -327,12 +328,12 @@ class _PipelineLoss(torch.autograd.Function):
                 )
         scale = tangents[ctx.loss]
         if scale is None:
-            return None, None, None, *[None] * len(step.names)
+            return None, None, None, None, *[None] * len(step.names)
         if ctx.seed is not None:
             step.seed = torch.where(scale.isfinite() & (scale > 0), scale, step.seed)
             scale = scale / ctx.seed
         _, *nodes = [node for node, _ in ctx.next_functions]  # the first is the anchor's
-        return None, None, None, *step.gradients(sums, scale, step.parameters, nodes)
+        return None, None, None, None, *step.gradients(sums, scale, step.parameters, nodes)
 
 
 def forwards(schedule: Schedule) -> Schedule:

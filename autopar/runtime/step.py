@@ -7,6 +7,7 @@ gradient clipping work as for any module.
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Callable, Mapping
 
@@ -15,6 +16,7 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from .. import _torch
+from ..codegen.follow_size import Line
 from ..codegen.rank_program import RankProgram
 from ..errors import CaptureError, InputError, StageError
 from ..frontend.export import Captured
@@ -26,8 +28,9 @@ from ..schedule.played import Played
 from .accumulation import Accumulation
 from .backward import Backward, changes_explained, refuse_second_derivatives
 from .call import Call
+from .inputs import Inputs
 from .loaded import LoadedGraph
-from .outputs import OutputForms
+from .outputs import OutputForm, OutputForms
 from .parameters import table_of
 from .saved_call import SavedCall, read_by_backward, read_by_outputs, written_by
 
@@ -35,13 +38,14 @@ from .saved_call import SavedCall, read_by_backward, read_by_outputs, written_by
 class Step:
     """Runs the graphs on the parameters and buffers of `module`. What a step needs of them is looked up once, here.
 
-    `complete` gives the step of the same call in whose program all differentiable outputs have tangents, for a backward
-    that comes from one that has none here; all ranks call it together. `forms`: of the outputs."""
+    `complete` gives, for a step and the inputs of a call, the step in whose program all differentiable outputs have tangents, for
+    a backward that comes from one that has none here; all ranks call it together. `forms`: of the outputs."""
 
     def __init__(self, program: RankProgram, captured: Captured, plan: Plan, module: nn.Module, device_mesh,
-                 groups: ProcessGroups, accumulation: Accumulation, complete: Callable[[], Step],
+                 groups: ProcessGroups, accumulation: Accumulation, complete: Callable[[Step, Inputs], Step],
                  forms: OutputForms):  # fmt: skip
         self.returns, self.saved, self.complete = captured.returns, program.parts.saved, complete
+        self.is_complete = False  # whether it was made for gradients of all outputs
         self.roles = [
             n.meta["role"] for n in captured.graph.nodes if n.op == "placeholder" and n.meta["role"].kind != "tangent"
         ]
@@ -57,7 +61,10 @@ class Step:
         self.read = [captured.signature.tensor_names.index(name) for name in inputs]
         differentiated = {*captured.signature.differentiated_names}
         self.differentiated = [self.read[i] for i, name in enumerate(inputs) if name in differentiated]
-        self._read_outputs(captured, plan, module, forms)
+        self._read_outputs(captured, plan, module)
+        self.output_forms = forms
+        self.forms_at: Callable[[int], OutputForms] | None = None
+        self.forms_by_size: dict[int | None, list[OutputForm]] = {None: forms.of(self.layouts)}
         parts = program.parts
         self.forward_graph = LoadedGraph(parts.forward, groups, torch.device(device_mesh.device_type), "forward")
         self.backward = None
@@ -86,7 +93,26 @@ class Step:
         self.parameters_at = [i for i, key in enumerate(keys) if key[0] == "parameter"]
         self.inputs_at = [i for i, key in enumerate(keys) if key[0] == "input"]
 
-    def _read_outputs(self, captured: Captured, plan: Plan, module: nn.Module, forms: OutputForms) -> None:
+    @staticmethod
+    def following(steps: Mapping[int, Step]) -> tuple[Step, frozenset[Line]]:
+        """Return the step whose graphs follow the size of a call, and the lines of their numbers, given the steps for
+        some sizes, of one plan. Raises Differs."""
+        made = copy.copy(steps[max(steps)])
+        made.forward_graph, lines = LoadedGraph.following({size: step.forward_graph for size, step in steps.items()})
+        if made.backward is not None:
+            backwards = {size: step.backward for size, step in steps.items() if step.backward is not None}
+            made.backward, more = Backward.following(backwards)
+            lines |= more
+        made.forms_at, more = OutputForms.following({size: step.output_forms for size, step in steps.items()})
+        made.forms_by_size = {}
+        return made, lines | more
+
+    @property
+    def follows_size(self) -> bool:
+        """Return whether one program serves calls of several sizes."""
+        return self.forms_at is not None
+
+    def _read_outputs(self, captured: Captured, plan: Plan, module: nn.Module) -> None:
         output = output_node(captured.graph)
         roles = output.meta["roles"]
         order = [i for i, r in enumerate(roles) if r.is_forward]  # as the forward graph returns them
@@ -101,7 +127,7 @@ class Step:
             for at, i in enumerate(order) if roles[i].kind == "input_mutation"
         ]  # fmt: skip
         layouts = plan.sharding.outputs
-        self.forms = [forms.form(roles[order[at]].name, layouts[order[at]]) for at in self.outputs]
+        self.layouts = {roles[order[at]].name: layouts[order[at]] for at in self.outputs}
 
     def compile(self, options: Mapping[str, object]) -> None:
         """Run both graphs through torch.compile, with these options of it."""
@@ -133,7 +159,8 @@ class Step:
             outputs = _Bridge.apply(self, call, inputs, *[inputs[i] for i in self.differentiated], *parameters)
         else:
             with torch.no_grad():
-                outputs, _ = self.forward(self.leaves(inputs, parameters), call)
+                outputs, _ = self.forward(self.leaves(inputs, parameters, call.size), call)
+                outputs = self.shown(outputs, call)
         return call.returns.rebuild(outputs)
 
     def _check(self, parameters: list[nn.Parameter]) -> None:
@@ -153,7 +180,7 @@ class Step:
                     fix="set requires_grad before autopar.compile",
                 )
 
-    def leaves(self, inputs: list[torch.Tensor], parameters) -> list[torch.Tensor]:
+    def leaves(self, inputs: list[torch.Tensor], parameters, size: int | None) -> list:
         """Return what the forward graph takes. A graph that draws advances the random state."""
         values = {
             "input": (inputs[i].detach() for i in self.read),
@@ -161,17 +188,23 @@ class Step:
             "buffer": (table[leaf] for table, leaf in self.buffer_tables),
             "random": (self.random.next() for _ in self.roles),  # asked once, by a graph that draws
         }
-        return [next(values[role.kind]) for role in self.roles]
+        return [next(values[role.kind]) for role in self.roles] + ([] if size is None else [size])
 
-    def forward(self, leaves: list[torch.Tensor], call: Call | None) -> tuple[list[torch.Tensor], list]:
-        """Run the forward graph and return (outputs of the model, values saved for the backward). What the model writes
-        to takes its new values, unless it has them already (no `call`)."""
+    def forward(self, leaves: list, call: Call | None) -> tuple[list[torch.Tensor], list]:
+        """Run the forward graph and return (local outputs of the model, values saved for the backward). What the model
+        writes to takes its new values, unless it has them already (no `call`)."""
         results = self.forward_graph.run(leaves)
         if call is not None:
             self._write(results, call)
+        return [results[at] for at in self.outputs], list(results[self.forward_count :])
+
+    def shown(self, outputs: list[torch.Tensor], call: Call) -> list[torch.Tensor]:
+        """Return local outputs as the user gets them."""
+        size = call.size
+        if size not in self.forms_by_size and size is not None and self.forms_at is not None:
+            self.forms_by_size[size] = self.forms_at(size).of(self.layouts)
         # a number is given as an object of its own: the graph may return one tensor as two outputs
-        outputs = [form.of(results[at]) for at, form in zip(self.outputs, self.forms)]
-        return outputs, list(results[self.forward_count :])
+        return [form.of(output, call.lengths) for form, output in zip(self.forms_by_size[size], outputs)]
 
     def _write(self, results, call: Call) -> None:
         for at, (table, leaf) in self.mutated:
@@ -203,8 +236,8 @@ class Step:
         lost = [self.returns.names[at] for at in self.without_tangent if tangents[at] is not None]
         if lost:
             raise CaptureError(f"torch traced no gradient through {', '.join(lost)}", fix="return a clone of it")
-        _, saved = self.forward(saved_call.values_for(self.roles), None)
-        found = self.backward(saved, tangents, self.known, [nodes[name] for name in self.names])
+        outputs, saved = self.forward(saved_call.values_for(self.roles), None)
+        found = self.backward(saved, tangents, outputs, self.known, [nodes[name] for name in self.names])
         return dict(zip(self.backward.owners, found))
 
 
@@ -214,10 +247,12 @@ class _Bridge(torch.autograd.Function):
     @staticmethod
     def forward(ctx, step: Step, call: Call, inputs: list[torch.Tensor], *leaves):
         parameters = leaves[len(step.differentiated) :]
-        values = step.leaves(inputs, parameters)
+        values = step.leaves(inputs, parameters, call.size)
         ctx.saved_call = step.save_call(values, parameters, call)
         outputs, saved = step.forward(values, call)
-        ctx.step = step
+        ctx.step, ctx.inputs, ctx.size = step, call.inputs, call.size
+        ctx.empty = [output.to("meta") for output in outputs]
+        outputs = step.shown(outputs, call)
         ctx.others = [None if isinstance(s, torch.Tensor) else (s,) for s in saved]
         ctx.save_for_backward(*[s for s in saved if isinstance(s, torch.Tensor)])
         ctx.mark_non_differentiable(*[o for at, o in enumerate(outputs) if at not in step.differentiable])
@@ -244,7 +279,7 @@ class _Bridge(torch.autograd.Function):
         nodes = [node for node, _ in ctx.next_functions][len(step.differentiated) :]
         if not is_second:
             del saved_call
-            return None, None, None, *step.backward(saved, tangents, step.known, nodes)
+            return None, None, None, *step.backward(saved, tangents, ctx.empty, step.known, nodes, ctx.size)
         saved.clear()
-        found = step.complete().recompute_gradients(saved_call, tangents, dict(zip(step.names, nodes)))
+        found = step.complete(step, ctx.inputs).recompute_gradients(saved_call, tangents, dict(zip(step.names, nodes)))
         return None, None, None, *[found.get(owner) for owner in step.backward.owners]

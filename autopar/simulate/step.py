@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..api import entry as api
 from ..codegen import pass_manager
-from ..codegen.rank_program import RankProgram
+from ..codegen.rank_program import LoweredProgram
 from ..codegen.verify_graph import check_ranks
 from ..compiler import lower
 from ..frontend.export import Captured
@@ -37,7 +37,7 @@ class StepResult:
     buffers: dict[str, Tensor]
     bytes_sent: tuple[float, ...]
     collectives: Counter
-    programs: tuple[RankProgram, ...]
+    programs: tuple[LoweredProgram, ...]
 
 
 def plan_and_capture(model: nn.Module, mesh: object, example_inputs, **options) -> tuple[Plan, Captured]:

@@ -1,8 +1,9 @@
 """What a job found out when it started, on the disk for the next one that starts with the same.
 
 An entry is a safetensors file under the hash of its key: text, and tensors. It is data alone, and what reads it checks
-it against the model at hand (autopar/frontend/capture_data.py, autopar/plans/file.py). Jobs may share the folder: an
-entry appears whole or not at all, one that is damaged counts as none, and the cache never stops a job.
+it against the model at hand (autopar/frontend/capture_data.py, autopar/plans/file.py, autopar/codegen/program_data.py).
+Jobs may share the folder: an entry appears whole or not at all, one that is damaged counts as none, and the cache never
+stops a job.
 
 AUTOPAR_CACHE names the folder, or is "off"; without it it is autopar in the user's cache folder.
 """
@@ -52,7 +53,8 @@ class CompileCache:
             found = safetensors.torch.load(data)
             text = found.pop(TEXT).numpy().tobytes()
             tensors = [found[str(at)] for at in range(len(found) - 1)]
-            whole = found[str(len(tensors))].numpy().tobytes() == _hash(key, text, tensors)
+            digest = content_hash(key.encode() + b"\0" + text, tensors).encode()
+            whole = found[str(len(tensors))].numpy().tobytes() == digest
             if whole:
                 os.utime(path)
         except FileNotFoundError:
@@ -68,7 +70,7 @@ class CompileCache:
             return
         path, content = self._path(self.folder, key), text.encode()
         named = {str(at): t.detach().cpu().contiguous().clone() for at, t in enumerate(tensors)}
-        digest = _hash(key, content, list(named.values()))
+        digest = content_hash(key.encode() + b"\0" + content, list(named.values())).encode()
         named |= {TEXT: _bytes(content), str(len(tensors)): _bytes(digest)}
         unfinished = path.with_name(f"{path.name}.{uuid.uuid4().hex}.unfinished")
         try:
@@ -99,10 +101,10 @@ def _bytes(content: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
-def _hash(key: str, text: bytes, tensors: Sequence[torch.Tensor]) -> bytes:
-    """Return the sha256 of an entry, its key included."""
-    found = hashlib.sha256(key.encode() + b"\0" + text)
+def content_hash(text: bytes, tensors: Sequence[torch.Tensor]) -> str:
+    """Return the sha256 of text and tensors."""
+    found = hashlib.sha256(text)
     for tensor in tensors:
         found.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
-        found.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
-    return found.digest()
+        found.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
+    return found.hexdigest()

@@ -95,7 +95,10 @@ def decode(data: Any, other: Callable[[str, Any], Any] = _unknown) -> Any:
     if kind == "ellipsis":
         return ...
     if kind == "enum":
-        return named(*content[:2])[content[2]]
+        cls = named(*content[:2])
+        if not (isinstance(cls, type) and issubclass(cls, enum.Enum)):
+            raise NotPortable(f"{content[1]}, which is no enum")
+        return cls[content[2]]
     return other(kind, content)
 
 

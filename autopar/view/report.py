@@ -78,6 +78,8 @@ def _summary(planned: Planned, timeline: Timeline) -> Html:
         ("parameters", count_text(plan.parameter_elements),
          f"{plan.trained_elements:,} of {plan.parameter_elements:,} trained"),
     ]  # fmt: skip
+    if plan.update_seconds:
+        shown.insert(3, ("optimizer", ms(plan.update_seconds), f"{plan.optimizer}, through memory"))
     if plan.offloaded.parameters:
         shown.insert(3, ("offload", ms(plan.offloaded.seconds), f"{plan.offloaded.parameters} parameters on the host"))
     return cards(shown)
@@ -101,7 +103,7 @@ def _overlapped(planned: Planned, timeline: Timeline) -> tuple[str, str]:
     seconds = (
         plan.simulated_seconds
         if own
-        else timeline.seconds + (plan.offloaded.seconds if plan.micro_batches == 1 else 0.0)
+        else timeline.seconds + (plan.offloaded.seconds + plan.update_seconds if plan.micro_batches == 1 else 0.0)
     )
     exposed = plan.exposed_seconds if own else timeline.exposed_seconds
     what = "simulated" if own or plan.micro_batches == 1 else f"simulated, one of {plan.micro_batches} micro-batches"

@@ -1,7 +1,8 @@
-"""A second start traces and plans nothing where everything is the same, and does both where anything is not."""
+"""A second start traces, plans and lowers nothing where everything is the same, and does so where anything is not."""
 
 from __future__ import annotations
 
+import copy
 import importlib
 import os
 import sys
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import autopar
-from autopar.api import call_compiler
+from autopar.api import call_compiler, kept_program
 from autopar.ir.mesh import Mesh
 from tests.helpers import gloo
 
@@ -39,12 +40,15 @@ HELPER = "def scaled(y, by=3.0):\n    return y * by\n"
 
 
 class Counted:
-    """Counts what a process traces and plans."""
+    """Counts what a process traces, plans and lowers."""
 
     def __init__(self, monkeypatch):
-        self.traced = self.planned = 0
-        for name, field in (("trace", "traced"), ("planned_or_fixes", "planned")):
-            monkeypatch.setattr(call_compiler, name, self._counting(getattr(call_compiler, name), field))
+        self.traced = self.planned = self.lowered = 0
+        for module, name, field in (
+            (call_compiler, "trace", "traced"), (call_compiler, "planned_or_fixes", "planned"),
+            (kept_program, "lower_plan", "lowered"),
+        ):  # fmt: skip
+            monkeypatch.setattr(module, name, self._counting(getattr(module, name), field))
 
     def _counting(self, function, field):
         def counted(*args, **kwargs):
@@ -68,8 +72,8 @@ class Job:
         (self.folder / "model_of_job.py").write_text(model.format(helper="helper_of_job"))
         (self.folder / "helper_of_job.py").write_text(helper)
 
-    def start(self, change=lambda module, model: None, rows: int = 4, options=(), **built) -> tuple[int, int]:
-        """Compile and run a step as a new process would; return how often it traced and planned."""
+    def start(self, change=lambda module, model: None, rows: int = 4, options=(), **built) -> tuple[int, int, int]:
+        """Compile and run a step as a new process would; return how often it traced, planned and lowered."""
         for name in self.names:
             sys.modules.pop(name, None)
         importlib.invalidate_caches()
@@ -95,7 +99,7 @@ class Job:
                 if other.grad is not None:
                     torch.testing.assert_close(one.grad.full_tensor(), other.grad)
             assert parallel.calls == 1 and float(parallel.seen) == pytest.approx(float(reference.seen))
-        return counted.traced, counted.planned
+        return counted.traced, counted.planned, counted.lowered
 
 
 @pytest.fixture
@@ -129,28 +133,28 @@ def another_layer(module, model):
 
 
 def test_the_second_start_finds_everything(job):
-    assert job.start() == (1, 1)
-    assert job.start() == (0, 0)
+    assert job.start() == (1, 1, 1)
+    assert job.start() == (0, 0, 0)
 
 
 @pytest.mark.parametrize("change", [another_factor, another_function, frozen, a_hook, another_layer])
 def test_another_state_is_traced(job, change):
     job.start()
     assert job.start(change)[0] == 1
-    assert job.start() == (0, 0)
+    assert job.start() == (0, 0, 0)
 
 
 @pytest.mark.parametrize("said", [dict(power=2.0), dict(width=12), dict(rows=6)], ids=str)
 def test_another_model_or_call_is_traced(job, said):
     job.start()
-    assert job.start(**said) == (1, 1)
+    assert job.start(**said) == (1, 1, 1)
 
 
 def test_another_option_is_planned(job):
     job.start()
-    assert job.start(options={"strategy": "ddp"}) == (0, 1)
-    assert job.start(options={"memory": "1GiB"}) == (0, 1)
-    assert job.start(options={"strategy": "ddp"}) == (0, 0)
+    assert job.start(options={"strategy": "ddp"}) == (0, 1, 1)
+    assert job.start(options={"memory": "1GiB"}) == (0, 1, 1)
+    assert job.start(options={"strategy": "ddp"}) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("edit", [
@@ -166,32 +170,43 @@ def test_an_edited_file_is_traced(job, edit):
 def test_what_a_user_registers_is_planned_with(job, monkeypatch):
     monkeypatch.setattr(autopar.errors, "added", ["mine"])
     job.start()
-    assert job.start() == (0, 1)
+    assert job.start() == (0, 1, 1)
 
 
 def test_damaged_entries_are_made_again(job):
     job.start()
     for file in (job.folder / "cache").iterdir():
         file.write_bytes(file.read_bytes()[:-100])
-    assert job.start() == (1, 1)
-    assert job.start() == (0, 0)
+    assert job.start() == (1, 1, 1)
+    assert job.start() == (0, 0, 0)
 
 
-def _two_ranks(rank, folder):
+def test_stages_are_lowered_at_each_start(job):
+    options = {"micro_batches": 2}
+    assert job.start(options=options) == (1, 1, 1)
+    assert job.start(options=options) == (0, 0, 1)
+
+
+def _ranks(rank, folder, rows, strategy):
     os.environ["AUTOPAR_CACHE"] = folder
     with pytest.MonkeyPatch.context() as patch:
         counted = Counted(patch)
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
-        mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-        x = torch.ones(4, 8)
-        whole = model(x)
-        parallel = autopar.compile(model, mesh, (x,), strategy="megatron")
-        torch.testing.assert_close(parallel(x) + 0, whole)
-        return counted.traced, counted.planned
+        model = nn.Sequential(nn.Linear(6, 7), nn.GELU(), nn.LayerNorm(7), nn.Linear(7, 6))
+        reference = copy.deepcopy(model)
+        mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+        parallel = autopar.compile(model, mesh, (torch.ones(rows, 6),), strategy=strategy)
+        x = torch.randn(rows, 6)
+        mine, whole = parallel(x), reference(x)
+        torch.testing.assert_close(mine + 0, whole)
+        mine.square().sum().backward(), whole.square().sum().backward()
+        for one, other in zip(parallel.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(one.grad.full_tensor(), other.grad)
+        return counted.traced, counted.planned, counted.lowered
 
 
 @pytest.mark.gloo
-def test_ranks_of_the_second_start_trace_and_plan_nothing(tmp_path):
-    assert gloo.run(2, _two_ranks, str(tmp_path)) == [(1, 1), (0, 0)]
-    assert gloo.run(2, _two_ranks, str(tmp_path)) == [(0, 0), (0, 0)]
+@pytest.mark.parametrize("rows, strategy", [(4, "megatron"), (5, "fsdp")])  # in equal parts, and in uneven ones
+def test_ranks_of_the_second_start_do_nothing_again(tmp_path, rows, strategy):
+    assert gloo.run(2, _ranks, str(tmp_path), rows, strategy) == [(1, 1, 1), (0, 0, 1)]
+    assert gloo.run(2, _ranks, str(tmp_path), rows, strategy) == [(0, 0, 0), (0, 0, 0)]

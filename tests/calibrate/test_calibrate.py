@@ -15,6 +15,7 @@ from autopar.calibrate.measure import EXCHANGED, Effort
 from autopar.cli.calibrate import summary
 from autopar.cli.main import main
 from autopar.cost.collectives import CollectiveCost
+from autopar.cost.product_seconds import ProductSeconds
 from autopar.errors import HardwareError
 from autopar.hardware import profile as hardware
 from autopar.hardware.profile import KINDS, Curve
@@ -67,7 +68,7 @@ def measured_exactly(world: int = 4, exchanged: float = 0.5) -> dict:
             )
     return {"products": products, "functions_per_second": 4e8, "copy_bytes_per_second": 1e10, "launch_seconds": 1e-6,
             "memory_bytes": 10**9, "curves": curves, "overlap_slowdown": 1.3,
-            "attention": {"dtype": "fp32", "forward": 4e10, "backward": 3e10}}  # fmt: skip
+            "attention": {"dtype": "fp32", "head_dim": 64, "forward": 4e10, "backward": 3e10}}  # fmt: skip
 
 
 def test_fits_find_what_was_put_in():
@@ -77,7 +78,8 @@ def test_fits_find_what_was_put_in():
     assert profile.reached_flops_per_second("fp64") == pytest.approx(
         62 / 128 * 1e11, rel=1e-3
     )  # not measured: the base's ratio
-    assert (profile.kernels.attention, profile.kernels.attention_backward) == (pytest.approx(0.4), pytest.approx(0.3))
+    assert profile.attention.head_dims == (64,) and not profile.products
+    assert (*profile.attention.shares, profile.attention.backward) == (pytest.approx(0.4), pytest.approx(0.75))
     assert profile.kernels.functions_per_second == 4e8 and not profile.kernels.fuses
     tier = profile.links[0]
     assert (tier.latency_seconds, tier.bytes_per_second) == (pytest.approx(1e-4), pytest.approx(1e9))
@@ -94,15 +96,19 @@ def test_a_gpu_keeps_its_peaks():
     """One H100 alone: the efficiency is that of the largest product, the links stay."""
     base = hardware.load("h100")
     measured = measured_exactly() | {"curves": [], "copy_bytes_per_second": 3e12}
-    measured["attention"] = {"dtype": "bf16", "forward": 5e14, "backward": 4e14}
+    measured["attention"] = {"dtype": "bf16", "head_dim": 128, "forward": 5e14, "backward": 4e14}
     measured["products"] = [
         {"rows": n, "depth": n, "columns": n, "dtype": "bf16", "seconds": 2 * n**3 / 7e14} for n in (4096, 8192)
     ]
     profile = calibrate.to_profile(measured, base, "mine", {"device": "NVIDIA H100 80GB HBM3"})
-    assert profile.flops_per_second == base.flops_per_second and profile.kernels.tile == base.kernels.tile
+    assert profile.flops_per_second == base.flops_per_second and profile.kernels == base.kernels
     assert profile.reached_flops_per_second("bf16") == pytest.approx(7e14)
     assert profile.reached_memory_bytes_per_second == pytest.approx(3e12)
-    assert profile.kernels.attention == pytest.approx(5e14 / 989e12)
+    assert profile.attention.shares[1] == pytest.approx(5e14 / 989e12) and profile.attention.backward == pytest.approx(
+        0.8
+    )
+    large = ProductSeconds(profile)((1, 8192, 8192, 8192), 989e12, 2)
+    assert 2 * 8192**3 / large == pytest.approx(7e14, rel=0.02)
     assert profile.links == base.links and CollectiveCost(profile, Mesh.parse("a=8")).tier == "nccl"
 
 

@@ -117,7 +117,7 @@ def lengths_by_rank(parallel, log, rank, world):
     text = torch.randint(1, 16, (3, 8, 10)) * (torch.arange(10) < lengths[:, None])
     mine = slice(rank * 8 // world, (rank + 1) * 8 // world)
     longest = int(lengths[mine].max())
-    model = parallel(Language(), (text[0, mine, : longest - 1],))
+    model = parallel(Language(), (text[0, mine, : longest - 1],), pad={"tokens": 0})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for tokens in text:
         inputs, targets = tokens[mine, : longest - 1], tokens[mine, 1:longest]

@@ -47,6 +47,11 @@ def _derivative(model, x):
     return torch.func.grad(lambda weight: functional.linear(x, weight).square().mean())(model.layer.weight)
 
 
+def _packed(model, x):
+    packed = nn.utils.rnn.pack_padded_sequence(model.layer(x)[..., None], (x > 0).sum(1).clamp(1).cpu(), True, False)
+    return packed.data
+
+
 REFUSED = {
     "sparse embedding": (lambda m, x: m.table(x), IDS, "sparse gradient", "sparse=True"),
     "sparse function": (
@@ -65,6 +70,7 @@ REFUSED = {
     "mask as an index": (lambda m, x: m.layer(x)[x[:, 0] > 0], X, "aten.index.Tensor", "torch.where"),
     "assignment by a mask": (_set_by_mask, X, "where a mask is True", "torch.where"),
     "unique": (lambda m, x: m.table(torch.unique(x)), IDS, "aten._unique2", "torch.where"),
+    "packed sequences": (_packed, X, "packs sequences by their lengths", "padded sequences"),
     "a branch": (_branch, X, "data-dependent", "torch.where"),
 }  # fmt: skip
 

@@ -6,7 +6,7 @@ import pytest
 
 from autopar.errors import HardwareError
 from autopar.hardware import profile as hardware
-from autopar.hardware.profile import Curve, Hardware, Kernels, Link, Tier
+from autopar.hardware.profile import Attention, Curve, Experts, Hardware, Kernels, Link, Products, Tier
 from autopar.ir.mesh import Mesh
 
 TOY = Hardware(
@@ -35,7 +35,8 @@ def test_shipped_profiles(name):
     for near, far in zip(profile.links, profile.links[1:]):
         assert near.bytes_per_second > far.bytes_per_second and near.latency_seconds <= far.latency_seconds
     sourced = {line.split(":")[0] for line in profile.source.splitlines()}
-    besides = {"nccl", "kernels", "host"} if profile.nccl else set()
+    besides = {"nccl", "kernels", "host", "products", "attention"} if profile.nccl else set()
+    besides |= {"experts", "errors", "measured"} if profile.errors else set()
     assert sourced == {"compute", "memory", "collectives", *besides, *(f"links.{tier.name}" for tier in profile.links)}
     assert (profile.reserve_bytes > 0) == (profile.host is not None) == (profile.nccl is not None)
     if host := profile.host:  # a host is larger and slower than what it serves
@@ -178,10 +179,29 @@ def test_a_profile_of_the_users_own(tmp_path):
 FULL = """
 [kernels]
 multiprocessors = 10
-tile = [64, 32]
 half_depth = 16
-attention = 0.5
 source = "e"
+[products]
+source = "h"
+[products.dense]
+share = 0.5
+start_seconds = 1e-6
+fill_seconds = 0
+tile_bytes_per_second = 1e12
+memory_bytes_per_second = 1e11
+[attention]
+head_dims = [64, 128]
+shares = [0.5, 0.6]
+backward = 0.9
+source = "i"
+[experts]
+hidden_passes = 1
+width_passes = 2
+start_seconds = 0
+source = "j"
+[errors]
+source = "k"
+attention = { short = 0.1 }
 [nccl]
 generation = "hopper"
 intra = "nvlink"
@@ -208,11 +228,14 @@ def test_what_a_profile_may_say_besides(tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text(VALID + FULL)
     profile = hardware.load(file)
-    assert profile.kernels == Kernels(10, (64, 32), half_depth=16, attention=0.5)
+    assert profile.kernels == Kernels(10, half_depth=16)
+    assert profile.products == {"dense": Products(0.5, 1e-6, 0, 1e12, 1e11)}
+    assert profile.attention == Attention((64, 128), (0.5, 0.6), backward=0.9)
+    assert (profile.experts, profile.errors) == (Experts(1, 2, 0), {"attention": {"short": 0.1}})
     assert profile.nccl.nvls and profile.nccl.reached == {"all_gather": ((2, 3e9), (8, 2e9))}
     assert profile.curves == (Curve("all_reduce", 2, 4, (1024, 4096), (1e-4, 2e-4)),) and profile.curves[0].span == 8
     assert (profile.curves_error, profile.fingerprint) == (0.1, {"torch": "2.13"})
-    assert {line[-1] for line in profile.source.splitlines()} == set("abcdefg")
+    assert {line[-1] for line in profile.source.splitlines()} == set("abcdefghijk")
     same = tmp_path / "mine.json"
     same.write_text(json.dumps(tomllib.loads(VALID + FULL)))
     assert hardware.load(same) == profile
@@ -224,8 +247,12 @@ def test_what_a_profile_may_say_besides(tmp_path):
 @pytest.mark.parametrize(
     "before, after, complaint",
     [
-        ("tile = [64, 32]", "tile = [64]", r"kernels.tile is \[64\](.|\n)*2 positive numbers"),
-        ("attention = 0.5", "attention = 2", "kernels.attention is 2"),
+        ("half_depth = 16", "attention = 0.5", "kernels.attention is not known(.|\n)*half_depth"),
+        ("share = 0.5\n", "", "products.dense.share is missing"),
+        ("fill_seconds = 0", "filled = 0", "products.dense.filled is not known"),
+        ("shares = [0.5, 0.6]", "shares = [0.5]", r"attention.shares is \[0.5\](.|\n)*2 positive numbers"),
+        ("width_passes = 2", "", "experts.width_passes is missing"),
+        ("short = 0.1", "short = -1", "errors.attention.short is -1"),
         ('"hopper"', '"fermi"', "nccl.generation is 'fermi'(.|\n)*volta or ampere"),
         ("reached.all_gather", "reached.gather", "nccl.reached.gather is no collective"),
         ("[2, 8], b", "[8, 2], b", "nccl.reached.all_gather.devices is(.|\n)*each larger"),

@@ -185,7 +185,7 @@ def play_stages(
 
 def _program(stage: Stage) -> StageProgram:
     parts = partition(stage.joint)
-    return StageProgram(stage, None, None, RankProgram(0, stage.joint, parts), parts.forward, None, None)
+    return StageProgram(stage, None, None, RankProgram(0, parts), parts.forward, None, None)
 
 
 # plans

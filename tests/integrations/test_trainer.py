@@ -246,3 +246,56 @@ def _mistakes(rank: int, folder) -> None:
 @pytest.mark.gloo
 def test_mistakes(tmp_path):
     gloo.run(2, _mistakes, tmp_path)
+
+
+class _Padding:
+    """Pads a batch to its longest sample, as a collator of transformers with a tokenizer does."""
+
+    tokenizer = types.SimpleNamespace(pad_token_id=3, padding_side="left")
+
+    def __call__(self, samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        longest = max(len(sample["input_ids"]) for sample in samples)
+        values = {"input_ids": 3, "attention_mask": 0, "labels": -100}
+        rows = lambda name, value: [  # noqa: E731
+            torch.nn.functional.pad(s[name], (longest - len(s[name]), 0), value=value) for s in samples
+        ]
+        return {name: torch.stack(rows(name, value)) for name, value in values.items()}
+
+
+def _of_lengths(kind: type, model, folder, parts: int) -> list[dict[str, float]]:
+    """Train on samples of several lengths, and evaluate the last batch too."""
+    samples = _data()[:32]
+    for i, sample in enumerate(samples):
+        kept = {name: value[: 5 + i * 5 % 8] for name, value in sample.items()}
+        sample.update(kept, attention_mask=torch.ones_like(kept["input_ids"]))
+    arguments = TrainingArguments(
+        str(folder), max_steps=6, learning_rate=1e-3, logging_steps=1, save_strategy="no", seed=3, eval_steps=3,
+        eval_strategy="steps", per_device_eval_batch_size=BATCH // parts, per_device_train_batch_size=BATCH // parts,
+        use_cpu=True, report_to="none", disable_tqdm=True,
+    )  # fmt: skip
+    trainer = kind(model, arguments, _Padding(), samples, samples[: 2 * BATCH], compute_metrics=_correct)
+    trainer.train()
+    keys = ("loss", "grad_norm", "eval_loss", "eval_samples", "eval_correct", "step")
+    return [{k: v for k, v in entry.items() if k in keys} for entry in trainer.state.log_history[:-1]]
+
+
+def _of_lengths_by_rank(rank: int, mesh: str, folder) -> list[dict[str, float]]:
+    from autopar.integrations.trainer import Trainer
+
+    _as_launched(rank)
+    data = [sample | {"attention_mask": torch.ones(12, dtype=torch.long)} for sample in _data()[: BATCH // 2]]
+    model = autopar.compile(_model(), device_mesh(mesh), _Padding()(data), inputs="local")
+    found = _of_lengths(Trainer, model, folder, 2)
+    assert model.pads["input_ids"] == (3, "left") and model.pads["labels"] == (-100, "left")
+    assert len({call.partition(";")[0] for call in model.captures}) > 3
+    return found
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("mesh", ["dp=2", pytest.param("dp=2,tp=2", marks=pytest.mark.slow)])
+def test_each_rank_pads_to_its_own_longest(tmp_path, mesh):
+    """Ranks agree on a length by what the collator pads with; one process pads the whole batch."""
+    _start_anew()
+    expected = _of_lengths(transformers.Trainer, _model(), tmp_path / "plain", 1)
+    for found in gloo.run(2 if mesh == "dp=2" else 4, _of_lengths_by_rank, mesh, tmp_path / "autopar"):
+        _assert_same(found, expected)

@@ -52,7 +52,7 @@ def _trained(kind: str, bases: tuple[type, ...], compile_, folder, parts: int) -
     batch = {"input_ids": words, "attention_mask": torch.ones_like(words)}
     more = {}
     if kind == "sft":
-        base, arguments = trl.SFTTrainer, trl.SFTConfig(max_length=16, pad_to_multiple_of=16, **options)
+        base, arguments = trl.SFTTrainer, trl.SFTConfig(max_length=16, **options)
         data = Dataset.from_dict({"text": _sentences(1, 8, 12)})
         batch["labels"] = words
     else:

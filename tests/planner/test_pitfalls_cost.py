@@ -152,7 +152,7 @@ def test_all_reduce_over_two_axes_is_one():
 
 def test_optimizer_state_has_its_own_placement():
     """17: under a cap, state is sharded while the gathered parameters stay from forward to backward: ZeRO-2."""
-    machine = toy(flops=1e11, memory=1e10, latency=2e-5, launch=1e-6, bucket=1 << 18)
+    machine = toy(flops=1e11, memory=1e13, latency=2e-5, launch=1e-6, bucket=1 << 18)
     free = make("mlp:hidden=64,layers=4", "dp=4", machine, batch=512, seq=1)
     assert free.memory["optimizer"] == 8 * sum(p.numel() for p in parameters("mlp:hidden=64,layers=4", 512, 1))
     state = sum(free.memory[kind] for kind in ("parameters", "gradients", "optimizer"))

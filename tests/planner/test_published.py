@@ -97,7 +97,7 @@ def test_activation_bytes_of_a_layer(narrow_gpt, strategy, mesh, price, shared, 
     Here 32 sbh, of which 8 are not cut: there is no dropout, which saves 2 sbh of masks. Attention is fused and saves a
     fp32 logsumexp a row, 4 sba, instead of 5 ass; the mean and deviation of two norms, which the paper leaves out, are
     8 sb."""
-    instance = Instance(narrow_gpt, mesh, toy(flops=1e9, memory=1e10, latency=1e-4), strategy)
+    instance = Instance(narrow_gpt, mesh, toy(flops=1e9, memory=1e13, latency=1e-4), strategy)
     prices = Prices(price, price > 0)
     e = instance.evaluate(instance.minimize(prices).choice, prices)
     rows = S * B

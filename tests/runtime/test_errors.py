@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import autopar
+from autopar.api import kept_program
 from autopar.errors import AdaptError, CaptureError, InputError, StrategyError
 from autopar.ir.mesh import Mesh
 from autopar.processes import agree
-from autopar.runtime import captures
 from tests.helpers import gloo
 
 from . import tiny
@@ -90,18 +90,18 @@ TAMPERED = {
 
 def _compiled_with(change, mesh, plan):
     """Compile a model on a rank that changes its first all-reduce (which then is never run: all ranks notice)."""
-    original = captures.lower_plan
+    original = kept_program.lower_plan
 
     def lower_plan(*args):
         program = original(*args)
         change(next(n for n in program.parts.forward.graph.nodes if "all_reduce" in str(n.target)))
         return program
 
-    captures.lower_plan = lower_plan
+    kept_program.lower_plan = lower_plan
     try:
         autopar.compile(tiny.Regressor(loss=True), mesh, dict(zip(("x", "target"), tiny.Regressor.batch())), plan=plan)
     finally:
-        captures.lower_plan = original
+        kept_program.lower_plan = original
 
 
 def _mistakes(rank, of_model, of_mesh, of_shape, of_all):

@@ -192,7 +192,7 @@ def test_counts(number, text):
 
 def test_another_timeline(planned):
     slower = simulate(planned.problem, planned.evaluation, 1.5)
-    assert ms(slower.seconds) in report_page(planned, slower)
+    assert ms(slower.seconds + planned.plan.update_seconds) in report_page(planned, slower)
 
 
 def test_the_command(tmp_path, capsys):

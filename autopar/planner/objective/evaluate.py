@@ -71,7 +71,7 @@ class Evaluation:
         default_factory=dict
     )  # block -> level -> (step, copies that take it), see checkpoint_blocks.py
     recompute_seconds: float = 0.0  # of compute; what has to be moved again for it is in `recompute_transfers`
-    offload_seconds: float = 0.0  # of parameters on the host: copies, and the optimizer there
+    parameter_seconds: float = 0.0  # of the optimizer, and of copies of parameters on the host
     whole_gradient_bytes: float = 0.0  # what gradients that wait for one reduction take beyond their shards
     reduces_once: bool = False  # gradients of several passes wait for one reduction
     gathers_once: bool = False  # copies of parameters that are kept serve all passes of a step
@@ -114,10 +114,10 @@ class Evaluation:
 
     @property
     def seconds(self) -> float:
-        """Return the seconds of compute, recomputation and offload, and of communication less what is gained by hiding
+        """Return the seconds of compute, recomputation and the optimizer, and of communication less what is gained by hiding
         it."""
         running = self.compute_seconds + self.communication_seconds - self.hidden_seconds + self.recompute_seconds
-        return running + self.offload_seconds
+        return running + self.parameter_seconds
 
     def exposed(self, phase: str) -> float:
         """Return the seconds of a phase's hidden communication that its compute does not cover, negative if it covers
@@ -134,7 +134,7 @@ class Evaluation:
         held = (
             self.resident_bytes + prices.gradients * self.gradient_bytes + (self.saved_bytes if prices.saved else 0.0)
         )
-        return compute + moved + self.offload_seconds + prices.byte_seconds * held
+        return compute + moved + self.parameter_seconds + prices.byte_seconds * held
 
     @property
     def saved_bytes(self) -> float:
@@ -266,7 +266,7 @@ def evaluate(
         if v.kind == "op":
             result.compute[phase] += seconds
         else:
-            result.offload_seconds += seconds
+            result.parameter_seconds += seconds
         result.resident_bytes += float(options.resident_bytes[k]) * times
         result.gradient_bytes += float(options.gradient_bytes[k]) * times
     for (producer, output), uses in problem.uses_of.items():

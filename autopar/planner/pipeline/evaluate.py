@@ -68,7 +68,14 @@ class PipelineCost:
     def communication_seconds(self) -> float:
         """Return the seconds of a step that communication takes on the mean rank, without what the pipeline sends."""
         moved = sum(w.moved + w.hidden for part in self.parts for w in part.work.values())
-        return (moved * sum(self.pipeline.shares) + sum(self.once_seconds)) / self.pipeline.ranks
+        return (
+            moved * sum(self.pipeline.shares) + sum(self.once_seconds)
+        ) / self.pipeline.ranks - self.parameter_seconds
+
+    @property
+    def parameter_seconds(self) -> float:
+        """Return the seconds of a step that the mean rank spends on the optimizer and on parameters on the host."""
+        return sum(part.parameter_seconds for part in self.parts) / self.pipeline.ranks
 
 
 def evaluate_pipeline(problem: Problem, e: Evaluation, pricer: Pricer, pipeline: Pipeline, send: Send,

@@ -216,6 +216,7 @@ def described(best: Candidate, candidates: list[Candidate], captured: Captured, 
         step_seconds=step, simulated_seconds=step, bound=bound, gap=1 - bound / step if step else 0.0,
         compute_seconds=inner.compute_seconds * best.search.share / ranks,
         recompute_seconds=inner.recompute_seconds * best.search.share / ranks,
+        update_seconds=evaluated.parameter_seconds,
         communication_seconds=evaluated.communication_seconds, exposed_seconds=_exposed(evaluated),
         peak_bytes=evaluated.peak_bytes, memory=evaluated.memory[rank], at_peak=evaluated.memory[rank],
         alternatives=tuple(alternatives), warnings=(*warnings, *inner.warnings),
@@ -240,4 +241,5 @@ def _exposed(evaluated: PipelineCost) -> float:
     works = list(itertools.chain.from_iterable(part.work.values() for part in evaluated.parts))
     overlap = evaluated.parts[0].overlap
     alone = sum(w.seconds(overlap) - w.compute - w.recompute for w in works)
-    return (max(0.0, alone) * sum(evaluated.pipeline.shares) + sum(evaluated.once_seconds)) / evaluated.pipeline.ranks
+    passes, once = sum(evaluated.pipeline.shares), sum(evaluated.once_seconds)
+    return (max(0.0, alone) * passes + once) / evaluated.pipeline.ranks - evaluated.parameter_seconds

@@ -81,6 +81,7 @@ class Part:
     work: dict[str, Work] = field(default_factory=lambda: {FORWARD: Work(), INPUT: Work(), WEIGHT: Work()})
     overlap: float = 0.0
     once_seconds: float = 0.0
+    parameter_seconds: float = 0.0  # of it, the optimizer's and of parameters on the host
     saved_bytes: float = 0.0
     staying: Counter = field(default_factory=Counter)
     computing_bytes: float = 0.0
@@ -201,11 +202,8 @@ class Parts:
             if v.kind == "output":
                 continue
             options, k = self.problem.choices(v.index), self.e.choice[v.index]
-            seconds, mask, staying = (
-                float(options.seconds[k]),
-                self.where.get(v.node, 0),
-                staying_of(self.problem, self.e, v),
-            )
+            seconds, mask = float(options.seconds[k]), self.where.get(v.node, 0)
+            staying = staying_of(self.problem, self.e, v)
             gradient, waiting = float(options.gradient_bytes[k]), whole.get(v.index, 0.0)
             copy = 0.0
             if (
@@ -226,6 +224,7 @@ class Parts:
                         part.modules.append(module)
                 else:
                     part.once_seconds += seconds * passes
+                    part.parameter_seconds += seconds * passes
                 part.staying.update(staying)
                 part.gradient_bytes += gradient
                 part.whole_bytes += waiting

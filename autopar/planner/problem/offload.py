@@ -67,7 +67,8 @@ def break_even(problem: Problem, gradients: float) -> float | None:
         there = [k for k, s in enumerate(options.strategies) if s.on_host]
         if here and there:  # the same layouts in the same order, and the same price for all
             held = options.resident_bytes + gradients * options.gradient_bytes
-            prices.append(float(options.seconds[there[0]] / max(held[here[0]] - held[there[0]], 1.0)))
+            dearer = options.seconds[there[0]] - options.seconds[here[0]]
+            prices.append(float(dearer / max(held[here[0]] - held[there[0]], 1.0)))
     return max(prices, default=None)
 
 
@@ -85,6 +86,17 @@ def offloaded(problem: Problem, e: Evaluation) -> Offloaded:
         copies += times * cost.copy_seconds(elements, state, trainable) * cost.passes
         steps += times * cost.optimizer_seconds(elements, state, trainable)
     return Offloaded(parameters, bytes_, copies, steps)
+
+
+def update_seconds(problem: Problem, e: Evaluation) -> float:
+    """Return the seconds of a pass that the optimizer takes on the device."""
+    chosen = ((problem.choices(v.index), e.choice[v.index], times, v.kind)
+              for v, times in zip(problem.vertices, problem.copies(e.first)))  # fmt: skip
+    return sum(
+        times * float(options.seconds[k])
+        for options, k, times, kind in chosen
+        if kind == "parameter" and not options.strategies[k].on_host
+    )
 
 
 def check_host(problem: Problem, e: Evaluation) -> None:

@@ -17,6 +17,7 @@ from torch import fx
 
 from ... import rules
 from ...cost.compute import ComputeCost
+from ...cost.update import UpdateCost
 from ...frontend.export import Captured
 from ...frontend.repeated_blocks import Compact
 from ...ir.graph import bytes_of, output_node, values_of
@@ -93,9 +94,10 @@ def build(
     fixed: dict[str, Layout] | None = None,
     pins: dict[str, str] | None = None,
     offload: Offload = Offload(),
+    passes: int = 1,
 ) -> Problem:
-    """Return the problem of a captured joint graph. `fixed` gives layouts by placeholder name. `fold` gives the
-    classes; leaves that different `pins` name do not share one."""
+    """Return the problem of a captured joint graph, of a step of so many `passes`. `fixed` gives layouts by placeholder
+    name. `fold` gives the classes; leaves that different `pins` name do not share one."""
     compact = captured.compact
     graph = compact.graph if compact else captured.graph
     vertices, uses = vertices_of(graph)
@@ -123,13 +125,13 @@ def build(
     for v, cls in zip(vertices, fold(vertices, uses)):
         v.cls = cls
     _couple(vertices, uses)
-    cost = ComputeCost(hardware)
+    cost, update = ComputeCost(hardware), UpdateCost(hardware.reached_memory_bytes_per_second, passes)
     classes: dict[int, Choices] = {}
     for v in vertices:
         if v.cls not in classes:
             pinned = (fixed or {}).get(v.name)
             classes[v.cls] = choices_of(
-                vertices[v.cls], rule_of.get(v.cls), part_sets, mesh, cost, optimizer, pinned, offload
+                vertices[v.cls], rule_of.get(v.cls), part_sets, mesh, cost, optimizer, pinned, offload, update
             )
         classes[v.cls].members.append(v.index)
     tensor_bytes = {

@@ -10,6 +10,7 @@ from torch import fx
 
 from ... import rules
 from ...cost.compute import ComputeCost, fraction, fused_inputs
+from ...cost.update import UpdateCost
 from ...ir.casts import PASS_PARTIAL
 from ...ir.graph import bytes_of, is_foreign, tensor_arguments, values_of
 from ...ir.layout import Layout, is_even, is_legal, largest_local_numel
@@ -40,7 +41,15 @@ class Choices:
 
 
 def choices_of(
-    v: Vertex, rule, part_sets, mesh: Mesh, cost: ComputeCost, optimizer: str, pinned: Layout | None, offload: Offload
+    v: Vertex,
+    rule,
+    part_sets,
+    mesh: Mesh,
+    cost: ComputeCost,
+    optimizer: str,
+    pinned: Layout | None,
+    offload: Offload,
+    update: UpdateCost,
 ) -> Choices:
     """Return what a vertex may choose: an op the strategies of its rule; an output, parameter, input or tangent all its
     legal layouts; any other leaf to be replicated. A leaf may only have the layout `pinned` if there is one."""
@@ -62,7 +71,7 @@ def choices_of(
         options = [Layout.replicated(len(shape))]
     elements = np.array([float(largest_local_numel(shape, o, mesh)) for o in options])
     if v.kind == "parameter":
-        return _parameter_choices(v, options, elements, optimizer, offload)
+        return _parameter_choices(v, options, elements, optimizer, offload, update)
     choices = _free([Strategy((), (o,), (), 1) for o in options])
     if v.kind in ("buffer", "constant"):
         choices.resident_bytes = elements * value.element_size()
@@ -70,7 +79,7 @@ def choices_of(
 
 
 def _parameter_choices(
-    v: Vertex, options: list[Layout], elements: np.ndarray, optimizer: str, offload: Offload
+    v: Vertex, options: list[Layout], elements: np.ndarray, optimizer: str, offload: Offload, update: UpdateCost
 ) -> Choices:
     """Return every layout in every kind of memory that a parameter may be in. Of one on the host the device holds the
     copy that computes."""
@@ -78,7 +87,7 @@ def _parameter_choices(
     choices = _free([Strategy((), (o,), (), 1, on_host) for on_host in memory_kinds for o in options])
     seconds, resident, gradient = [], [], []
     for on_host in memory_kinds:
-        seconds.append(elements * 0.0 if not on_host else offload.cost.pass_seconds(elements, state, trainable))
+        seconds.append((offload.cost if on_host else update).pass_seconds(elements, state, trainable))
         resident.append(elements * (state.computing if on_host else state.resident(trainable)))
         gradient.append(elements * (state.gradient if trainable and not on_host else 0))
     choices.seconds, choices.resident_bytes, choices.gradient_bytes = map(np.concatenate, (seconds, resident, gradient))

@@ -20,7 +20,7 @@ from ...utils.format import size
 from ..objective.checkpoint_blocks import recomputed_vertices
 from ..objective.evaluate import Evaluation
 from ..problem.multipliers import Prices
-from ..problem.offload import break_even
+from ..problem.offload import break_even, offloaded
 from . import full_program
 from .cutting_planes import FIRST_PRICE
 from .dual import Dual
@@ -234,7 +234,7 @@ class WithinLimit:
         """Return a plan that has parameters on the host, with as many of them on the device as there is room for, or as
         what is cheaper to compute again makes room for."""
         price = break_even(self.problem, self.run.prices.gradients)
-        if price is None or not fitted.offload_seconds:
+        if price is None or not offloaded(self.problem, fitted).parameters:
             return fitted
         blocks, room = self.solver.blocks, self.limit_bytes
         for turn in range(MOST_TRIES):

@@ -1,0 +1,66 @@
+"""Seconds of attention on one device, by its shape.
+
+Blocks of 128 queries of a head are handed to the multiprocessors; each goes over its blocks of 128 keys, under a causal
+mask those up to its own place. With the constants of a profile (Attention)
+
+    start + max(all pairs of blocks / multiprocessors, pairs of the longest block of queries) * seconds of a pair
+          + max(1, blocks of queries / multiprocessors) * block
+
+FlashAttention-2, arXiv 2307.08691, section 3: forward two products a pair, backward five.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..hardware.profile import Attention, Hardware
+
+BLOCK = 128
+PRODUCTS = {True: (1, 1), False: (3, 2)}  # by direction: with the width of queries and keys, with that of values
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Attention on one device: `batch` times `heads` of so many queries and keys. Fields may be arrays."""
+
+    batch: float | np.ndarray
+    heads: float | np.ndarray
+    queries: float | np.ndarray
+    keys: float | np.ndarray
+    key_dim: float | np.ndarray
+    value_dim: float | np.ndarray
+    causal: bool = True
+
+    def flops(self, forward: bool) -> float | np.ndarray:
+        """Return the FLOPs that count: half under a causal mask."""
+        with_keys, with_values = PRODUCTS[forward]
+        widths = with_keys * self.key_dim + with_values * self.value_dim
+        return 2.0 * self.batch * self.heads * self.queries * self.keys * widths * (0.5 if self.causal else 1.0)
+
+
+def blocked_seconds(
+    constants: Attention, multiprocessors: int, peak_flops_per_second: float, shape: Shape, forward: bool = True
+):
+    """Return the seconds of the kernels of one direction."""
+    share = np.interp(shape.key_dim, constants.head_dims, constants.shares)
+    speed = peak_flops_per_second * share * (1.0 if forward else constants.backward)
+    if not multiprocessors:
+        return constants.start_seconds + shape.flops(forward) / speed
+    rows, columns = np.ceil(shape.queries / BLOCK), np.ceil(shape.keys / BLOCK)
+    blocks = shape.batch * shape.heads * rows
+    pairs = blocks * ((columns + 1) / 2 if shape.causal else columns)
+    with_keys, with_values = PRODUCTS[forward]
+    widths = with_keys * shape.key_dim + with_values * shape.value_dim
+    pair_seconds = 2.0 * BLOCK**2 * widths * multiprocessors / speed
+    work = np.maximum(pairs / multiprocessors, columns) * pair_seconds
+    return constants.start_seconds + work + np.maximum(1.0, blocks / multiprocessors) * constants.block_seconds
+
+
+def attention_seconds(hardware: Hardware, peak_flops_per_second: float, shape: Shape, forward: bool) -> float:
+    """Return the seconds of one direction by the profile, at the speed of a large product if it says nothing."""
+    if hardware.attention is None:
+        return float(shape.flops(forward) / (peak_flops_per_second * hardware.flops_efficiency))
+    many = hardware.kernels.multiprocessors
+    return float(blocked_seconds(hardware.attention, many, peak_flops_per_second, shape, forward))

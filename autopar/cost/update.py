@@ -1,0 +1,26 @@
+"""Price the optimizer's update of a parameter on its device: it goes through memory, and computes next to nothing.
+
+For e elements of a shard, with bytes an element as in autopar/cost/memory.py:
+
+    a step    sweeps * e * (gradient + 2 * (master + optimizer)) / memory
+
+read once and, but for the gradient, written once: 28 bytes an element for AdamW in fp32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .memory import StateBytes
+
+
+@dataclass(frozen=True)
+class UpdateCost:
+    """Seconds of shards that a device reads and writes so many bytes a second of. A step has `passes`."""
+
+    memory_bytes_per_second: float
+    passes: int = 1
+
+    def pass_seconds(self, elements: float, state: StateBytes, trainable: bool) -> float:
+        """Return a pass's part of the update, 0 for what is not trained."""
+        return elements * state.updated(trainable) / self.memory_bytes_per_second / self.passes

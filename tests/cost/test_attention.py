@@ -1,0 +1,59 @@
+"""How long attention takes, by its shape."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from autopar.cost.attention import Shape, attention_seconds, blocked_seconds
+from autopar.hardware.profile import Attention, load, names
+
+PLAIN = Attention((64.0, 128.0), (0.5, 0.25), backward=0.8)
+SHAPE = Shape(2, 5, 1280, 1280, 128, 128, causal=False)
+
+
+def test_by_hand():
+    """All multiprocessors busy: FLOPs over the share of the peak, five products for two backward."""
+    assert blocked_seconds(PLAIN, 10, 1e12, SHAPE) == pytest.approx(SHAPE.flops(True) / 0.25e12)
+    assert blocked_seconds(PLAIN, 10, 1e12, SHAPE, False) == pytest.approx(2.5 * SHAPE.flops(True) / 0.2e12)
+    between = replace(SHAPE, key_dim=96, value_dim=96)
+    assert blocked_seconds(PLAIN, 10, 1e12, between) == pytest.approx(between.flops(True) / 0.375e12)
+    assert blocked_seconds(PLAIN, 0, 1e12, SHAPE) == pytest.approx(SHAPE.flops(True) / 0.25e12)  # a CPU
+
+
+def test_few_heads_leave_multiprocessors_idle():
+    """One head of 10 blocks of queries on 100 multiprocessors takes as long as its longest block."""
+    one = Shape(1, 1, 1280, 1280, 128, 128)
+    assert blocked_seconds(PLAIN, 100, 1e12, one) == pytest.approx(10 * 4 * 128**3 * 100 / 0.25e12)
+    ten = replace(one, heads=10)
+    assert blocked_seconds(PLAIN, 100, 1e12, ten) == pytest.approx(blocked_seconds(PLAIN, 100, 1e12, one))
+    starts = replace(PLAIN, start_seconds=1.0, block_seconds=2.0)
+    assert blocked_seconds(starts, 100, 1e12, ten) == pytest.approx(3.0, rel=0.1)
+    assert blocked_seconds(starts, 10, 1e12, ten) == pytest.approx(21.0, rel=0.1)
+
+
+def test_a_profile_without_attention_takes_the_speed_of_products():
+    hardware = replace(load("h100"), attention=None)
+    assert attention_seconds(hardware, 1e12, SHAPE, True) == pytest.approx(
+        SHAPE.flops(True) / (1e12 * hardware.flops_efficiency)
+    )
+
+
+@pytest.mark.parametrize("name", names())
+def test_larger_attention_takes_as_long_or_longer(name):
+    seed = Random().randrange(2**31)
+    random = Random(seed)
+    print(f"seed {seed}")
+    hardware = load(name)
+    peak = hardware.peak_flops_per_second("fp16")
+    for _ in range(50):
+        sizes = [int(2 ** random.uniform(0, 6)), int(2 ** random.uniform(0, 6)), int(2 ** random.uniform(4, 14)), 128]
+        batch, heads, sequence, dim = sizes
+        for causal in (True, False):
+            for forward in (True, False):
+                shape = Shape(batch, heads, sequence, sequence, dim, dim, causal)
+                found = attention_seconds(hardware, peak, shape, forward)
+                assert found >= shape.flops(forward) / peak
+                for larger in (replace(shape, batch=2 * batch), replace(shape, heads=heads + 1),
+                               replace(shape, queries=2 * sequence, keys=2 * sequence)):  # fmt: skip
+                    assert attention_seconds(hardware, peak, larger, forward) >= found, (shape, larger)
