@@ -86,12 +86,13 @@ def _name_of_group(ranks: tuple[int, ...]) -> str:
     return _own[ranks]().group_name if _own[ranks] is not None else ""
 
 
-def host_group() -> dist.ProcessGroup | None:
-    """Return the group of all ranks for tensors on the host: the world's (None), or one of gloo where that is NCCL's
-    alone. Collective the first time."""
+def host_group() -> dist.ProcessGroup:
+    """Return a group of all ranks for tensors on the host, of gloo. Collective the first time."""
     global _host
-    if "cpu:" in dist.get_backend_config():
-        return None
+    if dist.get_backend() == "gloo":
+        ranks = tuple(range(dist.get_world_size()))
+        _name_of_group(ranks)
+        return _own[ranks]()
     of_world, group = _host
     if of_world() is not dist.group.WORLD or group() is None:
         made = dist.new_group(backend="gloo", timeout=timedelta(seconds=FIRST_STEP * timeout_seconds()))

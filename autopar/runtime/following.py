@@ -182,7 +182,8 @@ def nearest(captures: Sequence[Capture], state: tuple, traced: Traced) -> Captur
     one."""
     for capture in reversed(captures):
         found = differing_dims(capture.traced.captured.signature, traced.captured.signature)
-        if found is not None and capture.state == state and not capture.follows_size and _fits(capture, *found[::2]):
+        may_follow = capture.plan.pipeline.is_one_program and not capture.follows_size and capture.state == state
+        if found is not None and may_follow and _fits(capture, *found[::2]):
             return capture
     return None
 

@@ -46,10 +46,7 @@ for d, shape in IMAGES.items():
         return getattr(nn, f"{name}{d}d")
 
     enter(f"BatchNorm{d}d", partial(of("BatchNorm"), 4), shape)
-    average = partial(
-        of("BatchNorm"), 4, momentum=None, affine=False
-    )  # whose weight is 1 by the number of batches, a value
-    enter(f"BatchNorm{d}d of averages", average, shape, refused=refused(VALUES))
+    enter(f"BatchNorm{d}d of averages", partial(of("BatchNorm"), 4, momentum=None, affine=False), shape)
     enter(f"BatchNorm{d}d without statistics", partial(of("BatchNorm"), 4, track_running_stats=False), shape)
     enter(f"InstanceNorm{d}d", partial(of("InstanceNorm"), 4), shape)
     enter(

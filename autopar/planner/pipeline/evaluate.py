@@ -33,11 +33,12 @@ Send = Callable[[float], float]
 
 @dataclass(frozen=True)
 class PipelineCost:
-    """A pipeline with its costs. `once_seconds`: by rank, before its first action and after its last. `memory`: by rank
-    and kind, bytes at its peak. `parts`: by stage."""
+    """A pipeline with its costs. By rank: `once_moved_seconds`, of transfers before its first action and after its last;
+    `once_seconds`, with its parameters' besides; `memory`, bytes at its peak by kind. `parts`: by stage."""
 
     pipeline: Pipeline
     played: Played
+    once_moved_seconds: tuple[float, ...]
     once_seconds: tuple[float, ...]
     memory: tuple[dict[str, float], ...]
     parts: tuple[Part, ...]
@@ -68,9 +69,7 @@ class PipelineCost:
     def communication_seconds(self) -> float:
         """Return the seconds of a step that communication takes on the mean rank, without what the pipeline sends."""
         moved = sum(w.moved + w.hidden for part in self.parts for w in part.work.values())
-        return (
-            moved * sum(self.pipeline.shares) + sum(self.once_seconds)
-        ) / self.pipeline.ranks - self.parameter_seconds
+        return (moved * sum(self.pipeline.shares) + sum(self.once_moved_seconds)) / self.pipeline.ranks
 
     @property
     def parameter_seconds(self) -> float:
@@ -86,12 +85,12 @@ def evaluate_pipeline(problem: Problem, e: Evaluation, pricer: Pricer, pipeline:
     found = Parts(problem, e, pricer, pipeline.cuts, True, live)
     parts, orders = found.found, pipeline.orders
     rank_of = orders.rank_of_stage
-    once = [sum(parts[s].once_seconds for s in orders.stages_of(rank)) for rank in range(pipeline.ranks)]
+    moved = [sum(parts[s].once_moved_seconds for s in orders.stages_of(rank)) for rank in range(pipeline.ranks)]
     memory = [_memory(parts, orders.stages_of(rank)) for rank in range(pipeline.ranks)]
     for tied in found.tied:  # its gradients add up over the ranks that have it; one that has it twice holds it once
         ranks = Counter(rank_of[s] for s in tied.parts)
         for rank, times in ranks.items():
-            once[rank] += 2 * send(tied.gradient_bytes) if len(ranks) > 1 else 0.0
+            moved[rank] += 2 * send(tied.gradient_bytes) if len(ranks) > 1 else 0.0
             memory[rank] -= Counter({kind: bytes_ * (times - 1) for kind, bytes_ in tied.kinds.items()})
     transfers = [max(sum(map(send, part.sent)), sum(map(send, part.returned))) for part in parts]
     played = play(orders, [p.forward_seconds for p in parts], [p.input_seconds for p in parts],
@@ -108,7 +107,8 @@ def evaluate_pipeline(problem: Problem, e: Evaluation, pricer: Pricer, pipeline:
         for s, (p, t) in enumerate(zip(parts, transfers))
     )  # fmt: skip
     kinds = tuple({kind: bytes_ for kind, bytes_ in held.items() if bytes_ > 0.5} for held in memory)
-    return PipelineCost(replace(pipeline, costs=costs), played, tuple(once), kinds, tuple(parts))
+    once = [m + sum(parts[s].parameter_seconds for s in orders.stages_of(rank)) for rank, m in enumerate(moved)]
+    return PipelineCost(replace(pipeline, costs=costs), played, tuple(moved), tuple(once), kinds, tuple(parts))
 
 
 def _memory(parts: Sequence[Part], stages: Sequence[int]) -> Counter:

@@ -241,5 +241,5 @@ def _exposed(evaluated: PipelineCost) -> float:
     works = list(itertools.chain.from_iterable(part.work.values() for part in evaluated.parts))
     overlap = evaluated.parts[0].overlap
     alone = sum(w.seconds(overlap) - w.compute - w.recompute for w in works)
-    passes, once = sum(evaluated.pipeline.shares), sum(evaluated.once_seconds)
-    return (max(0.0, alone) * passes + once) / evaluated.pipeline.ranks - evaluated.parameter_seconds
+    passes, once = sum(evaluated.pipeline.shares), sum(evaluated.once_moved_seconds)
+    return (max(0.0, alone) * passes + once) / evaluated.pipeline.ranks

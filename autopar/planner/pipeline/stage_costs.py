@@ -68,20 +68,20 @@ class Work:
 
 @dataclass
 class Part:
-    """One part. `work`: by FORWARD, INPUT and WEIGHT. `once_seconds`: of a step, for all micro-batches (gradients
-    reduced, parameters gathered for all of them, parameters on the host). `saved_bytes`: what a micro-batch holds from
-    its forward to its backward; `staying`: parameters, optimizer state and buffers, by kind; `computing_bytes`: copies
-    of parameters in the type that computes; `retained_bytes`: those that are gathered once and stay through the step;
-    `gradient_bytes`: shards of gradients, and `whole_bytes`: what they are more while they wait for their reduction;
-    `transient_bytes`: the most that comes and goes while an op of the part runs; `reducing_bytes`: the same while
-    gradients that waited are reduced; `output_bytes`: what a micro-batch gives of the call's outputs. `sent`,
-    `returned`: bytes of each tensor that goes on to the next part in the forward, and of each that comes back from
-    there. `modules`: of its forward ops, in order. All bytes are a device's."""
+    """One part. `work`: by FORWARD, INPUT and WEIGHT. Once a step, for all micro-batches: `once_moved_seconds` (gradients
+    reduced, parameters gathered for all of them) and `parameter_seconds` (the optimizer's, and of parameters on the
+    host). `saved_bytes`: what a micro-batch holds from its forward to its backward; `staying`: parameters, optimizer
+    state and buffers, by kind; `computing_bytes`: copies of parameters in the type that computes; `retained_bytes`:
+    those that are gathered once and stay through the step; `gradient_bytes`: shards of gradients, and `whole_bytes`:
+    what they are more while they wait for their reduction; `transient_bytes`: the most that comes and goes while an op
+    of the part runs; `reducing_bytes`: the same while gradients that waited are reduced; `output_bytes`: what a
+    micro-batch gives of the call's outputs. `sent`, `returned`: bytes of each tensor that goes on to the next part in
+    the forward, and of each that comes back from there. `modules`: of its forward ops. All bytes are a device's."""
 
     work: dict[str, Work] = field(default_factory=lambda: {FORWARD: Work(), INPUT: Work(), WEIGHT: Work()})
     overlap: float = 0.0
-    once_seconds: float = 0.0
-    parameter_seconds: float = 0.0  # of it, the optimizer's and of parameters on the host
+    once_moved_seconds: float = 0.0
+    parameter_seconds: float = 0.0
     saved_bytes: float = 0.0
     staying: Counter = field(default_factory=Counter)
     computing_bytes: float = 0.0
@@ -111,6 +111,11 @@ class Part:
     @property
     def input_seconds(self) -> float:
         return self.backward_seconds - self.weight_seconds
+
+    @property
+    def once_seconds(self) -> float:
+        """Return the seconds that a step takes once, for all micro-batches."""
+        return self.once_moved_seconds + self.parameter_seconds
 
     @property
     def resident_bytes(self) -> float:
@@ -206,12 +211,8 @@ class Parts:
             staying = staying_of(self.problem, self.e, v)
             gradient, waiting = float(options.gradient_bytes[k]), whole.get(v.index, 0.0)
             copy = 0.0
-            if (
-                v.kind == "parameter"
-                and 0 in v.casts
-                and not options.strategies[k].on_host
-                and self._is_read_alone(v.index)
-            ):
+            casts = v.kind == "parameter" and 0 in v.casts and not options.strategies[k].on_host
+            if casts and self._is_read_alone(v.index):
                 copy = self.pricer.bytes_of(v.values[0], options.strategies[k].outputs[0])
             for part in self._charged(mask):
                 if v.kind == "op":
@@ -223,7 +224,6 @@ class Parts:
                     ):
                         part.modules.append(module)
                 else:
-                    part.once_seconds += seconds * passes
                     part.parameter_seconds += seconds * passes
                 part.staying.update(staying)
                 part.gradient_bytes += gradient
@@ -281,7 +281,7 @@ class Parts:
         kind = FORWARD if t.phase == "forward" else INPUT if kinds - {WEIGHT} else WEIGHT
         for part in self._charged(mask):
             if t.times < passes:
-                part.once_seconds += seconds * passes
+                part.once_moved_seconds += seconds * passes
             elif t.is_hidden:
                 part.work[kind].hidden += seconds
             else:
