@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import cast
 
 import torch.distributed as dist
 
@@ -57,7 +58,8 @@ def bind(names: Iterable[str], mesh: Mesh, device_mesh, rank: int) -> dict[str, 
             bound[name] = dist.group.WORLD.group_name
         else:
             for ranks in sorted({tuple(sorted(mesh.group(axes, r))) for r in range(mesh.devices)}):
-                bound[name] = _name_of_group(ranks) or bound.get(name, "")
+                group = _own_group(ranks)
+                bound[name] = group.group_name if group is not None else bound.get(name, "")
     return bound
 
 
@@ -73,9 +75,9 @@ class ProcessGroups:
         return bind(names, self.mesh, self.device_mesh, self.rank)
 
 
-def _name_of_group(ranks: tuple[int, ...]) -> str:
-    """Return the name of the group of these ranks, "" without this one. Collective: all ranks of the world ask for the
-    same ones in order."""
+def _own_group(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+    """Return the group of these ranks, None without this one. Collective: all ranks of the world ask for the same ones
+    in order."""
     global _world
     if _world() is not dist.group.WORLD:
         _world = weakref.ref(dist.group.WORLD)
@@ -83,21 +85,20 @@ def _name_of_group(ranks: tuple[int, ...]) -> str:
     if ranks not in _own:
         group = dist.new_group(list(ranks), timeout=timedelta(seconds=FIRST_STEP * timeout_seconds()))
         _own[ranks] = weakref.ref(group) if dist.get_rank() in ranks else None
-    return _own[ranks]().group_name if _own[ranks] is not None else ""
+    reference = _own[ranks]
+    return reference() if reference is not None else None
 
 
 def host_group() -> dist.ProcessGroup:
     """Return a group of all ranks for tensors on the host, of gloo. Collective the first time."""
     global _host
     if dist.get_backend() == "gloo":
-        ranks = tuple(range(dist.get_world_size()))
-        _name_of_group(ranks)
-        return _own[ranks]()
+        return cast(dist.ProcessGroup, _own_group(tuple(range(dist.get_world_size()))))
     of_world, group = _host
     if of_world() is not dist.group.WORLD or group() is None:
         made = dist.new_group(backend="gloo", timeout=timedelta(seconds=FIRST_STEP * timeout_seconds()))
         _host = weakref.ref(dist.group.WORLD), weakref.ref(made)
-    return _host[1]()
+    return cast(dist.ProcessGroup, _host[1]())
 
 
 def timeout_seconds() -> float:

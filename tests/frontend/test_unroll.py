@@ -161,7 +161,7 @@ def test_what_differs_is_traced_in_full(kind):
         assert repeated_blocks_of(model) is None
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", [*IN_A_CALL, *KINDS])
 def test_what_differs_is_differentiated_in_full(kind):
     torch.manual_seed(0)
@@ -171,6 +171,7 @@ def test_what_differs_is_differentiated_in_full(kind):
     assert (found.compact is not None) == (kind in ("equal", "first", "counted"))
 
 
+@pytest.mark.slow
 def test_plan_of_an_unrolled_graph_fits_the_model():
     import autopar
 

@@ -85,10 +85,11 @@ def _on_autopar(rank: int, mesh: str, parts: int, kind: str, folder) -> list[dic
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("kind", ["sft", "dpo"])
-@pytest.mark.parametrize(
-    ("mesh", "parts"), [("dp=1", 1), ("dp=2", 2), pytest.param("dp=2,tp=2", 2, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("kind", "mesh", "parts"), [
+    ("sft", "dp=2", 2), ("dpo", "dp=1", 1),
+    *[pytest.param(*case, marks=pytest.mark.slow) for case in
+      (("sft", "dp=1", 1), ("dpo", "dp=2", 2), ("sft", "dp=2,tp=2", 2), ("dpo", "dp=2,tp=2", 2))],
+])  # fmt: skip
 def test_losses_are_those_of_one_process(tmp_path, kind, mesh, parts):
     _start_anew()
     expected = _trained(kind, (), lambda model, batch: model, tmp_path / "plain", 1)

@@ -57,6 +57,7 @@ def test_predicted_is_emitted(model, mesh, strategy, recompute):
             }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shares", [(0.1, 0.5), pytest.param((0.3, 0.8), marks=pytest.mark.slow)])
 def test_what_some_blocks_recompute_is_predicted(shares, mesh="dp=2,tp=2"):
     """Limits between the plan without one and the smallest: some blocks recompute, some keep what they gathered."""

@@ -35,7 +35,7 @@ TRACKED = [("dp=2", "fsdp", "fp32", "auto"), ("tp=2", "megatron", "fp32", "auto"
            ("dp=2", "ddp", "bf16", "auto")]  # fmt: skip
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", [None, "ddp", "zero1", "zero2", "fsdp", "megatron", "megatron_sp"])
 def test_what_is_charged_is_alive_between_forward_and_backward(strategy):
     found = planned(TWO_BLOCKS, "dp=2,tp=2", strategy)

@@ -39,7 +39,7 @@ def chain_of(found, stages: int = 2):
     return chain(*found.whole, found.pricer, stages, free)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [
     {}, {"mesh": "pp=2,dp=2,tp=2", "strategy": "megatron_sp"}, {"strategy": "fsdp"},
     {"precision": "bf16", "strategy": "zero1"}, {"recompute": "full"}, {"recompute": "selective"},

@@ -44,7 +44,7 @@ def model(request) -> str:
     return MODELS[request.param]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh", ["dp=4", "a=2,b=2"])
 def test_ddp_replicates_parameters_and_reduces_gradients(model, mesh):
     plan = make(model, mesh, WAITING, strategy="ddp")

@@ -146,7 +146,7 @@ MICRO_BATCHED = [
 ]
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(9)
 @everywhere(PROGRAMS)
 def test_loss(name, mesh, precision):
     PROGRAMS[name].check(mesh, precision)

@@ -126,6 +126,7 @@ def inputs_and_errors(rank: int) -> None:
     refused(UnsupportedOpError, lambda: autopar.compile(shuffled, mesh, (x,)), "randperm")
 
 
+@pytest.mark.slow
 def test_inputs_and_errors():
     gloo.run(2, inputs_and_errors, seconds=240)
 

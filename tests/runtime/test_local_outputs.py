@@ -84,6 +84,7 @@ def _local_outputs(rank: int, mesh_text: str, strategy: str | None) -> None:
         parallel(_part(x, 0, mine, parts))["y"] @ parallel.head.weight
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize("mesh, strategy", [("dp=2,tp=2", "megatron"), ("dp=2,tp=2", None), ("dp=4", "fsdp")])
 def test_outputs_are_those_of_the_ranks_own_samples(mesh, strategy):

@@ -81,6 +81,7 @@ UNEVEN = {"up.*": "tp:S(0)", "down.weight": "tp:S(1)", "down.bias": "R"}
 MIXED = {"up.weight": "dp:S(0) tp:S(1)", "up.bias": "tp:S(0)", "down.weight": "R"}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     "mesh, pins, hidden, optimizers, schedulers",
@@ -180,7 +181,7 @@ def sorted_state(state: dict, model) -> list:
     return [(p, state[p]) for p in model.parameters() if p in state]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     "mesh, strategy, pins, hidden, refused",

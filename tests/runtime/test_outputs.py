@@ -134,6 +134,7 @@ def _penalty(model) -> torch.Tensor:
     return sum(0.1 * p.square().sum() + 0.01 * p.norm(1) for p in model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_losses_outside_on_four_processes():
     x, _ = tiny.Regressor.batch()
@@ -205,6 +206,7 @@ def _generated(rank: int, mesh: str, strategy: str | None) -> None:
         assert_same_gradients(parallel, reference)
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_generate_on_processes():
     gloo.run(2, _generated, "tp=2", "megatron")

@@ -60,6 +60,7 @@ def _trained(rank, name):
     return traced.count
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_one_rank_traces(name):

@@ -121,6 +121,7 @@ def test_dropout_draws_what_a_capture_of_the_length_draws(alone):
     assert _captured(parallel) == FEWEST and losses[0] == losses[1] and losses[0][0] != losses[0][1]
 
 
+@pytest.mark.slow
 def test_accumulation(alone):
     parallel, reference = pair(tiny.gpt2(seq=12)[0], alone, _tokens(12))
     for lengths in ((12, 9, 20), (17, 5, 23), (11, 8, 30)):
@@ -159,6 +160,7 @@ def test_remainders_tell_where_shards_are_on_a_line():
                     assert (local[n] - local[a]) * (b - a) == (local[b] - local[a]) * (n - a)
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_on_four_ranks():
     for captured in gloo.run(4, _on_four_ranks, seconds=240):

@@ -76,6 +76,7 @@ def _check(model, plain, patch, x) -> None:
     assert_same_gradients(model, plain)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.__name__)
 def test_equals_the_plain_module(alone, patch):
     plain, x = Net(), torch.randn(4, 6)
@@ -181,11 +182,13 @@ def _on_two(rank: int) -> None:
         _check(model, plain, patch, x)
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_on_parts_of_parameters():
     gloo.run(2, _on_two)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("state", ["eval", "hook", "frozen"])
 def test_a_copy_made_in_another_state_than_the_first_call(alone, state):
     """The program of the first call serves a copy as it serves the model: in that call's state alone."""

@@ -151,6 +151,7 @@ def test_copies(alone):
     _copies(0, "dp=1,tp=1", None)
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_copies_on_processes():
     gloo.run(2, _copies, "dp=2", "fsdp", seconds=240)

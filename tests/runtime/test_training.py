@@ -51,9 +51,9 @@ def _fit(plan, steps):
 @pytest.mark.gloo
 def test_steps_of_adamw():
     model, batch = tiny.gpt2(n_layer=1)
-    recipes = [(MESH, "megatron"), (MESH, "fsdp"), ("dp=4", "zero1")]
+    recipes = [(MESH, "megatron"), ("dp=4", "zero1")]
     plans = [planned(model, mesh, batch, strategy=strategy) for mesh, strategy in recipes]
-    for sharded in gloo.run(4, _fits, plans, 4):
+    for sharded in gloo.run(4, _fits, plans, 3):
         assert min(sharded) > 0
 
 

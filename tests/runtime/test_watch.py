@@ -42,6 +42,7 @@ def test_survivors_name_the_rank(fault, plan):
     assert outcome.seconds < (faults.TIMEOUT_SECONDS if fault in faults.HANGS else 0) + 5, outcome
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_graphs_through_torch_compile(plan, fault="kill"):
     """They have no lines that tell which collective it was."""

@@ -39,7 +39,7 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name, mesh, strategy", [
     ("gpt2", "dp=2,tp=2", "fsdp"), ("gpt2", "dp=2,tp=2", "megatron_sp"), ("bert", "dp=3", "auto"),
     ("convnext", "tp=2", "megatron"), ("convnext", "dp=2", "ddp"),
