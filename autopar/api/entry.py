@@ -23,7 +23,7 @@ from ..compiler import PASSES, trace_to_plan
 from ..errors import InputError, MeshError, MovedParameterError, StrategyError
 from ..frontend.export import Captured
 from ..frontend.fake_parameters import forms_of
-from ..frontend.precision import precision_name, reduce_type
+from ..frontend.precision import reduce_type
 from ..frontend.user_lines import located
 from ..hardware.profile import Hardware
 from ..ir.compiler_pass import Pass
@@ -32,6 +32,7 @@ from ..planner import accumulation
 from ..planner.batch import AUTO
 from ..planner.explain import Explanation, explain_plan
 from ..planner.explain_pipeline import PipelineExplanation, explain_pipeline
+from ..planner.options import precision_on
 from ..planner.plan import Planned
 from ..planner.problem.hf_tp_plan import styles_of
 from ..planner.remedies import planned_or_fixes
@@ -88,7 +89,8 @@ def plan(
     text such as "40GiB" (default the hardware's). `pin`: glob of a parameter's name -> layout, "tp:S(0)" or "R";
     `forbid`: glob -> a layout that it may not take, or several. `strategy`: a recipe, or two for two axes,
     "megatron_sp+zero1". `precision`: "fp32", the model in its own types, or "bf16" or "fp16", mixed precision as
-    autopar/frontend/precision.py says; torch.bfloat16 and the like mean the same. `reduce_dtype`: "bf16" or "fp16", in
+    autopar/frontend/precision.py says; torch.bfloat16 and the like mean the same; "auto" is bf16 where the hardware
+    computes faster in it. `reduce_dtype`: "bf16" or "fp16", in
     which gradients are added up over devices, if it is narrower than theirs. `adapt`: LoRA, QLoRA, FakeQuant
     (autopar/adapt), planned with the rest. `passes`: autopar.Pass values of your own, each run after the compiler's
     pass that it names (docs/extending.md).
@@ -130,7 +132,7 @@ def search(
         report("tracing the model")
         with order.attached(model, (*adaptations, *more)):
             return trace_to_plan(
-                model, example_inputs, loss_fn, forms_of(model), precision, (*adaptations, *more), added
+                model, example_inputs, loss_fn, forms_of(model), request.options.precision, (*adaptations, *more), added
             )
 
     return planned_or_fixes(request, traced(), bool(adaptations), traced, fixes, report)
@@ -217,13 +219,13 @@ def compile(
     if outputs not in ("stage", "everywhere", "sharded"):
         raise InputError(f"outputs is {outputs!r}", fix='use "stage", "everywhere" or "sharded"')
     adaptations, added = order.checked(adapt), pass_manager.check_added(passes, PASSES)
-    precision = precision_name(precision)
     reduce_type(reduce_dtype)
     if not hasattr(mesh, "get_group"):
         raise MeshError(
             f"compile needs a DeviceMesh, got {type(mesh).__name__}",
             fix='torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))',
         )
+    precision = precision_on(mesh, hardware, precision)
     arguments = dict(
         inputs=inputs, outputs=outputs, plan=plan, hardware=hardware, memory=memory, optimizer=optimizer,
         precision=precision, reduce_dtype=reduce_dtype, strategy=strategy, pin=pin, loss_fn=loss_fn, strict=strict,

@@ -1,29 +1,19 @@
 """Estimate what a configuration that somebody else chose costs: seconds, FLOPs per second and memory, fitting or not.
 
-Model FLOPs are those of the model's mathematics, whatever is computed again: three times the forward's products,
-attention counted without its causal mask and without the scores that its backward makes again. For a GPT of L layers,
-hidden size h and vocabulary V on B sequences of length s these are the terms of Narayanan et al., arXiv 2104.04473,
-section 5.1, without recomputation:
-
-    72 B s L h^2 (1 + s / (6 h) + V / (12 L h))
-
-Hardware FLOPs add the products that are computed again. With all blocks these are those of the paper's F,
+Model FLOPs are those of autopar/planner/model_flops.py. Hardware FLOPs add the products that are computed again: with all
+blocks, for a GPT as there, these are those of the paper's F,
 96 B s L h^2 (1 + s / (6 h) + V / (16 L h)), less 8 B s L h^2: what a block's last product gives, its backward does not
 read.
 """
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 
-from torch import fx, nn
+from torch import nn
 
-from ..cost.compute import ATTENTION, DTYPE_NAMES, flops_of
-from ..ir.graph import is_op, tensor_arguments, values_of
-from ..ops import autopar
+from ..planner.model_flops import model_flops
 from ..planner.objective.evaluate import Evaluation
 from ..planner.plan import Planned
 from ..planner.problem.problem import Problem
@@ -48,7 +38,7 @@ class Estimate:
     @property
     def utilization(self) -> float:
         """Return the share of the devices' peak that the model's FLOPs make up (MFU)."""
-        return self.tflops_per_device(self.model_flops, self.plan.step_seconds) * 1e12 / self.peaks[self.dtype]
+        return self.plan.utilization
 
     @property
     def fits(self) -> bool:
@@ -110,23 +100,9 @@ def of_search(planned: Planned) -> Estimate:
     """Return the estimate of a finished search. Its FLOPs are those of the whole batch, also where micro-batches differ
     by a sample and the search counted the larger ones."""
     passes, options = sum(planned.plan.pipeline.shares), planned.options
-    by_dtype: Counter = Counter({"fp32": 0.0})
-    for node in filter(is_op, planned.problem.whole.nodes):
-        by_dtype[DTYPE_NAMES.get(values_of(node)[0].dtype, "fp32")] += model_flops(node)
-    once, recomputed = by_dtype.total(), _recomputed_flops(*planned.whole)
-    (dtype, _), *_ = by_dtype.most_common(1)
+    found, recomputed = planned.plan.flops, _recomputed_flops(*planned.whole)
     peaks = options.hardware.flops_per_second
-    return Estimate(planned.plan, options.recompute, passes * once, passes * (once + recomputed), dtype, peaks)
-
-
-def model_flops(node: fx.Node) -> float:
-    """Count the FLOPs of one op by the model's mathematics, see above."""
-    if node.target not in ATTENTION:
-        return flops_of(node)
-    is_forward = node.target is autopar.attention.default
-    q, k, v = [a.meta["val"] for a in tensor_arguments(node)][slice(0, 3) if is_forward else slice(1, 4)]
-    forward = 2.0 * math.prod(q.shape[:-1]) * k.shape[2] * (q.shape[-1] + v.shape[-1])
-    return forward if is_forward else 2.0 * forward
+    return Estimate(planned.plan, options.recompute, found.model, found.model + passes * recomputed, found.dtype, peaks)
 
 
 def _recomputed_flops(problem: Problem, e: Evaluation) -> float:

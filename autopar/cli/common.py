@@ -58,8 +58,11 @@ def add_planning(parser, hardware: str | None) -> None:
     None for that of the devices here."""
     profiles = f"{', '.join(profile.names())}, or a TOML file (default {hardware or 'that of this machine'})"
     parser.add_argument("--hardware", default=hardware, help=profiles)
-    precision = "fp32: the model's own types (default); bf16, fp16: compute in these, parameters stay as they are"
-    parser.add_argument("--precision", default="fp32", metavar="P", help=precision)
+    precision = (
+        "bf16, fp16: compute in these, parameters stay as they are; fp32: in the model's own types; auto: bf16 where "
+    )
+    precision += "the hardware computes faster in it (default)"
+    parser.add_argument("--precision", default="auto", metavar="P", help=precision)
     reduce_dtype = "bf16 or fp16: add up gradients over devices in it (default: in their own type)"
     parser.add_argument("--reduce-dtype", metavar="T", help=reduce_dtype)
     known = f"{', '.join(RECIPES)}, or one that --model FILE.py:FUNCTION registers (default: whatever is fastest)"

@@ -108,7 +108,7 @@ def _run(device_mesh, settings: dict, say) -> None:
     say(fit(summary(replace(model.plan, model=settings["model"])) + "\n"))
     scaler = torch.amp.GradScaler(device_mesh.device_type, enabled=model.plan.precision == "fp16")
     done = _resume(model, optimizer, stream, settings, say)
-    kind = dtype if settings["precision"] == "fp32" else settings["precision"]  # in which products are computed
+    kind = dtype if model.plan.precision == "fp32" else model.plan.precision  # in which products are computed
     peak_flops = device_mesh.size() * hardware.flops_per_second.get(kind, math.inf)
     seconds, peak = [], 0
     with shown_steps(steps, done, batch * seq, settings["flops"] / peak_flops, say) as show:

@@ -31,6 +31,7 @@ from .._torch import tree_flatten, tree_map
 from ..errors import StrategyError
 from ..ir.graph import values_of
 
+AUTO = "auto"  # what the hardware computes fastest in, see Hardware.precision
 COMPUTE_DTYPE: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 SYNONYMS = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}  # as torch says
 

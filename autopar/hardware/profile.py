@@ -18,6 +18,7 @@ Curve:
                    reached.KIND = { devices, bytes_per_second }, a list each
     [measured]     median_error of the curves, and [[measured.curves]] of kind, devices, stride, bytes, seconds
     [errors]       by table of measured operators, the mean relative error of each size class
+    [published]    utilization, by type: the largest share of the peak that model FLOPs reached in published runs
     [fingerprint]  texts that say where it was measured
 
 Every table but the last has a `source`. `autopar calibrate` writes such a file for the machine that it runs on.
@@ -142,10 +143,11 @@ def _read(file: Path) -> Hardware:
             fix="give links from the closest to the farthest, the last one without devices",
         )
     lowering = collectives.one_of("reduce_scatter_lowering", LOWERINGS)
-    host, kernels, products, attention, experts, nccl, measured, errors, fingerprint = (
+    host, kernels, products, attention, experts, nccl, measured, errors, published, fingerprint = (
         table.inner(key) if key in table.entries else None
-        for key in ("host", "kernels", "products", "attention", "experts", "nccl", "measured", "errors", "fingerprint")
-    )
+        for key in ("host", "kernels", "products", "attention", "experts", "nccl", "measured", "errors", "published",
+                    "fingerprint")
+    )  # fmt: skip
     groups = {
         "compute": compute,
         "memory": memory,
@@ -157,7 +159,7 @@ def _read(file: Path) -> Hardware:
         "experts": experts,
         "nccl": nccl,
     }
-    groups |= {"measured": measured, "errors": errors} | {
+    groups |= {"measured": measured, "errors": errors, "published": published} | {
         f"links.{tier.name}": link for tier, link in zip(tiers, table.rows("links"))
     }
     sources = {name: group.text("source") for name, group in groups.items() if group}
@@ -189,6 +191,13 @@ def _read(file: Path) -> Hardware:
         if errors
         else {},
         reserve_bytes=memory.whole("reserve_bytes") if "reserve_bytes" in memory.entries else 0,
+        published_utilization={
+            dtype: speeds.share(dtype)
+            for speeds in [published.inner("utilization")]
+            for dtype in sorted(speeds.entries)
+        }
+        if published
+        else {},
         host=_host(host) if host else None,
         fingerprint={key: fingerprint.text(key) for key in sorted(fingerprint.entries)} if fingerprint else {},
     )

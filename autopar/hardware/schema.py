@@ -106,7 +106,8 @@ class Hardware:
     `overlap_slowdown`: how much longer the longer of a collective and a computation takes for running beside the other;
     2 if nothing is gained by it. `curves`: measured collectives, wrong by `curves_error` (a median, 0.1 is 10 %).
     `products`: by kind ("dense", "grouped", "fp8", "fp8_block"). `errors`: mean relative errors against measured
-    operators, by table and size class. `fingerprint`: where it was measured, empty for a profile made from datasheets.
+    operators, by table and size class. `published_utilization`: the largest share of its peak that model FLOPs have
+    reached in published training runs, by type. `fingerprint`: where it was measured, empty for a profile made from datasheets.
     """
 
     name: str
@@ -130,6 +131,7 @@ class Hardware:
     curves_error: float = 0.0
     errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict, hash=False)
     reserve_bytes: int = 0
+    published_utilization: Mapping[str, float] = field(default_factory=dict, hash=False)
     host: Host | None = None
     fingerprint: Mapping[str, str] = field(default_factory=dict, hash=False)
 
@@ -140,6 +142,12 @@ class Hardware:
             known = ", ".join(sorted(self.flops_per_second))
             raise HardwareError(f"profile {self.name} has no speed for {dtype!r}", fix=f"use one of {known}")
         return self.flops_per_second[dtype]
+
+    @property
+    def precision(self) -> str:
+        """Return the precision that "auto" means: bf16 where that computes faster than fp32."""
+        speeds = self.flops_per_second
+        return "bf16" if speeds.get("bf16", 0.0) > speeds.get("fp32", 0.0) else "fp32"
 
     def reached_flops_per_second(self, dtype: str) -> float:
         """Return peak times efficiency, the speed of a large matrix product. Raises HardwareError for a dtype that the

@@ -14,6 +14,7 @@ from ..plans.pipeline import Pipeline
 from ..plans.plan import Alternative, Collective, Plan
 from ..plans.sharding import NodeSharding, Sharding
 from .accumulation import of_step, samples_of
+from .model_flops import flops_of_step
 from .objective.checkpoint_blocks import recomputed_vertices
 from .objective.checkpoint_min_cut import FULL
 from .objective.evaluate import Evaluation, Pricer
@@ -57,6 +58,7 @@ def describe_plan(planned: Planned) -> Plan:
         parameter_elements=_elements(problem, False), trained_elements=_elements(problem, True),
         pipeline=pipeline, samples=samples, overlaps=options.hardware.overlap_gain > 0, meshes=planned.meshes,
         offloaded=offloaded(problem, e), update_seconds=update_seconds(problem, e), reduce_dtype=options.reduce_dtype,
+        flops=flops_of_step(problem.graph, sum(pipeline.shares), options.hardware),
     )  # fmt: skip
     return of_step(plan, problem, e, options.hardware.overlap_slowdown)
 

@@ -6,12 +6,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 
 from ..errors import StrategyError
-from ..frontend.precision import precision_name
+from ..frontend.precision import AUTO, precision_name
 from ..hardware.profile import load as load_hardware
+from ..hardware.schema import Hardware
 from .plan import PlanOptions
 
 
@@ -40,20 +42,31 @@ def options_of(mesh, hardware, memory, optimizer, precision, strategy, pin, stri
         raise StrategyError(
             f"cannot read {forbid!r:.80} as what is forbidden", fix='map globs to layouts, such as {"*.bias": "R"}'
         )
+    profile = hardware_of(mesh, hardware)
     return PlanOptions(
-        load_hardware(hardware if hardware is not None else _default_hardware(mesh)),
-        memory_bytes=bytes_of_text(memory), optimizer=optimizer, precision=precision_name(precision), strategy=strategy,
+        profile, memory_bytes=bytes_of_text(memory), optimizer=optimizer, precision=precision_on(mesh, profile, precision),
+        strategy=strategy,
         pin=dict(pin or {}), forbid=tuple((glob, layout) for glob, layouts in forbidden.items() for layout in layouts),
         fixed=fixed, strict=strict, baselines=baselines, micro_batches=micro_batches, offload=offload,
         on_host=frozenset(on_host), reduce_dtype=None if reduce_dtype is None else precision_name(reduce_dtype),
     )  # fmt: skip
 
 
-def _default_hardware(mesh) -> str:
+def hardware_of(mesh, hardware: str | Path | Hardware | None) -> Hardware:
+    """Return the profile that is asked for, by default that of a mesh's devices. Raise HardwareError if there is
+    none."""
+    if hardware is not None:
+        return load_hardware(hardware)
     kind = getattr(mesh, "device_type", None)
     if kind == "cpu":
-        return "cpu-gloo"
-    return torch.cuda.get_device_name() if kind == "cuda" else "h100"
+        return load_hardware("cpu-gloo")
+    return load_hardware(torch.cuda.get_device_name() if kind == "cuda" else "h100")
+
+
+def precision_on(mesh, hardware: str | Path | Hardware | None, precision: str | torch.dtype) -> str:
+    """Return the name of a precision; "auto" is what the profile of the devices says. Raise StrategyError for an
+    unknown one."""
+    return hardware_of(mesh, hardware).precision if precision == AUTO else precision_name(precision)
 
 
 def bytes_of_text(memory: float | str | None) -> float | None:

@@ -213,7 +213,9 @@ SHARDING: Kind = {
     "on_host": [text],
     "layouts": [(rank, text)],
 }
-OPTIONAL: Json = {"reduce_dtype": "bf16", "update_seconds": 0.0}  # what a file may leave out, and what it could be
+# What a file may leave out, and what it could be.
+NO_FLOPS: Json = {"model": 0.0, "dtype": "fp32", "peak_per_second": 0.0, "published": 0.0}
+OPTIONAL: Json = {"reduce_dtype": "bf16", "update_seconds": 0.0, "flops": NO_FLOPS}
 SCHEMA: Kind = {
     "version": count, "hash": text, "fingerprint": text, "model": text, "mesh": text, "hardware": text,
     "precision": text, "reduce_dtype": narrow, "optimizer": text, "strategy": text,
@@ -236,6 +238,7 @@ SCHEMA: Kind = {
     "warnings": [text], "layouts": Values(text), "sharding": SHARDING,
     "reduce_scatter": lowering, "bucket_bytes": amount, "parameter_elements": count, "trained_elements": count,
     "offloaded": {"parameters": count, "host_bytes": amount, "copy_seconds": amount, "optimizer_seconds": amount},
+    "flops": {"model": amount, "dtype": text, "peak_per_second": amount, "published": amount},
     "reduces_once": flag, "overlaps": flag, "samples": count,
     "pipeline": {
         "axis": text, "ranks": size, "schedule": text, "micro_batches": size, "stages_per_rank": size, "cuts": [text],

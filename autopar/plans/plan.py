@@ -95,6 +95,18 @@ class Offloaded:
 
 
 @dataclass(frozen=True)
+class Flops:
+    """What a step computes by the model's mathematics, over all devices, most of it in `dtype`, in which a device does
+    `peak_per_second` at best. `published`: the largest share of that in published runs on such devices, 0 if none is
+    known."""
+
+    model: float = 0.0
+    dtype: str = "fp32"
+    peak_per_second: float = 0.0
+    published: float = 0.0
+
+
+@dataclass(frozen=True)
 class Plan:
     """See the module. Seconds are of one training step, the optimizer's included; bytes are a device's. A step is one
     call with the whole batch, of so many `samples`, which is cut into `micro_batches`; their gradients are reduced
@@ -139,6 +151,7 @@ class Plan:
     meshes: tuple[MeshCandidate, ...] = ()  # best first; empty if the mesh was given
     update_seconds: float = 0.0  # of the optimizer on the device
     offloaded: Offloaded = Offloaded()
+    flops: Flops = Flops()
     reduce_dtype: str | None = None  # gradients are added up over devices in this type if it is narrower than theirs
     pipeline: Pipeline = Pipeline()  # the sharding is of one micro-batch, on the mesh of a stage
     planning_seconds: float = field(default=0.0, compare=False)
@@ -168,6 +181,12 @@ class Plan:
     def precision_text(self) -> str:
         """Return the precision, and what gradients are reduced in if that is another type."""
         return self.precision + (f", gradients reduced in {self.reduce_dtype}" if self.reduce_dtype else "")
+
+    @property
+    def utilization(self) -> float:
+        """Return the share of the devices' peak that the model's FLOPs make up (MFU), 0 if that is not known."""
+        peak = self.mesh.devices * self.step_seconds * self.flops.peak_per_second
+        return self.flops.model / peak if peak else 0.0
 
     def decides_as(self, other: Plan) -> bool:
         """Return whether another plan has the decisions and the figures of this one, for whatever call."""
@@ -210,6 +229,7 @@ class Plan:
                 "recomputed_kinds": tuple(fields["recomputed_kinds"]),
                 "warnings": tuple(fields["warnings"]),
                 "offloaded": Offloaded(**fields["offloaded"]),
+                "flops": Flops(**fields.get("flops", {})),
                 "pipeline": pipeline,
                 "meshes": tuple(MeshCandidate(**m) for m in fields["meshes"]),
                 "sharding": _sharding_from_json(fields["sharding"], pipeline.mesh_of_stage(mesh)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..utils.format import byte_column, byte_unit, column, ms, percent, size, table
+from ..utils.format import byte_column, byte_unit, column, ms, number, percent, size, table
 from .axes import axis_lines, unsharded_lines
 from .file import MEMORY_KINDS
 from .pipeline_text import batches_text, pipeline_line, pipeline_lines
@@ -37,10 +37,25 @@ def _result(plan: Plan) -> list[str]:
         or f"simulated with overlap {ms(plan.simulated_seconds)}, {ms(plan.exposed_seconds)} of communication exposed",
         f"peak {size(plan.peak_bytes)} a device, {percent(plan.peak_bytes, plan.memory_limit_bytes)} of "
         f"{size(plan.memory_limit_bytes)}",
+        *utilization_lines(plan),
         *unsharded_lines(plan),
         *axis_lines(plan),
         *batch_lines(plan),
         *_trained(plan),
+    ]
+
+
+def utilization_lines(plan: Plan) -> list[str]:
+    """Return a line on the share of the devices' peak that the model's FLOPs make up, and whether that has been reached
+    on such devices; none if the plan does not know."""
+    f = plan.flops
+    if not plan.utilization:
+        return []
+    reached = plan.utilization * f.peak_per_second / 1e12
+    above = f", above the {percent(f.published, 1.0)} that is published of {plan.hardware}: expect less"
+    return [
+        f"MFU {percent(plan.utilization, 1.0)}: {number(reached)} of {number(f.peak_per_second / 1e12)} TFLOP/s in "
+        f"{f.dtype} a device" + (above if 0 < f.published < plan.utilization else "")
     ]
 
 

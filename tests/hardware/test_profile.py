@@ -37,11 +37,14 @@ def test_shipped_profiles(name):
     sourced = {line.split(":")[0] for line in profile.source.splitlines()}
     besides = {"nccl", "kernels", "host", "products", "attention"} if profile.nccl else set()
     besides |= {"experts", "errors", "measured"} if profile.errors else set()
+    besides |= {"published"} if profile.published_utilization else set()
     assert sourced == {"compute", "memory", "collectives", *besides, *(f"links.{tier.name}" for tier in profile.links)}
     assert (profile.reserve_bytes > 0) == (profile.host is not None) == (profile.nccl is not None)
     if host := profile.host:  # a host is larger and slower than what it serves
         assert profile.reserve_bytes < 0.05 * profile.memory_bytes < profile.memory_bytes < host.memory_bytes * 1.5
         assert host.link_bytes_per_second < host.memory_bytes_per_second * 2 < profile.memory_bytes_per_second
+    assert all(0 < profile.published_utilization[dtype] < 1 for dtype in profile.published_utilization)
+    assert profile.precision == ("fp32" if name in ("cpu-gloo", "v100") else "bf16")
     assert hash(profile) == hash(hardware.load(name))
 
 

@@ -1,0 +1,42 @@
+"""What a step of a model computes by its mathematics, whatever is computed again: what model FLOPs utilization is of.
+
+Three times the forward's products, attention counted without its causal mask and without the scores that its backward
+makes again. For a GPT of L layers, hidden size h and vocabulary V on B sequences of length s these are the terms of
+Narayanan et al., arXiv 2104.04473, section 5.1, without recomputation:
+
+    72 B s L h^2 (1 + s / (6 h) + V / (12 L h))
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+from torch import fx
+
+from ..cost.compute import ATTENTION, DTYPE_NAMES, flops_of
+from ..hardware.schema import Hardware
+from ..ir.graph import is_op, tensor_arguments, values_of
+from ..ops import autopar
+from ..plans.plan import Flops
+
+
+def model_flops(node: fx.Node) -> float:
+    """Count the FLOPs of one op by the model's mathematics, see above."""
+    if node.target not in ATTENTION:
+        return flops_of(node)
+    is_forward = node.target is autopar.attention.default
+    q, k, v = [a.meta["val"] for a in tensor_arguments(node)][slice(0, 3) if is_forward else slice(1, 4)]
+    forward = 2.0 * math.prod(q.shape[:-1]) * k.shape[2] * (q.shape[-1] + v.shape[-1])
+    return forward if is_forward else 2.0 * forward
+
+
+def flops_of_step(graph: fx.Graph, passes: float, hardware: Hardware) -> Flops:
+    """Return the model FLOPs of so many passes of a graph, with the hardware's peak in the type that has most of
+    them."""
+    by_dtype: Counter = Counter({"fp32": 0.0})
+    for node in filter(is_op, graph.nodes):
+        by_dtype[DTYPE_NAMES.get(values_of(node)[0].dtype, "fp32")] += model_flops(node)
+    (dtype, _), *_ = by_dtype.most_common(1)
+    published = hardware.published_utilization.get(dtype, 0.0)
+    return Flops(passes * by_dtype.total(), dtype, hardware.peak_flops_per_second(dtype), published)
