@@ -123,10 +123,18 @@ class CollectiveCost:
 
     def _group(self, axes: tuple[str, ...]) -> nccl.Group:
         """Return where the group of rank 0 lies; the others lie alike."""
-        node = self.hardware.links[0]
-        on_node = Counter(rank // node.devices if node.devices else 0 for rank in self.mesh.group(axes, 0))
-        card = min(self.tiers[axis].bytes_per_second for axis in axes)
-        return nccl.Group(self._devices(axes), len(on_node), min(on_node.values()), node.bytes_per_second, card)
+        node, *outer = self.hardware.links
+        n, ranks = self._devices(axes), self.mesh.group(axes, 0)
+        blocks = [
+            Counter(rank // tier.devices if tier.devices else 0 for rank in ranks) for tier in self.hardware.links
+        ]
+        per_node = min(blocks[0].values())
+        # what leads out of the node, and of each group of switches that the group does not lie in
+        ways = [(min(inside.values()), tier.bytes_per_second)
+                for inside, tier in zip(blocks, outer) if len(inside) > 1]  # fmt: skip
+        card = min([members * speed / per_node for members, speed in ways], default=node.bytes_per_second)
+        direct = min([speed * (n - per_node) / (n - members) for members, speed in ways], default=card)
+        return nccl.Group(n, len(blocks[0]), per_node, node.bytes_per_second, card, direct)
 
     def _alpha_beta(self, kind: str, axes: tuple[str, ...]) -> Price:
         """Price a collective by the largest latency of the axes, and each axis' bytes at its speed, inner axes

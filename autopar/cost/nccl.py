@@ -42,14 +42,15 @@ LL, LL128, SIMPLE = range(len(PROTOCOLS))
 
 @dataclass(frozen=True)
 class Group:
-    """The devices of one communicator: `ranks`, on `nodes`, at least `per_node` on each; `intra` and `card` are bytes
-    per second that a device sends inside a node and through its own network card."""
+    """The devices of one communicator: `ranks`, on `nodes`, at least `per_node` on each; Bytes per second of a
+    device: `intra` inside a node, `card` out of it in rings, `direct` out of it to all others or to one."""
 
     ranks: int
     nodes: int
     per_node: int
     intra: float
     card: float
+    direct: float
 
     @property
     def bus(self) -> float:
@@ -208,7 +209,7 @@ def _exchanges(group: Group, nccl: Nccl, c: Constants) -> Iterator[Choice]:
     n, m = group.ranks, group.per_node
     if group.nodes > 1:
         loss = 1 - EXCHANGE_NET_LOSS / group.nodes
-        far, near = (n - m) / n / (group.card * loss), (m - 1) / n / (group.intra * EXCHANGE_SHARE)
+        far, near = (n - m) / n / (group.direct * loss), (m - 1) / n / (group.intra * EXCHANGE_SHARE)
         yield Choice("sends", (EXCHANGE_NET_US + EXCHANGE_RANK_US * n) * 1e-6, 1 / max(far, near))
         return
     # one step: every device sends to all others at once
@@ -228,5 +229,5 @@ def _sends(group: Group, nccl: Nccl, c: Constants) -> Iterator[Choice]:
     near = group.nodes == 1
     for p in (LL, SIMPLE):
         hop = c.intra_us[nccl.intra]["ring"][p] if near else c.inter_us["ring"][p]
-        speed = (group.intra if near else group.card) * (c.ring_ll_share if p == LL else 1)
+        speed = (group.intra if near else group.direct) * (c.ring_ll_share if p == LL else 1)
         yield Choice(f"send {PROTOCOLS[p]}", (c.base_us["ring"][p] + hop) * 1e-6, speed)

@@ -9,7 +9,7 @@ profiles.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ..errors import HardwareError
@@ -31,11 +31,11 @@ class Link:
 
 @dataclass(frozen=True)
 class Tier:
-    """One kind of link.
+    """One kind of link, such as NVLink in a node, the leaf switches of a rail group, and the spine above them.
 
     `devices`: how many consecutive ranks it joins, None for any number. `bytes_per_second`: what each device sends in a
-    collective (NCCL's bus bandwidth). `bucket_bytes`: the size of the pieces in which parameters are gathered and
-    gradients reduced.
+    collective (NCCL's bus bandwidth; of an oversubscribed switch the device's share). `bucket_bytes`: the size of the
+    pieces in which parameters are gathered and gradients reduced.
     """
 
     name: str
@@ -172,25 +172,31 @@ class Hardware:
     def links_for(self, mesh: Mesh) -> dict[str, Link]:
         """Return latency and speed of collectives along each axis alone.
 
-        A group within the closest tier has that tier's numbers. Of a group of n that reaches beyond it, m = gcd(n,
-        members that fit in a node) share each node, and its rings leave a node over the outer links of all m: m times
-        the outer speed, at most the inner one. So an axis over all cards of 8 nodes gathers at NVLink's speed, an axis
-        with one card of each node at one network card's. In an all-to-all, (n - m) / (n - 1) of what a device sends
-        takes its own outer link.
+        A group within the closest tier has that tier's numbers. Of a group of n that reaches beyond a tier, m = gcd(n,
+        members that it joins) share what leads out of it, and rings leave over the outer links of all m: m times the
+        outer speed, at most the inner one. So an axis over all cards of 8 nodes gathers at NVLink's speed, an axis with
+        one card of each node at one network card's; a ring leaves an oversubscribed group of switches over the shares
+        of all its members there. In an all-to-all, (n - m) / (n - 1) of what a device sends takes its own outer link.
         """
         links = {}
         for axis, span in spans(mesh).items():
-            index, size = self.tier_index(span), mesh.size(axis)
-            tier = self.links[index]
-            if index == 0:
-                links[axis] = Link(tier.latency_seconds, tier.bytes_per_second)
-                continue
-            inner = self.links[index - 1]
-            members = math.gcd(size, max(1, inner.devices // (span // size)))
-            ring = min(inner.bytes_per_second, members * tier.bytes_per_second)
-            direct = min(ring, tier.bytes_per_second * (size - 1) / (size - members))
-            links[axis] = Link(tier.latency_seconds, ring, direct if direct < ring else None)
+            tier, size = self.links[self.tier_index(span)], mesh.size(axis)
+            shared = list(self.shared_links(size, span // size))
+            ring = min(members * bytes_per_second for members, bytes_per_second in shared)
+            direct = [speed * (size - 1) / (size - members) for members, speed in shared[:-1] if members < size]
+            exchanged = min([ring, *direct])
+            links[axis] = Link(tier.latency_seconds, ring, exchanged if exchanged < ring else None)
         return links
+
+    def shared_links(self, size: int, stride: int) -> Iterator[tuple[int, float]]:
+        """Return, farthest first, for each tier that a group of `size` ranks, `stride` apart, needs: how many of its
+        members share what leads to it, and the bytes per second of each; the closest one is not shared."""
+        for index in range(self.tier_index(size * stride if size > 1 else 1), 0, -1):
+            size = math.gcd(size, max(1, (self.links[index - 1].devices or 1) // stride))
+            yield size, self.links[index].bytes_per_second
+            if size == 1:
+                return
+        yield 1, self.links[0].bytes_per_second
 
     def tier_index(self, span: int) -> int:
         """Return the index of the closest tier that joins so many consecutive ranks."""

@@ -1,11 +1,14 @@
 """NCCL's time model against numbers that were measured or that NCCL's own source gives."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from autopar.cost import nccl
 from autopar.cost.collectives import ERRORS, CollectiveCost
 from autopar.hardware.profile import load, names
+from autopar.hardware.schema import spans
 from autopar.ir.mesh import Mesh
 
 KINDS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast", "send")
@@ -48,7 +51,7 @@ def test_h100_over_nodes(kind, nodes, latency_seconds, speed):
 def test_a_ring_by_hand():
     """A100, 4 in a node: Simple is 8.4 us and 6 steps of 3.4 us, and 230 GB/s each way, of which an all-reduce takes 6
     / 4."""
-    group = nccl.Group(4, 1, 4, 230e9, 25e9)
+    group = nccl.Group(4, 1, 4, 230e9, 25e9, 25e9)
     by_name = {choice.name: choice for choice in nccl.choices("all_reduce", group, load("a100").nccl)}
     assert by_name["ring Simple"].latency_seconds == pytest.approx((8.4 + 6 * 3.4) * 1e-6)
     assert by_name["ring Simple"].bytes_per_second == pytest.approx(230e9 * 4 / 6)
@@ -112,3 +115,27 @@ def test_an_exchange_in_a_node_is_one_step():
         cost = CollectiveCost(load(profile), Mesh(("a",), (8,)))
         assert cost.seconds("all_to_all", ("a",), 1024) == pytest.approx(measured, rel=0.3)
         assert cost.tier_of("all_to_all", ("a",)) == "measured"
+
+
+@pytest.mark.parametrize("oversubscription", [1, 2, 4, 32])
+@pytest.mark.parametrize("mesh", ["dp=512", "dp=64,tp=8", "dp=4,cp=16,tp=8", "pp=16,dp=4,tp=8"])
+def test_an_oversubscribed_spine(mesh, oversubscription):
+    """Groups of 256 devices on switches of their own, above them a spine with a share of their speed. What stays below is
+    as before; a ring that enters a group once is slower only where the shares of its members there are too little; an
+    all-to-all is slower by all that crosses."""
+    plain, mesh = load("h100"), Mesh.parse(mesh)
+    node, card = plain.links
+    spine = replace(card, name="spine", bytes_per_second=card.bytes_per_second / oversubscription)
+    rails = replace(plain, links=(node, replace(card, devices=256), spine))
+    before, after = CollectiveCost(plain, mesh), CollectiveCost(rails, mesh)
+    held = np.array([2.0**28])
+    for axis, span in spans(mesh).items():
+        size, stride = mesh.size(axis), span // mesh.size(axis)
+        below = min(size, max(1, 256 // stride))  # of its members on one group of switches
+        slower = 1 if span <= 256 else max(1.0, oversubscription * min(size, max(1, 8 // stride)) / below)
+        for kind in ("all_gather", "reduce_scatter"):
+            ratio = after.seconds(kind, (axis,), held) / before.seconds(kind, (axis,), held)
+            assert ratio == pytest.approx(slower, rel=0.15 if slower > 1 else 1e-9), (axis, kind)
+        crossing = 1 if span <= 256 else max(1.0, oversubscription * (size - below) / (size - max(1, 8 // stride)))
+        ratio = after.seconds("all_to_all", (axis,), held) / before.seconds("all_to_all", (axis,), held)
+        assert ratio == pytest.approx(crossing, rel=0.1 if crossing > 1 else 1e-9), (axis, "all_to_all")

@@ -129,7 +129,13 @@ def test_an_axis_takes_the_closest_tier_that_joins_its_groups(mesh, tiers):
         ("a=4,b=2", "a", Link(2e-6, 80.0, 40.0 * 3 / 2)),  # two members: two links a node; all-to-all 2 of 3 peers far
         ("a=8", "a", Link(2e-6, 100.0, 40.0 * 7 / 4)),  # four members: 160, but not faster than inside the node
         ("a=6,b=1", "a", Link(2e-6, 80.0, 40.0 * 5 / 4)),  # 6 over nodes of 4: some node holds only two
-        ("a=32", "a", Link(3e-6, 40.0, 10.0 * 31 / 16)),  # racks of 16 are the nodes of the farthest tier
+        ("a=32", "a", Link(3e-6, 100.0, 10.0 * 31 / 16)),  # 16 members a rack: 160, and 160 over a node's four links
+        ("a=2,b=16", "a", Link(3e-6, 10.0)),  # one member a rack: its own share of what leads out of it
+        (
+            "a=8,b=4",
+            "a",
+            Link(3e-6, 40.0, 10.0 * 7 / 4),
+        ),  # one a node, four a rack: 40 out of the rack as out of the node
     ],
 )
 def test_links_that_members_of_a_node_share(mesh, axis, link):
