@@ -156,6 +156,10 @@ def to_table(hardware: Hardware) -> dict:
             table["nccl"].setdefault("reached", {})[kind] = {"devices": list(devices), "bytes_per_second": list(speeds)}
     if hardware.errors:
         table["errors"] = {"source": sources["errors"], **{key: dict(rows) for key, rows in hardware.errors.items()}}
+    if hardware.published_utilization:
+        table["published"] = {
+            "utilization": dict(hardware.published_utilization), "source": sources["published"],
+        }  # fmt: skip
     if hardware.curves:
         table["measured"] = {
             "median_error": hardware.curves_error,

@@ -1,0 +1,27 @@
+"""The parts of benchmarks/gpu.py run, in tiny sizes on the processor: what waits for a GPU must not wait to be mended there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).parents[1] / "benchmarks" / "gpu.py"
+OTHERS = ("families", "ranks", "slice", "calibrated", "waits", "state", "faults")
+
+
+@pytest.mark.parametrize("part", ["attention", *[pytest.param(part, marks=pytest.mark.slow) for part in OTHERS]])
+def test_a_part_runs(part):
+    command = [sys.executable, str(SCRIPT), "--fake", "--parts", part]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0 and f"== {part} (" in done.stdout, done.stdout + done.stderr
+    assert "WRONG" not in done.stdout and "Error" not in done.stdout, done.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so():
+    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "there is no GPU: --fake" in done.stderr
