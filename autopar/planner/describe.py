@@ -57,6 +57,7 @@ def describe_plan(planned: Planned) -> Plan:
         parameter_elements=_elements(problem, False), trained_elements=_elements(problem, True),
         pipeline=pipeline, samples=samples, overlaps=options.hardware.overlap_gain > 0, meshes=planned.meshes,
         offloaded=offloaded(problem, e), update_seconds=update_seconds(problem, e), reduce_dtype=options.reduce_dtype,
+        state_dtype=options.state_dtype,
     )  # fmt: skip
     return of_step(plan, problem, e, options.hardware.overlap_slowdown)
 

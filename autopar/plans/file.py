@@ -197,6 +197,11 @@ def narrow(value: object) -> bool:
     return text(value) and value in ("bf16", "fp16")
 
 
+def brain(value: object) -> bool:
+    """a type that the state of an optimizer is kept in"""
+    return text(value) and value == "bf16"
+
+
 def rank(value: object) -> bool:
     """a number of dims, 64 at most"""
     return count(value) and value <= 64
@@ -213,10 +218,11 @@ SHARDING: Kind = {
     "on_host": [text],
     "layouts": [(rank, text)],
 }
-OPTIONAL: Json = {"reduce_dtype": "bf16", "update_seconds": 0.0}  # what a file may leave out, and what it could be
+# What a file may leave out, and what it could be.
+OPTIONAL: Json = {"reduce_dtype": "bf16", "state_dtype": "bf16", "update_seconds": 0.0}
 SCHEMA: Kind = {
     "version": count, "hash": text, "fingerprint": text, "model": text, "mesh": text, "hardware": text,
-    "precision": text, "reduce_dtype": narrow, "optimizer": text, "strategy": text,
+    "precision": text, "reduce_dtype": narrow, "state_dtype": brain, "optimizer": text, "strategy": text,
     "memory_limit_bytes": amount, "step_seconds": amount,
     "compute_seconds": amount, "communication_seconds": amount, "recompute_seconds": amount,
     "update_seconds": amount, "simulated_seconds": amount, "exposed_seconds": amount,

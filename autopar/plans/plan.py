@@ -139,6 +139,7 @@ class Plan:
     meshes: tuple[MeshCandidate, ...] = ()  # best first; empty if the mesh was given
     update_seconds: float = 0.0  # of the optimizer on the device
     offloaded: Offloaded = Offloaded()
+    state_dtype: str | None = None  # of the optimizer's tensors, if that is narrower than their parameter
     reduce_dtype: str | None = None  # gradients are added up over devices in this type if it is narrower than theirs
     pipeline: Pipeline = Pipeline()  # the sharding is of one micro-batch, on the mesh of a stage
     planning_seconds: float = field(default=0.0, compare=False)
@@ -154,8 +155,9 @@ class Plan:
             "mesh": str(self.mesh), "sharding": _sharding_to_json(self.sharding), "version": VERSION,
         }  # fmt: skip
         values.pop("planning_seconds")
-        if self.reduce_dtype is None:
-            values.pop("reduce_dtype")
+        for name in ("reduce_dtype", "state_dtype"):
+            if values[name] is None:
+                values.pop(name)
         data: Json = json.loads(json.dumps(values, default=asdict))  # lists for tuples
         data["hash"] = file.content_hash(data)
         return data
@@ -168,6 +170,11 @@ class Plan:
     def precision_text(self) -> str:
         """Return the precision, and what gradients are reduced in if that is another type."""
         return self.precision + (f", gradients reduced in {self.reduce_dtype}" if self.reduce_dtype else "")
+
+    @property
+    def optimizer_text(self) -> str:
+        """Return the optimizer, and what its state is kept in if that is another type than the parameters'."""
+        return self.optimizer + (f" with state in {self.state_dtype}" if self.state_dtype else "")
 
     def decides_as(self, other: Plan) -> bool:
         """Return whether another plan has the decisions and the figures of this one, for whatever call."""

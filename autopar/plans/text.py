@@ -31,7 +31,7 @@ def _result(plan: Plan) -> list[str]:
     devices = f"{plan.mesh.devices} device{'s' if plan.mesh.devices > 1 else ''}"
     return [
         f"plan of {plan.model} on mesh {plan.mesh} ({devices}, {plan.hardware}), {plan.precision_text}, "
-        f"{plan.optimizer}, strategy {plan.strategy}",
+        f"{plan.optimizer_text}, strategy {plan.strategy}",
         f"step {ms(plan.step_seconds)} = {parts_of(plan)}; {bound_text(plan)} (gap {plan.gap:.2%})",
         pipeline_line(plan)
         or f"simulated with overlap {ms(plan.simulated_seconds)}, {ms(plan.exposed_seconds)} of communication exposed",

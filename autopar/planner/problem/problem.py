@@ -17,6 +17,7 @@ from torch import fx
 
 from ... import rules
 from ...cost.compute import ComputeCost
+from ...cost.memory import Optimizer
 from ...cost.update import UpdateCost
 from ...frontend.export import Captured
 from ...frontend.repeated_blocks import Compact
@@ -44,7 +45,7 @@ class Problem:
     rule_of: dict[int, Rule | None]
     output_uses: list[Use]  # one an output of the graph
     whole: fx.Graph
-    optimizer: str
+    optimizer: Optimizer
     reserve_bytes: float = 0.0  # of a device, that no tensor gets (Hardware.reserve_bytes)
     offload: Offload = Offload()
     compact: Compact | None = None
@@ -89,7 +90,7 @@ def build(
     captured: Captured,
     mesh: Mesh,
     hardware,
-    optimizer: str,
+    optimizer: Optimizer,
     fold: Callable[[list[Vertex], list[Use]], list[int]],
     fixed: dict[str, Layout] | None = None,
     pins: dict[str, str] | None = None,

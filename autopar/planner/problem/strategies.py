@@ -10,6 +10,7 @@ from torch import fx
 
 from ... import rules
 from ...cost.compute import ComputeCost, fraction, fused_inputs
+from ...cost.memory import Optimizer
 from ...cost.update import UpdateCost
 from ...ir.casts import PASS_PARTIAL
 from ...ir.graph import bytes_of, is_foreign, tensor_arguments, values_of
@@ -46,7 +47,7 @@ def choices_of(
     part_sets,
     mesh: Mesh,
     cost: ComputeCost,
-    optimizer: str,
+    optimizer: Optimizer,
     pinned: Layout | None,
     offload: Offload,
     update: UpdateCost,
@@ -79,7 +80,7 @@ def choices_of(
 
 
 def _parameter_choices(
-    v: Vertex, options: list[Layout], elements: np.ndarray, optimizer: str, offload: Offload, update: UpdateCost
+    v: Vertex, options: list[Layout], elements: np.ndarray, optimizer: Optimizer, offload: Offload, update: UpdateCost
 ) -> Choices:
     """Return every layout in every kind of memory that a parameter may be in. Of one on the host the device holds the
     copy that computes."""

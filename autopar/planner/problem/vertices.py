@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from ...cost.memory import StateBytes
+from ...cost.memory import Optimizer, StateBytes
 from ...ir.casts import output_of, own_casts
 from ...ir.graph import PARTNERS, flatten, is_op, output_node, tensor_arguments, tensor_of, values_of
 from ...ops.counter_rng import STREAM
@@ -49,7 +49,7 @@ class Vertex:
         """Return an output as the lowering knows it: its node, and which output of that node it is."""
         return (self.casts[output], 0) if output in self.casts else (self.node, output)
 
-    def state_bytes(self, optimizer: str) -> StateBytes:
+    def state_bytes(self, optimizer: Optimizer) -> StateBytes:
         """Return the bytes of an element of a parameter, for each kind of its state."""
         copy = self.casts[0].meta["val"].element_size() if 0 in self.casts else 0
         return StateBytes.of(optimizer, self.node.meta["val"].element_size(), copy)
