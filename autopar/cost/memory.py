@@ -22,6 +22,7 @@ class Optimizer:
     bytes_per_element: float
     sweeps: float
     state_bytes: int | None = None  # of an element of its tensors, where that is less than the parameter's
+    orthogonalizes: bool = False  # matrices, and leaves all else to AdamW (see orthogonalize.py)
 
     @staticmethod
     def of(name: str, state_bytes: int | None = None) -> Optimizer:
@@ -57,6 +58,7 @@ register_optimizer("adam", tensors=2)
 register_optimizer("sgd")
 register_optimizer("sgd_momentum", tensors=1)
 register_optimizer("none", sweeps=0)
+OPTIMIZERS["muon"] = Optimizer(tensors=1, bytes_per_element=0, sweeps=1, orthogonalizes=True)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from collections import Counter
 import torch
 from torch import fx
 
+from ..cost.orthogonalize import ELEMENT_BYTES
 from ..ir.graph import PARTNERS, fingerprint, op_base_name, output_node
 from ..ops import autopar
 from ..plans.pipeline import Pipeline
@@ -48,7 +49,7 @@ def describe_plan(planned: Planned) -> Plan:
         simulated_seconds=planned.timeline.seconds + e.parameter_seconds,
         exposed_seconds=planned.timeline.exposed_seconds, bound=max(0.0, min(chosen.bound_seconds, e.seconds)),
         gap=chosen.gap, peak_bytes=planned.live_bytes.peak_bytes, memory=planned.live_bytes.most,
-        at_peak=planned.live_bytes.at_peak, collectives=_collectives(e), regions=regions_of(problem, e),
+        at_peak=planned.live_bytes.at_peak, collectives=_collectives(e) + _of_update(problem, e), regions=regions_of(problem, e),
         alternatives=tuple(alternatives), recomputed=_recomputed(e, True),
         recomputed_selectively=_recomputed(e, False), recomputed_kinds=_recomputed_kinds(problem, e),
         warnings=planned.warnings, layouts=_layouts(problem, e), sharding=_sharding(problem, e, pricer),
@@ -108,6 +109,25 @@ def _collectives(e: Evaluation) -> tuple[Collective, ...]:
         Collective(kind, axes, phase, count[kind, axes, phase], wire[kind, axes, phase], seconds[kind, axes, phase])
         for kind, axes, phase in sorted(count, key=lambda k: (k[2] != "forward", k))
     )
+
+
+def _of_update(problem: Problem, e: Evaluation) -> tuple[Collective, ...]:
+    """Return the collectives of the optimizer's step, whose seconds are part of the plan's `update_seconds`."""
+    cost = problem.orthogonalize
+    count, wire, seconds = Counter(), Counter(), Counter()
+    matrices = [
+        (v, copies) for v, copies in zip(problem.vertices, problem.copies(e.first))
+        if cost is not None and v.kind == "parameter" and v.is_matrix
+    ]  # fmt: skip
+    for v, copies in matrices:
+        layout = problem.choices(v.index).strategies[e.choice[v.index]].outputs[0]
+        elements = v.node.meta["val"].numel()
+        for step in cost.gather(layout).steps:
+            key = step.move.kind, step.move.axes
+            count[key] += copies
+            wire[key] += step.wire_fraction * ELEMENT_BYTES * elements * copies
+            seconds[key] += cost.prices.pair(step.before, step.after, ELEMENT_BYTES * elements) * copies / cost.passes
+    return tuple(Collective(*key, "optimizer", count[key], wire[key], seconds[key]) for key in sorted(count))
 
 
 def _layouts(problem: Problem, e: Evaluation) -> dict[str, str]:

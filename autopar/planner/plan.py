@@ -14,7 +14,10 @@ from torch import fx
 from ..cost.collectives import CollectiveCost
 from ..cost.host import HostCost
 from ..cost.memory import Optimizer
+from ..cost.orthogonalize import OrthogonalizeCost
+from ..cost.product_seconds import ProductSeconds
 from ..cost.redistribute import Redistributor
+from ..cost.transfer_prices import TransferPrices
 from ..errors import AutoparError, StageError, StrategyError, UnsupportedOpError
 from ..frontend.export import Captured
 from ..frontend.precision import compute_dtype, reduce_type, state_type
@@ -99,7 +102,11 @@ class PlanOptions:
         passes.check(self.micro_batches)
         fixed_recompute.check(self.recompute)
         offload.check(self.offload, self.on_host, self.hardware)
-        self.of_state()
+        if self.of_state().orthogonalizes and (self.state_dtype or self.offload != offload.NONE):
+            raise StrategyError(
+                f"{self.optimizer} orthogonalizes matrices on the device, in a state of their own type",
+                fix="leave out state_dtype and offload, or use adamw",
+            )
         if self.search.solver not in (DUAL, ILP):
             raise StrategyError(f"no solver {self.search.solver!r} is known", fix=f"use {DUAL} or {ILP}")
 
@@ -220,16 +227,21 @@ def solvers_of(
     redistribute = Redistributor(mesh, {a: links[a] for a in mesh.names}, hardware.reached_memory_bytes_per_second)
     report("building the problem")
     cost = HostCost(hardware.host, options.micro_batches) if hardware.host else None
+    collectives, optimizer = CollectiveCost(hardware, around), options.of_state()
+    muon = None
+    if optimizer.orthogonalizes:
+        prices = TransferPrices(redistribute, collectives)
+        muon = OrthogonalizeCost(prices, ProductSeconds(hardware), options.micro_batches)
     problem = build(
-        captured, mesh, hardware, options.of_state(),
+        captured, mesh, hardware, optimizer,
         fold if options.folded else unfolded, dict(options.fixed),
         {**options.pin, **dict(options.forbid), **dict.fromkeys(globs_of(options.strategy), "")},
-        offload.Offload(options.offload, cost, options.on_host), options.micro_batches,
+        offload.Offload(options.offload, cost, options.on_host), options.micro_batches, muon,
     )  # fmt: skip
     problem.fits = fitting(problem, options.overlay) if options.overlay is not None else {}
     bucket_bytes = max(tiers[a].bucket_bytes for a in mesh.names)
     limit = float(options.memory_bytes or hardware.memory_bytes)
-    collectives, gain = CollectiveCost(hardware, around), hardware.overlap_gain
+    gain = hardware.overlap_gain
     ways = passes.ways(options.strategy, options.micro_batches, options.offload == offload.OPTIMIZER)
     is_cut = options.micro_batches > 1
     pricers = [

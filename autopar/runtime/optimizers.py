@@ -2,10 +2,10 @@
 others. And torch.amp.GradScaler, which skips a step on all ranks or on none.
 
 Those of torch that update every element by itself step on the local parts of the parameters, as fast as on plain
-tensors. Adafactor, which looks at all of a parameter at once, steps on whole ones, gathered one after the other.
-Others, and a user's own, step on DTensors. LBFGS computes with whole parameters in a way that some layouts do not
-allow, and is refused for those before its first step. State may be kept in a narrow type (narrow_state.py). torch calls
-the hook below at the start of every `step`.
+tensors. Adafactor, which looks at all of a parameter at once, steps on whole ones, gathered one after the other; Muon
+gathers what it orthogonalizes (muon.py). Others, and a user's own, step on DTensors. LBFGS computes with whole
+parameters in a way that some layouts do not allow, and is refused for those before its first step. State may be kept in
+a narrow type (narrow_state.py). torch calls the hook below at the start of every `step`.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from torch.optim import (
     Adam,
     Adamax,
     AdamW,
+    Muon,
     NAdam,
     Optimizer,
     RAdam,
@@ -41,26 +42,28 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from .. import _torch
 from ..errors import OptimizerError
 from ..frontend.precision import state_type
-from ..ir.layout import Layout, local_part
+from ..ir.layout import Layout
 from ..ir.mesh import Mesh
 from ..processes import watch
 from ..processes.dtensors import as_dtensor
 from ..storage.weights import shortened
+from .muon import check_parts, step_muon
 from .narrow_state import step_narrow, warn_of_decay, widened
 from .stand_in import (
+    Place,
     give_back,
     idle,
     local,
     local_value,
     loss_of,
     parameters_of,
+    places_of,
     stand_in,
     step_alone,
 )
 
 # What inherits from them may mix elements.
 BY_ELEMENT = frozenset((ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop))
-BY_PARAMETER = frozenset((Adafactor,))  # their update of a parameter reads all of it, and no other one
 
 _modules: WeakSet[nn.Module] = WeakSet()
 # (form when it was checked, whether it steps on local parts, the type that its state is kept in if that is narrow)
@@ -94,8 +97,9 @@ def _before(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dic
         return step_narrow(optimizer, kept, args, kwargs)
     if is_local:
         return _on_local_parts(optimizer, args, kwargs)
-    if type(optimizer) in BY_PARAMETER and (modules := [m for m in _modules if _has_some_of(optimizer, m)]):
-        return _on_whole_parameters(optimizer, modules, args, kwargs)
+    step = BY_PARAMETER.get(type(optimizer))
+    if step is not None and (modules := [m for m in _modules if _has_some_of(optimizer, m)]):
+        return step(optimizer, modules, args, kwargs)
     return None
 
 
@@ -113,6 +117,8 @@ def _check(optimizer: Optimizer, module: nn.Module) -> None:
     that have some of the same."""
     kind, ids, mesh = type(optimizer).__name__, {id(p) for p in parameters_of(optimizer)}, module.stage_mesh.mesh
     mine = {name: p for name, p in module.named_parameters() if id(p) in ids}
+    if type(optimizer) is Muon:
+        check_parts(optimizer)
     if isinstance(optimizer, LBFGS) and module.plan.pipeline.is_staged:
         raise OptimizerError(
             f"{kind} searches along all parameters at once, and a rank of a pipeline has those of its stages only",
@@ -206,7 +212,7 @@ def _on_whole_parameters(optimizer: Optimizer, modules: Sequence[Any], args: tup
     """Update the parameters one after the other, gathered; return the arguments of a step of a stand-in, for which
     nothing is left to do. Each rank that has parts of a parameter computes the same."""
     known = loss_of(args, kwargs)
-    places = {id(p): (module, name) for module in modules for name, p in module.named_parameters()}
+    places = places_of(modules)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is None:
@@ -222,19 +228,22 @@ def _on_whole_parameters(optimizer: Optimizer, modules: Sequence[Any], args: tup
     return (idle(optimizer), known), {}
 
 
+# Their update of a parameter reads all of it, and no other one.
+BY_PARAMETER: dict[type, Callable] = {Adafactor: _on_whole_parameters, Muon: step_muon}
+
+
 def _full(value):
     """Return a tensor as a whole, and anything else as it is."""
     return value.full_tensor().detach() if isinstance(value, DTensor) else value
 
 
-def _as(parameter: nn.Parameter, value, places: dict[int, tuple[Any, str]]):
+def _as(parameter: nn.Parameter, value, places: dict[int, Place]):
     """Return a whole tensor that is like a DTensor parameter in the parameter's layout; anything else as it is."""
     if not (isinstance(value, torch.Tensor) and value.shape == parameter.shape and isinstance(parameter, DTensor)):
         return value
-    module, name = places[id(parameter)]
-    layout, stage = module.layouts[name], module.stage_mesh
-    part = local_part(value.detach(), layout, stage.mesh, stage.coordinate).contiguous()
-    return as_dtensor(part, parameter.shape, layout, stage.mesh, stage.device_mesh)
+    place = places[id(parameter)]
+    layout, stage = place.module.layouts[place.name], place.module.stage_mesh
+    return as_dtensor(place.part_of(value.detach()), parameter.shape, layout, stage.mesh, stage.device_mesh)
 
 
 def _local_groups(optimizer: Optimizer) -> list[dict]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .. import _torch
+from ..ir.layout import local_part
 
 SCALARS = frozenset(("step", "mu_product", "eta", "mu"))  # of a parameter's state
 
@@ -72,6 +74,24 @@ def local_value(value: Any) -> Any:
     return _torch.local_of(value) if isinstance(value, DTensor) else value
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter is: its module, and its name there."""
+
+    module: Any
+    name: str
+
+    def part_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return what this rank has of a tensor like the parameter."""
+        stage = self.module.stage_mesh
+        return local_part(whole, self.module.layouts[self.name], stage.mesh, stage.coordinate).contiguous()
+
+
+def places_of(modules: Sequence[Any]) -> dict[int, Place]:
+    """Return the places of the parameters of modules, by id."""
+    return {id(p): Place(module, name) for module in modules for name, p in module.named_parameters()}
+
+
 def is_like(key: str, value: Any, parameter: torch.Tensor) -> bool:
     """Return whether a value of a parameter's state has a number for each of its elements."""
     return isinstance(value, torch.Tensor) and value.shape == parameter.shape and key not in SCALARS
@@ -91,7 +111,7 @@ def give_back(optimizer: Optimizer, parameters: Sequence[nn.Parameter], made: Op
             if not is_like(key, value, part) or not isinstance(parameter, DTensor):
                 state[key] = value
             else:
-                state[key] = _like(parameter, value if kept is None else _rounded(value, kept))
+                state[key] = like(parameter, value if kept is None else _rounded(value, kept))
 
 
 def _rounded(value: torch.Tensor, kept: torch.dtype) -> torch.Tensor:
@@ -99,7 +119,8 @@ def _rounded(value: torch.Tensor, kept: torch.dtype) -> torch.Tensor:
     return value.to(kept) if is_wider else value
 
 
-def _like(parameter: DTensor, part: torch.Tensor) -> DTensor:
+def like(parameter: DTensor, part: torch.Tensor) -> DTensor:
+    """Return the tensor that has this local part, in the layout of a parameter."""
     return DTensor.from_local(
         part, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
         stride=parameter.stride(),

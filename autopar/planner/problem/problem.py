@@ -18,6 +18,7 @@ from torch import fx
 from ... import rules
 from ...cost.compute import ComputeCost
 from ...cost.memory import Optimizer
+from ...cost.orthogonalize import OrthogonalizeCost
 from ...cost.update import UpdateCost
 from ...frontend.export import Captured
 from ...frontend.repeated_blocks import Compact
@@ -52,6 +53,7 @@ class Problem:
     fits: dict[int, np.ndarray] = field(
         default_factory=dict
     )  # by class, strategies that another graph allows (see overlay.py)
+    orthogonalize: OrthogonalizeCost | None = None
     _copies: dict[int, Sequence[int]] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -96,9 +98,11 @@ def build(
     pins: dict[str, str] | None = None,
     offload: Offload = Offload(),
     passes: int = 1,
+    orthogonalize: OrthogonalizeCost | None = None,
 ) -> Problem:
     """Return the problem of a captured joint graph, of a step of so many `passes`. `fixed` gives layouts by placeholder
-    name. `fold` gives the classes; leaves that different `pins` name do not share one."""
+    name; `orthogonalize`: the price of Muon's updates of matrices. `fold` gives the classes; leaves that different
+    `pins` name do not share one."""
     compact = captured.compact
     graph = compact.graph if compact else captured.graph
     vertices, uses = vertices_of(graph)
@@ -132,7 +136,16 @@ def build(
         if v.cls not in classes:
             pinned = (fixed or {}).get(v.name)
             classes[v.cls] = choices_of(
-                vertices[v.cls], rule_of.get(v.cls), part_sets, mesh, cost, optimizer, pinned, offload, update
+                vertices[v.cls],
+                rule_of.get(v.cls),
+                part_sets,
+                mesh,
+                cost,
+                optimizer,
+                pinned,
+                offload,
+                update,
+                orthogonalize,
             )
         classes[v.cls].members.append(v.index)
     tensor_bytes = {
@@ -155,6 +168,7 @@ def build(
         hardware.reserve_bytes,
         offload,
         compact,
+        orthogonalize=orthogonalize,
     )
     for v, copies in zip(vertices, problem.copies(problem.half)):
         classes[v.cls].copies += copies

@@ -15,7 +15,7 @@ from torch import fx
 
 from ...cost.memory import Optimizer, StateBytes
 from ...ir.casts import output_of, own_casts
-from ...ir.graph import PARTNERS, flatten, is_op, output_node, tensor_arguments, tensor_of, values_of
+from ...ir.graph import PARTNERS, flatten, is_op, op_base_name, output_node, tensor_arguments, tensor_of, values_of
 from ...ops.counter_rng import STREAM
 
 STATE = -1  # slot of a use that takes the layout of the consumer itself (a gradient takes its parameter's)
@@ -49,9 +49,18 @@ class Vertex:
         """Return an output as the lowering knows it: its node, and which output of that node it is."""
         return (self.casts[output], 0) if output in self.casts else (self.node, output)
 
+    @property
+    def is_matrix(self) -> bool:
+        """Return whether it is a parameter that Muon updates: a matrix that trains, but no table of embeddings."""
+        role, readers = self.node.meta["role"], {*self.node.users, *(u for c in self.casts.values() for u in c.users)}
+        is_table = any(op_base_name(n).startswith("embedding") for n in readers if is_op(n))
+        return role.trainable and self.node.meta["val"].dim() == 2 and not is_table
+
     def state_bytes(self, optimizer: Optimizer) -> StateBytes:
         """Return the bytes of an element of a parameter, for each kind of its state."""
         copy = self.casts[0].meta["val"].element_size() if 0 in self.casts else 0
+        if optimizer.orthogonalizes and not self.is_matrix:
+            optimizer = Optimizer.of("adamw", optimizer.state_bytes)
         return StateBytes.of(optimizer, self.node.meta["val"].element_size(), copy)
 
 
