@@ -19,6 +19,7 @@ from .objective.checkpoint_blocks import recomputed_vertices
 from .objective.checkpoint_min_cut import FULL
 from .objective.evaluate import Evaluation, Pricer
 from .objective.module_table import regions_of
+from .outputs import outputs_in
 from .plan import Planned
 from .problem.offload import offloaded, update_seconds
 from .problem.problem import Problem
@@ -41,6 +42,7 @@ def describe_plan(planned: Planned) -> Plan:
     samples = micro.samples if micro else micro_batches * samples_of(problem)
     is_even = micro is None or micro.smaller is None
     pipeline = Pipeline(micro_batches=micro_batches, samples=0 if is_even else samples)
+    sharding = _sharding(problem, e, pricer)
     plan = Plan(
         model=planned.model, mesh=problem.mesh, hardware=options.hardware.name, precision=options.precision,
         optimizer=options.optimizer, strategy=chosen.restriction.name, memory_limit_bytes=planned.solver.limit_bytes,
@@ -52,13 +54,13 @@ def describe_plan(planned: Planned) -> Plan:
         at_peak=planned.live_bytes.at_peak, collectives=_collectives(e) + _of_update(problem, e), regions=regions_of(problem, e),
         alternatives=tuple(alternatives), recomputed=_recomputed(e, True),
         recomputed_selectively=_recomputed(e, False), recomputed_kinds=_recomputed_kinds(problem, e),
-        warnings=planned.warnings, layouts=_layouts(problem, e), sharding=_sharding(problem, e, pricer),
+        warnings=planned.warnings, layouts=_layouts(problem, e), sharding=sharding,
         reduce_scatter=options.hardware.reduce_scatter_lowering, bucket_bytes=float(pricer.bucket_bytes),
         fingerprint=fingerprint(planned.captured.graph), planning_seconds=planned.seconds,
         parameter_elements=_elements(problem, False), trained_elements=_elements(problem, True),
         pipeline=pipeline, samples=samples, overlaps=options.hardware.overlap_gain > 0, meshes=planned.meshes,
         offloaded=offloaded(problem, e), update_seconds=update_seconds(problem, e), reduce_dtype=options.reduce_dtype,
-        state_dtype=options.state_dtype,
+        state_dtype=options.state_dtype, outputs=outputs_in(sharding, problem, pricer, planned.captured),
     )  # fmt: skip
     return of_step(plan, problem, e, options.hardware.overlap_slowdown)
 

@@ -219,7 +219,7 @@ SHARDING: Kind = {
     "layouts": [(rank, text)],
 }
 # What a file may leave out, and what it could be.
-OPTIONAL: Json = {"reduce_dtype": "bf16", "state_dtype": "bf16", "update_seconds": 0.0}
+OPTIONAL: Json = {"reduce_dtype": "bf16", "state_dtype": "bf16", "outputs": [], "update_seconds": 0.0}
 SCHEMA: Kind = {
     "version": count, "hash": text, "fingerprint": text, "model": text, "mesh": text, "hardware": text,
     "precision": text, "reduce_dtype": narrow, "state_dtype": brain, "optimizer": text, "strategy": text,
@@ -242,6 +242,7 @@ SCHEMA: Kind = {
     "warnings": [text], "layouts": Values(text), "sharding": SHARDING,
     "reduce_scatter": lowering, "bucket_bytes": amount, "parameter_elements": count, "trained_elements": count,
     "offloaded": {"parameters": count, "host_bytes": amount, "copy_seconds": amount, "optimizer_seconds": amount},
+    "outputs": [{"name": text, "shape": [count], "layout": text, "wire_bytes": amount, "seconds": amount}],
     "reduces_once": flag, "overlaps": flag, "samples": count,
     "pipeline": {
         "axis": text, "ranks": size, "schedule": text, "micro_batches": size, "stages_per_rank": size, "cuts": [text],

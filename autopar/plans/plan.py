@@ -67,6 +67,18 @@ class Alternative:
 
 
 @dataclass(frozen=True)
+class Output:
+    """An output of a call, of global `shape`: bytes that a device sends and predicted seconds where it is read, and so
+    gathered, which is no part of a step."""
+
+    name: str
+    shape: tuple[int, ...]
+    layout: str
+    wire_bytes: float
+    seconds: float
+
+
+@dataclass(frozen=True)
 class MeshCandidate:
     """A mesh of a search over meshes: no plan for it takes less than `bound` seconds. `note` says why it was not
     searched on."""
@@ -141,6 +153,7 @@ class Plan:
     offloaded: Offloaded = Offloaded()
     state_dtype: str | None = None  # of the optimizer's tensors, if that is narrower than their parameter
     reduce_dtype: str | None = None  # gradients are added up over devices in this type if it is narrower than theirs
+    outputs: tuple[Output, ...] = ()  # empty if all are whole on every device
     pipeline: Pipeline = Pipeline()  # the sharding is of one micro-batch, on the mesh of a stage
     planning_seconds: float = field(default=0.0, compare=False)
 
@@ -155,8 +168,8 @@ class Plan:
             "mesh": str(self.mesh), "sharding": _sharding_to_json(self.sharding), "version": VERSION,
         }  # fmt: skip
         values.pop("planning_seconds")
-        for name in ("reduce_dtype", "state_dtype"):
-            if values[name] is None:
+        for name in ("reduce_dtype", "state_dtype", "outputs"):
+            if not values[name]:
                 values.pop(name)
         data: Json = json.loads(json.dumps(values, default=asdict))  # lists for tuples
         data["hash"] = file.content_hash(data)
@@ -216,6 +229,7 @@ class Plan:
                 "recomputed_selectively": tuple(fields["recomputed_selectively"]),
                 "recomputed_kinds": tuple(fields["recomputed_kinds"]),
                 "warnings": tuple(fields["warnings"]),
+                "outputs": tuple(Output(**(o | {"shape": tuple(o["shape"])})) for o in fields.get("outputs", ())),
                 "offloaded": Offloaded(**fields["offloaded"]),
                 "pipeline": pipeline,
                 "meshes": tuple(MeshCandidate(**m) for m in fields["meshes"]),
