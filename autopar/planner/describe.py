@@ -4,6 +4,7 @@ lowering reads."""
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -116,20 +117,23 @@ def _collectives(e: Evaluation) -> tuple[Collective, ...]:
 def _of_update(problem: Problem, e: Evaluation) -> tuple[Collective, ...]:
     """Return the collectives of the optimizer's step, whose seconds are part of the plan's `update_seconds`."""
     cost = problem.orthogonalize
-    count, wire, seconds = Counter(), Counter(), Counter()
-    matrices = [
-        (v, copies) for v, copies in zip(problem.vertices, problem.copies(e.first))
-        if cost is not None and v.kind == "parameter" and v.is_matrix
-    ]  # fmt: skip
-    for v, copies in matrices:
+    if cost is None:
+        return ()
+    found: dict[tuple[str, tuple[str, ...]], Collective] = {}
+    for v, copies in zip(problem.vertices, problem.copies(e.first)):
+        if v.kind != "parameter" or not v.is_matrix:
+            continue
         layout = problem.choices(v.index).strategies[e.choice[v.index]].outputs[0]
-        elements = v.node.meta["val"].numel()
+        bytes_ = ELEMENT_BYTES * v.node.meta["val"].numel()
         for step in cost.gather(layout).steps:
-            key = step.move.kind, step.move.axes
-            count[key] += copies
-            wire[key] += step.wire_fraction * ELEMENT_BYTES * elements * copies
-            seconds[key] += cost.prices.pair(step.before, step.after, ELEMENT_BYTES * elements) * copies / cost.passes
-    return tuple(Collective(*key, "optimizer", count[key], wire[key], seconds[key]) for key in sorted(count))
+            kind, axes = step.move.kind, step.move.axes
+            seconds = cost.prices.pair(step.before, step.after, bytes_) / cost.passes
+            known = found.get((kind, axes), Collective(kind, axes, "optimizer", 0, 0.0, 0.0))
+            found[kind, axes] = replace(
+                known, count=known.count + copies, wire_bytes=known.wire_bytes + step.wire_fraction * bytes_ * copies,
+                seconds=known.seconds + seconds * copies,
+            )  # fmt: skip
+    return tuple(found[key] for key in sorted(found))
 
 
 def _layouts(problem: Problem, e: Evaluation) -> dict[str, str]:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Muon, Optimizer
 
@@ -38,18 +38,21 @@ def check_parts(optimizer: Muon) -> None:
 def step_muon(optimizer: Muon, modules: Sequence[Any], args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Update all parameters; return the arguments of a step of a stand-in, for which nothing is left to do."""
     known, places = loss_of(args, kwargs), places_of(modules)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                _update(optimizer, group, parameter, places.get(id(parameter)))
+    with torch.no_grad():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    _update(optimizer, group, parameter, places.get(id(parameter)))
     return (idle(optimizer), known), {}
 
 
-def _update(optimizer: Optimizer, group: dict, parameter: Tensor, place: Place | None) -> None:
+def _update(optimizer: Optimizer, group: dict, parameter: nn.Parameter, place: Place | None) -> None:
     part, state = local(parameter), optimizer.state[parameter]
+    gradient: Any = part.grad
     if MOMENTUM not in state:
-        state[MOMENTUM] = torch.zeros_like(parameter.grad, memory_format=torch.preserve_format)
-    gradient, momentum = part.grad, local_value(state[MOMENTUM])
+        zeros = torch.zeros_like(gradient)
+        state[MOMENTUM] = like(parameter, zeros) if isinstance(parameter, DTensor) else zeros
+    momentum = local_value(state[MOMENTUM])
     momentum.lerp_(gradient, 1 - group["momentum"])
     update = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
     step = _whole_step(optimizer, group, parameter, update.bfloat16())
@@ -57,7 +60,7 @@ def _update(optimizer: Optimizer, group: dict, parameter: Tensor, place: Place |
     part.add_(step if place is None else place.part_of(step))
 
 
-def _whole_step(optimizer: Optimizer, group: dict, parameter: Tensor, update: Tensor) -> Tensor:
+def _whole_step(optimizer: Optimizer, group: dict, parameter: nn.Parameter, update: Tensor) -> Tensor:
     """Return what is to be added to the whole of a parameter, by torch's own step on zeros with an update's parts as
     gradients. `update`: the local part."""
     whole = like(parameter, update).full_tensor() if isinstance(parameter, DTensor) else update

@@ -64,7 +64,7 @@ def local(parameter: nn.Parameter) -> torch.Tensor:
 
 def local_gradient(parameter: nn.Parameter) -> torch.Tensor:
     """Return the part of a DTensor parameter's gradient that belongs to the part of the parameter that is here."""
-    gradient = parameter.grad
+    gradient: Any = parameter.grad
     if gradient.placements != parameter.placements:  # not reduced yet
         gradient = parameter.grad = gradient.redistribute(placements=parameter.placements)
     return _torch.local_of(gradient)

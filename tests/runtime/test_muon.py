@@ -8,9 +8,10 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.optim import Muon
+from torch.optim import Adafactor, Muon
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import autopar
 from autopar import Plan
 from autopar.errors import OptimizerError
 from tests.helpers import gloo
@@ -137,3 +138,56 @@ def test_parts_that_are_none(alone, parts):
     with pytest.raises(OptimizerError, match=r"a parameter of shape \(36, 6\) has no parts(.|\n)*or their sizes"):
         optimizer.step()
     assert all(torch.equal(full(p), q) for p, q in zip(parallel.parameters(), before))
+
+
+def _checkpoint(rank: int, folder: str) -> None:
+    """A run that goes on from a checkpoint takes the same steps, parts and all."""
+    parallel, _ = pair(double(36), device_mesh("dp=2"), CALL, strategy="fsdp")
+
+    def groups() -> list:
+        up, down = matrices(parallel)
+        return [{"params": [up], "parts": (3, 1)}, {"params": [down]}]
+
+    def steps(optimizer: Muon) -> list:
+        for _ in range(2):
+            parallel.zero_grad()
+            parallel(**CALL).loss.backward()
+            optimizer.step()
+        return [full(p).detach().clone() for p in parallel.parameters()]
+
+    optimizer = Muon(groups(), lr=0.02)
+    steps(optimizer)
+    autopar.save_checkpoint(folder, parallel, optimizer, step=2)
+    wanted = steps(optimizer)
+    again = Muon(groups(), lr=0.5)
+    autopar.load_checkpoint(folder, parallel, again)
+    assert again.param_groups[0]["parts"] == (3, 1)
+    assert all(map(torch.equal, steps(again), wanted))
+
+
+@pytest.mark.gloo
+def test_checkpoints(tmp_path):
+    gloo.run(2, _checkpoint, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "make", [lambda p: Muon(p, lr=0.02), lambda p: Adafactor(p, lr=0.02)], ids=["muon", "adafactor"]
+)
+def test_schedules_and_parameters_of_others(alone, make):
+    """A plain parameter in the same optimizer is updated too, and a schedule sees one step for each."""
+    parallel, reference = pair(double(36), alone, CALL)
+    outcomes = []
+    for model in (parallel, reference):
+        torch.manual_seed(0)
+        other = torch.nn.Parameter(torch.randn(5, 3, dtype=torch.float64))
+        optimizer = make([*matrices(model), other])
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        with IN_FULL:
+            for _ in range(3):
+                optimizer.zero_grad()
+                (model(**CALL).loss + other.square().sum()).backward()
+                optimizer.step()
+                schedule.step()
+        outcomes.append([full(p).detach() for p in (*matrices(model), other)])
+    for mine, whole in zip(*outcomes):
+        assert_close(mine, whole, "", 1e-10)

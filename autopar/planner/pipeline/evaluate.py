@@ -68,9 +68,8 @@ class PipelineCost:
     def communication_seconds(self) -> float:
         """Return the seconds of a step that communication takes on the mean rank, without what the pipeline sends."""
         moved = sum(w.moved + w.hidden for part in self.parts for w in part.work.values())
-        return (
-            moved * sum(self.pipeline.shares) + sum(self.once_seconds)
-        ) / self.pipeline.ranks - self.parameter_seconds
+        busy = (moved * sum(self.pipeline.shares) + sum(self.once_seconds)) / self.pipeline.ranks
+        return max(0.0, busy - self.parameter_seconds)  # of which the sums may be rounded otherwise
 
     @property
     def parameter_seconds(self) -> float:

@@ -244,4 +244,5 @@ def _exposed(evaluated: PipelineCost) -> float:
     overlap = evaluated.parts[0].overlap
     alone = sum(w.seconds(overlap) - w.compute - w.recompute for w in works)
     passes, once = sum(evaluated.pipeline.shares), sum(evaluated.once_seconds)
-    return (max(0.0, alone) * passes + once) / evaluated.pipeline.ranks - evaluated.parameter_seconds
+    busy = (max(0.0, alone) * passes + once) / evaluated.pipeline.ranks
+    return max(0.0, busy - evaluated.parameter_seconds)  # of which the sums may be rounded otherwise
