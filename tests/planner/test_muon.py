@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 
 import autopar
+from autopar import compiler
 from autopar.cost.orthogonalize import STEPS
 from autopar.cost.product_seconds import ProductSeconds
 from autopar.errors import StrategyError
 from autopar.models import registry
+from autopar.planner.problem.hidden_matrices import hidden_matrices
 
 from .planning import toy
 
@@ -64,6 +66,22 @@ def test_seconds_bytes_and_state(mesh, strategy, n, is_cut, micro_batches):
     assert found.memory["optimizer"] == pytest.approx(4 * (elements + 2 * rest) / (n if is_cut else 1), rel=1e-2)
     parts = found.compute_seconds + found.communication_seconds + found.recompute_seconds + found.update_seconds
     assert found.step_seconds == pytest.approx(parts)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "model, others",
+    [
+        ("gpt2-tiny:layers=2", {"wte.weight", "wpe.weight"}),
+        ("llama:hidden=32,layers=2,heads=4,kv_heads=2,ffn=48,vocab=96", {"embed_tokens.weight", "lm_head.weight"}),
+        ("mlp-tiny:layers=2", {"blocks.1.down.weight"}),
+    ],
+)
+def test_heads_and_embeddings_are_not_muons(model, others, precision):
+    source, inputs = registry.build(model, batch=4, seq=16, device="meta")
+    matrices = {name for name, p in source.named_parameters() if p.dim() == 2}
+    graph = compiler.trace(source, inputs, precision=precision).graph
+    assert {n.meta["role"].name for n in hidden_matrices(graph)} == matrices - others
 
 
 def test_the_search_weighs_the_gathers():
