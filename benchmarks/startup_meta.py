@@ -46,8 +46,8 @@ def start(args) -> None:
         times.append(time.process_time())
     else:
         options = ASKED | dict(
-            optimizer="adamw", reduce_dtype=None, strategy=None, pin=None, strict=False, micro_batches=None,
-            offload="none", schedule="auto", stages_per_rank=None,
+            optimizer="adamw", reduce_dtype=None, state_dtype=None, strategy=None, pin=None, strict=False,
+            micro_batches=None, offload="none", schedule="auto", stages_per_rank=None,
         )  # fmt: skip
         device_mesh = init_device_mesh("cpu", mesh.sizes, mesh_dim_names=mesh.names)
         times = [time.process_time()]

@@ -197,6 +197,7 @@ class CallCompiler:
         return options_of(
             self.device_mesh, **asked, memory=first.memory_limit_bytes - held, pin=None, on_host=here,
             fixed=_by_node(captured, known), baselines=False, reduce_dtype=first.reduce_dtype,
+            state_dtype=first.state_dtype,
         )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from ..compiler import PASSES, trace_to_plan
 from ..errors import InputError, MeshError, MovedParameterError, StrategyError
 from ..frontend.export import Captured
 from ..frontend.fake_parameters import forms_of
-from ..frontend.precision import reduce_type
+from ..frontend.precision import reduce_type, state_type
 from ..frontend.user_lines import located
 from ..hardware.profile import Hardware
 from ..ir.compiler_pass import Pass
@@ -65,6 +65,7 @@ def plan(
     precision: str | torch.dtype = "fp32",
     strategy: words.Strategy | None = None,
     reduce_dtype: str | torch.dtype | None = None,
+    state_dtype: str | torch.dtype | None = None,
     pin: Mapping[str, str] | None = None,
     forbid: Mapping[str, str | Sequence[str]] | None = None,
     adapt: Sequence[Adaptation] = (),
@@ -90,8 +91,9 @@ def plan(
     `forbid`: glob -> a layout that it may not take, or several. `strategy`: a recipe, or two for two axes,
     "megatron_sp+zero1". `precision`: "fp32", the model in its own types, or "bf16" or "fp16", mixed precision as
     autopar/frontend/precision.py says; torch.bfloat16 and the like mean the same; "auto" is bf16 where the hardware
-    computes faster in it. `reduce_dtype`: "bf16" or "fp16", in
-    which gradients are added up over devices, if it is narrower than theirs. `adapt`: LoRA, QLoRA, FakeQuant
+    computes faster in it. `reduce_dtype`: "bf16" or "fp16", in which gradients are added up over devices, if it is
+    narrower than theirs. `state_dtype`: "bf16", in which the optimizer's tensors are kept from step to step
+    (runtime/narrow_state.py). `adapt`: LoRA, QLoRA, FakeQuant
     (autopar/adapt), planned with the rest. `passes`: autopar.Pass values of your own, each run after the compiler's
     pass that it names (docs/extending.md).
     `baselines=False` leaves the expert strategies out. `example_inputs` are the whole batch of a step, which is cut
@@ -106,8 +108,8 @@ def plan(
     `fixes`, what would fit instead, unless `fixes=False` leaves that out: it takes several searches."""
     return search(
         model, mesh, example_inputs, hardware=hardware, memory=memory, optimizer=optimizer, precision=precision,
-        reduce_dtype=reduce_dtype, strategy=strategy, pin=pin, forbid=forbid, adapt=adapt, passes=passes,
-        loss_fn=loss_fn, strict=strict, baselines=baselines, micro_batches=micro_batches, schedule=schedule,
+        reduce_dtype=reduce_dtype, state_dtype=state_dtype, strategy=strategy, pin=pin, forbid=forbid, adapt=adapt,
+        passes=passes, loss_fn=loss_fn, strict=strict, baselines=baselines, micro_batches=micro_batches, schedule=schedule,
         stages_per_rank=stages_per_rank, recompute=recompute, offload=offload, fixes=fixes, solver=solver, name=name,
         report=report,
     ).plan  # fmt: skip
@@ -116,7 +118,7 @@ def plan(
 def search(
     model: nn.Module, mesh, example_inputs, *, adapt=(), passes=(), loss_fn=None, fixes=True, name=None,
     report=lambda text: None, hardware=None, memory=None, optimizer="adamw", precision="fp32", strategy=None, pin=None,
-    strict=False, baselines=True, forbid=None, offload="none", reduce_dtype=None, **staged,
+    strict=False, baselines=True, forbid=None, offload="none", reduce_dtype=None, state_dtype=None, **staged,
 ) -> Planned:  # fmt: skip
     """Plan as `plan` does, and return all that the search knows beside the plan. `staged`: micro_batches, schedule,
     stages_per_rank, recompute, solver, and `refuses=False`, with which what does not fit is planned all the same."""
@@ -124,7 +126,7 @@ def search(
     request = PlanRequest.of(
         mesh, name or type(model).__name__, hardware=hardware, memory=memory, optimizer=optimizer, precision=precision,
         strategy=strategy, pin=pin, strict=strict, fixed={}, baselines=baselines, forbid=forbid, offload=offload,
-        reduce_dtype=reduce_dtype, styles=styles_of(model), **staged,
+        reduce_dtype=reduce_dtype, state_dtype=state_dtype, styles=styles_of(model), **staged,
     )  # fmt: skip
     adaptations, added = order.checked(adapt), pass_manager.check_added(passes, PASSES)
 
@@ -174,6 +176,7 @@ def compile(
     precision: str | torch.dtype = "fp32",
     strategy: words.Strategy | None = None,
     reduce_dtype: str | torch.dtype | None = None,
+    state_dtype: str | torch.dtype | None = None,
     pin: Mapping[str, str] | None = None,
     adapt: Sequence[Adaptation] = (),
     passes: Sequence[Pass] = (),
@@ -220,6 +223,7 @@ def compile(
         raise InputError(f"outputs is {outputs!r}", fix='use "stage", "everywhere" or "sharded"')
     adaptations, added = order.checked(adapt), pass_manager.check_added(passes, PASSES)
     reduce_type(reduce_dtype)
+    state_type(state_dtype)
     if not hasattr(mesh, "get_group"):
         raise MeshError(
             f"compile needs a DeviceMesh, got {type(mesh).__name__}",
@@ -228,9 +232,9 @@ def compile(
     precision = precision_on(mesh, hardware, precision)
     arguments = dict(
         inputs=inputs, outputs=outputs, plan=plan, hardware=hardware, memory=memory, optimizer=optimizer,
-        precision=precision, reduce_dtype=reduce_dtype, strategy=strategy, pin=pin, loss_fn=loss_fn, strict=strict,
-        weights=weights, adapt=adaptations, passes=added, micro_batches=micro_batches, offload=offload,
-        schedule=schedule, stages_per_rank=stages_per_rank, pad=pad,
+        precision=precision, reduce_dtype=reduce_dtype, state_dtype=state_dtype, strategy=strategy, pin=pin,
+        loss_fn=loss_fn, strict=strict, weights=weights, adapt=adaptations, passes=added, micro_batches=micro_batches,
+        offload=offload, schedule=schedule, stages_per_rank=stages_per_rank, pad=pad,
     )  # fmt: skip
     if micro_batches not in (None, AUTO):
         accumulation.check(micro_batches)

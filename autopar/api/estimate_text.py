@@ -15,7 +15,7 @@ def estimate_text(e: Estimate) -> str:
     simulated = "" if staged else f"; simulated with overlap {ms(p.simulated_seconds)}"
     lines = [
         f"{p.model} on mesh {p.mesh} ({p.mesh.devices} devices, {p.hardware}), {p.precision_text}, "
-        f"{p.optimizer}, strategy {p.strategy}, recomputation {e.recompute}",
+        f"{p.optimizer_text}, strategy {p.strategy}, recomputation {e.recompute}",
         pipeline_line(p) if staged else "".join(batch_lines(p)) or f"one pass of {p.samples} samples a step",
         f"step {ms(p.step_seconds)} = {parts_of(p)}{simulated}",
         _rates(e),

@@ -10,7 +10,7 @@ Recompute = Literal["auto", "none", "selective", "full"]
 Solver = Literal["dual", "ilp"]
 MicroBatches = int | Literal["auto"]
 Strategy = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp", "megatron", "megatron_sp", "hf_tp"] | str
-Optimizer = Literal["adamw", "adam", "sgd", "sgd_momentum", "none"] | str
+Optimizer = Literal["adamw", "adam", "muon", "sgd", "sgd_momentum", "none"] | str
 Schedule = (
     Literal[
         "auto", "naive", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "interleaved_zero_bubble", "zbv",

@@ -1,15 +1,15 @@
 """Resident bytes of a parameter: master, gradient, optimizer state, and the copy that computes under mixed precision.
 
 An fp32 parameter takes 4 bytes four times under AdamW: parameter, gradient and two moments, 16 in all; an fp64 one
-twice that, a bf16 one half. With precision="bf16" master, gradient and moments stay fp32 and a 2-byte copy computes, 18
-bytes a parameter (Megatron-LM's count, 16 in the ZeRO paper, arXiv 1910.02054, which keeps the gradient in half
-precision).
+twice that, a bf16 one half; an fp32 one with its moments in bf16 (`state_dtype`) 12. With precision="bf16" master,
+gradient and moments stay fp32 and a 2-byte copy computes, 18 bytes a parameter (Megatron-LM's count, 16 in the ZeRO
+paper, arXiv 1910.02054, which keeps the gradient in half precision).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..errors import OptimizerError, StrategyError, check_new
 
@@ -21,6 +21,16 @@ class Optimizer:
     tensors: float
     bytes_per_element: float
     sweeps: float
+    state_bytes: int | None = None  # of an element of its tensors, where that is less than the parameter's
+    orthogonalizes: bool = False  # matrices, and leaves all else to AdamW (see orthogonalize.py)
+
+    @staticmethod
+    def of(name: str, state_bytes: int | None = None) -> Optimizer:
+        """Return a known optimizer, which keeps its tensors in so many bytes an element. Raise StrategyError for an
+        unknown one."""
+        if name not in OPTIMIZERS:
+            raise StrategyError(f"no optimizer {name!r} is known", fix=f"use one of {', '.join(sorted(OPTIMIZERS))}")
+        return replace(OPTIMIZERS[name], state_bytes=state_bytes)
 
 
 OPTIMIZERS: dict[str, Optimizer] = {}
@@ -48,6 +58,7 @@ register_optimizer("adam", tensors=2)
 register_optimizer("sgd")
 register_optimizer("sgd_momentum", tensors=1)
 register_optimizer("none", sweeps=0)
+OPTIMIZERS["muon"] = Optimizer(tensors=1, bytes_per_element=0, sweeps=1, orthogonalizes=True)
 
 
 @dataclass(frozen=True)
@@ -60,6 +71,7 @@ class StateBytes:
     gradient: int
     optimizer: float
     sweeps: float = 1
+    widening: float = 0.0  # read and written more in a step, where that goes through wide copies of narrow state
 
     @property
     def computing(self) -> int:
@@ -67,19 +79,18 @@ class StateBytes:
         return self.copy or self.master
 
     @staticmethod
-    def of(optimizer: str, master: int, copy: int) -> StateBytes:
+    def of(optimizer: Optimizer, master: int, copy: int) -> StateBytes:
         """Return the bytes for a parameter of `master` bytes an element that computes in a copy of `copy` bytes, 0 if
-        in itself. Raise StrategyError for an unknown optimizer."""
-        if optimizer not in OPTIMIZERS:
-            raise StrategyError(
-                f"no optimizer {optimizer!r} is known", fix=f"use one of {', '.join(sorted(OPTIMIZERS))}"
-            )
-        one = OPTIMIZERS[optimizer]
-        return StateBytes(master, copy, master, one.tensors * master + one.bytes_per_element, one.sweeps)
+        in itself."""
+        kept = min(master, optimizer.state_bytes or master)
+        held = optimizer.tensors * kept + optimizer.bytes_per_element
+        moved = optimizer.sweeps * (master - kept) + (master + kept if kept < master else 0)  # each way
+        return StateBytes(master, copy, master, held, optimizer.sweeps, 2 * optimizer.tensors * moved)
 
     def updated(self, trainable: bool) -> float:
         """Return the bytes that the optimizer's step reads and writes of an element, 0 if it is not trained."""
-        return self.sweeps * (self.gradient + 2 * (self.master + self.optimizer)) if trainable else 0.0
+        swept = self.sweeps * (self.gradient + 2 * (self.master + self.optimizer))
+        return swept + self.widening if trainable else 0.0
 
     def resident(self, trainable: bool) -> float:
         """Return the bytes that an element takes all through training. The copy that computes comes and goes; a

@@ -87,7 +87,8 @@ class TransferPrices:
 
     def pair(self, source: Layout, target: Layout, bytes_: float) -> float:
         """Return the seconds of one redistribution, inf if there is none."""
-        return float(self.seconds(bytes_)[self.rows((source,), (target,))[0, 0]])
+        row = self.rows((source,), (target,))[0, 0]  # which may be new to `seconds`
+        return float(self.seconds(bytes_)[row])
 
     def _row(self, p: int, q: int) -> int:
         if len(self._layouts) < len(self._number):  # numbers are given in order of insertion

@@ -88,6 +88,18 @@ def reduce_type(name: str | torch.dtype | None) -> torch.dtype | None:
     return dtype
 
 
+def state_type(name: str | torch.dtype | None) -> torch.dtype | None:
+    """Return the type that an optimizer's state is kept in, None for that of the parameters: see `Plan.state_dtype`.
+    Raises StrategyError for any but bfloat16: in float16 the squares of small gradients are zero."""
+    dtype = None if name is None else compute_dtype(name)
+    if name is not None and dtype is not torch.bfloat16:
+        raise StrategyError(
+            f"the state of an optimizer cannot be kept in {name!r}",
+            fix="use bf16, or leave state_dtype out: the type of the parameters",
+        )
+    return dtype
+
+
 def has_half(graph: fx.Graph) -> bool:
     """Return whether something in a graph is computed in float16, in which gradients vanish unless the loss is scaled."""
     return any(v.dtype is torch.float16 for n in graph.nodes if n.op == "call_function" for v in values_of(n))

@@ -4,10 +4,12 @@ lowering reads."""
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import torch
 from torch import fx
 
+from ..cost.orthogonalize import ELEMENT_BYTES
 from ..ir.graph import PARTNERS, fingerprint, op_base_name, output_node
 from ..ops import autopar
 from ..plans.pipeline import Pipeline
@@ -19,6 +21,7 @@ from .objective.checkpoint_blocks import recomputed_vertices
 from .objective.checkpoint_min_cut import FULL
 from .objective.evaluate import Evaluation, Pricer
 from .objective.module_table import regions_of
+from .outputs import outputs_in
 from .plan import Planned
 from .problem.offload import offloaded, update_seconds
 from .problem.problem import Problem
@@ -41,6 +44,7 @@ def describe_plan(planned: Planned) -> Plan:
     samples = micro.samples if micro else micro_batches * samples_of(problem)
     is_even = micro is None or micro.smaller is None
     pipeline = Pipeline(micro_batches=micro_batches, samples=0 if is_even else samples)
+    sharding = _sharding(problem, e, pricer)
     plan = Plan(
         model=planned.model, mesh=problem.mesh, hardware=options.hardware.name, precision=options.precision,
         optimizer=options.optimizer, strategy=chosen.restriction.name, memory_limit_bytes=planned.solver.limit_bytes,
@@ -49,16 +53,17 @@ def describe_plan(planned: Planned) -> Plan:
         simulated_seconds=planned.timeline.seconds + e.parameter_seconds,
         exposed_seconds=planned.timeline.exposed_seconds, bound=max(0.0, min(chosen.bound_seconds, e.seconds)),
         gap=chosen.gap, peak_bytes=planned.live_bytes.peak_bytes, memory=planned.live_bytes.most,
-        at_peak=planned.live_bytes.at_peak, collectives=_collectives(e), regions=regions_of(problem, e),
+        at_peak=planned.live_bytes.at_peak, collectives=_collectives(e) + _of_update(problem, e), regions=regions_of(problem, e),
         alternatives=tuple(alternatives), recomputed=_recomputed(e, True),
         recomputed_selectively=_recomputed(e, False), recomputed_kinds=_recomputed_kinds(problem, e),
-        warnings=planned.warnings, layouts=_layouts(problem, e), sharding=_sharding(problem, e, pricer),
+        warnings=planned.warnings, layouts=_layouts(problem, e), sharding=sharding,
         reduce_scatter=options.hardware.reduce_scatter_lowering, bucket_bytes=float(pricer.bucket_bytes),
         fingerprint=fingerprint(planned.captured.graph), planning_seconds=planned.seconds,
         parameter_elements=_elements(problem, False), trained_elements=_elements(problem, True),
         pipeline=pipeline, samples=samples, overlaps=options.hardware.overlap_gain > 0, meshes=planned.meshes,
         offloaded=offloaded(problem, e), update_seconds=update_seconds(problem, e), reduce_dtype=options.reduce_dtype,
         flops=flops_of_step(problem.graph, sum(pipeline.shares), options.hardware),
+        state_dtype=options.state_dtype, outputs=outputs_in(sharding, problem, pricer, planned.captured),
     )  # fmt: skip
     return of_step(plan, problem, e, options.hardware.overlap_slowdown)
 
@@ -109,6 +114,28 @@ def _collectives(e: Evaluation) -> tuple[Collective, ...]:
         Collective(kind, axes, phase, count[kind, axes, phase], wire[kind, axes, phase], seconds[kind, axes, phase])
         for kind, axes, phase in sorted(count, key=lambda k: (k[2] != "forward", k))
     )
+
+
+def _of_update(problem: Problem, e: Evaluation) -> tuple[Collective, ...]:
+    """Return the collectives of the optimizer's step, whose seconds are part of the plan's `update_seconds`."""
+    cost = problem.orthogonalize
+    if cost is None:
+        return ()
+    found: dict[tuple[str, tuple[str, ...]], Collective] = {}
+    for v, copies in zip(problem.vertices, problem.copies(e.first)):
+        if v.kind != "parameter" or not v.is_matrix:
+            continue
+        layout = problem.choices(v.index).strategies[e.choice[v.index]].outputs[0]
+        bytes_ = ELEMENT_BYTES * v.node.meta["val"].numel()
+        for step in cost.gather(layout).steps:
+            kind, axes = step.move.kind, step.move.axes
+            seconds = cost.prices.pair(step.before, step.after, bytes_) / cost.passes
+            known = found.get((kind, axes), Collective(kind, axes, "optimizer", 0, 0.0, 0.0))
+            found[kind, axes] = replace(
+                known, count=known.count + copies, wire_bytes=known.wire_bytes + step.wire_fraction * bytes_ * copies,
+                seconds=known.seconds + seconds * copies,
+            )  # fmt: skip
+    return tuple(found[key] for key in sorted(found))
 
 
 def _layouts(problem: Problem, e: Evaluation) -> dict[str, str]:

@@ -10,7 +10,7 @@ Narayanan et al., arXiv 2104.04473, section 5.1, without recomputation:
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 
 from torch import fx
 
@@ -34,9 +34,9 @@ def model_flops(node: fx.Node) -> float:
 def flops_of_step(graph: fx.Graph, passes: float, hardware: Hardware) -> Flops:
     """Return the model FLOPs of so many passes of a graph, with the hardware's peak in the type that has most of
     them."""
-    by_dtype: Counter = Counter({"fp32": 0.0})
+    by_dtype = defaultdict(float, fp32=0.0)
     for node in filter(is_op, graph.nodes):
         by_dtype[DTYPE_NAMES.get(values_of(node)[0].dtype, "fp32")] += model_flops(node)
-    (dtype, _), *_ = by_dtype.most_common(1)
+    dtype = max(by_dtype, key=by_dtype.__getitem__)
     published = hardware.published_utilization.get(dtype, 0.0)
-    return Flops(passes * by_dtype.total(), dtype, hardware.peak_flops_per_second(dtype), published)
+    return Flops(passes * sum(by_dtype.values()), dtype, hardware.peak_flops_per_second(dtype), published)

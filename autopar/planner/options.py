@@ -18,7 +18,7 @@ from .plan import PlanOptions
 
 
 def options_of(mesh, hardware, memory, optimizer, precision, strategy, pin, strict, fixed, baselines, forbid=None,
-             micro_batches=1, offload="none", on_host=(), reduce_dtype=None) -> PlanOptions:  # fmt: skip
+             micro_batches=1, offload="none", on_host=(), reduce_dtype=None, state_dtype=None) -> PlanOptions:  # fmt: skip
     """Read the arguments of `autopar.plan` and `compile` as PlanOptions, checked as far as they can be without a model.
     Raise StrategyError or HardwareError for what cannot be right."""
     for what, value in (("optimizer", optimizer), ("strategy", "" if strategy is None else strategy)):
@@ -49,6 +49,7 @@ def options_of(mesh, hardware, memory, optimizer, precision, strategy, pin, stri
         pin=dict(pin or {}), forbid=tuple((glob, layout) for glob, layouts in forbidden.items() for layout in layouts),
         fixed=fixed, strict=strict, baselines=baselines, micro_batches=micro_batches, offload=offload,
         on_host=frozenset(on_host), reduce_dtype=None if reduce_dtype is None else precision_name(reduce_dtype),
+        state_dtype=None if state_dtype is None else precision_name(state_dtype),
     )  # fmt: skip
 
 

@@ -13,11 +13,14 @@ from torch import fx
 
 from ..cost.collectives import CollectiveCost
 from ..cost.host import HostCost
-from ..cost.memory import StateBytes
+from ..cost.memory import Optimizer
+from ..cost.orthogonalize import OrthogonalizeCost
+from ..cost.product_seconds import ProductSeconds
 from ..cost.redistribute import Redistributor
+from ..cost.transfer_prices import TransferPrices
 from ..errors import AutoparError, StageError, StrategyError, UnsupportedOpError
 from ..frontend.export import Captured
-from ..frontend.precision import compute_dtype, reduce_type
+from ..frontend.precision import compute_dtype, reduce_type, state_type
 from ..hardware.profile import Hardware
 from ..ir.graph import describe
 from ..ir.layout import Layout
@@ -52,7 +55,7 @@ class PlanOptions:
     planned is that of one of them. `recompute`: "auto", or the level of every block; `refuses`: what does not fit the
     memory (else it is planned anyway). `offload`: see autopar/planner/problem/offload.py; `on_host`: placeholders of
     parameters that are on the host already. `styles`: the model's own tensor parallelism (see hf_tp_plan.py), one of
-    the baselines. `reduce_dtype`: see `Plan`. `within`: the whole mesh, where the planned one is a stage's of a
+    the baselines. `reduce_dtype`, `state_dtype`: see `Plan`. `within`: the whole mesh, where the planned one is a stage's of a
     pipeline: links are those of the whole mesh, gradients are reduced once a step, and copies of parameters that are
     kept are gathered once. `overlay`: another graph that runs with the same decisions, of fewer samples."""
 
@@ -61,6 +64,7 @@ class PlanOptions:
     optimizer: str = "adamw"
     precision: str = "fp32"
     reduce_dtype: str | None = None
+    state_dtype: str | None = None
     strategy: str | None = None
     pin: Mapping[str, str] = field(default_factory=dict)
     forbid: tuple[tuple[str, str], ...] = ()
@@ -78,6 +82,11 @@ class PlanOptions:
     within: Mesh | None = None
     overlay: fx.Graph | None = None
 
+    def of_state(self) -> Optimizer:
+        """Return the optimizer with the type that its state is kept in. Raise StrategyError for an unknown one."""
+        dtype = state_type(self.state_dtype)
+        return Optimizer.of(self.optimizer, None if dtype is None else dtype.itemsize)
+
     def around(self, mesh: Mesh) -> Mesh:
         """Return the mesh on which the distances between the devices of a planned mesh are measured."""
         if self.within is None:
@@ -93,7 +102,11 @@ class PlanOptions:
         passes.check(self.micro_batches)
         fixed_recompute.check(self.recompute)
         offload.check(self.offload, self.on_host, self.hardware)
-        StateBytes.of(self.optimizer, 4, 0)
+        if self.of_state().orthogonalizes and (self.state_dtype or self.offload != offload.NONE):
+            raise StrategyError(
+                f"{self.optimizer} orthogonalizes matrices on the device, in a state of their own type",
+                fix="leave out state_dtype and offload, or use adamw",
+            )
         if self.search.solver not in (DUAL, ILP):
             raise StrategyError(f"no solver {self.search.solver!r} is known", fix=f"use {DUAL} or {ILP}")
 
@@ -214,16 +227,21 @@ def solvers_of(
     redistribute = Redistributor(mesh, {a: links[a] for a in mesh.names}, hardware.reached_memory_bytes_per_second)
     report("building the problem")
     cost = HostCost(hardware.host, options.micro_batches) if hardware.host else None
+    collectives, optimizer = CollectiveCost(hardware, around), options.of_state()
+    muon = None
+    if optimizer.orthogonalizes:
+        prices = TransferPrices(redistribute, collectives)
+        muon = OrthogonalizeCost(prices, ProductSeconds(hardware), options.micro_batches)
     problem = build(
-        captured, mesh, hardware, options.optimizer,
+        captured, mesh, hardware, optimizer,
         fold if options.folded else unfolded, dict(options.fixed),
         {**options.pin, **dict(options.forbid), **dict.fromkeys(globs_of(options.strategy), "")},
-        offload.Offload(options.offload, cost, options.on_host), options.micro_batches,
+        offload.Offload(options.offload, cost, options.on_host), options.micro_batches, muon,
     )  # fmt: skip
     problem.fits = fitting(problem, options.overlay) if options.overlay is not None else {}
     bucket_bytes = max(tiers[a].bucket_bytes for a in mesh.names)
     limit = float(options.memory_bytes or hardware.memory_bytes)
-    collectives, gain = CollectiveCost(hardware, around), hardware.overlap_gain
+    gain = hardware.overlap_gain
     ways = passes.ways(options.strategy, options.micro_batches, options.offload == offload.OPTIMIZER)
     is_cut = options.micro_batches > 1
     pricers = [

@@ -38,7 +38,7 @@ Rows = list[tuple[str, list[str]]]
 def _made_for(plans: Sequence[Plan]) -> Rows:
     what: dict[str, Callable[[Plan], str]] = {
         "model": lambda p: p.model, "mesh": lambda p: str(p.mesh).replace(",", " "), "hardware": lambda p: p.hardware,
-        "precision": lambda p: p.precision, "optimizer": lambda p: p.optimizer, "strategy": lambda p: p.strategy,
+        "precision": lambda p: p.precision, "optimizer": lambda p: p.optimizer_text, "strategy": lambda p: p.strategy,
         "recomputed blocks": _recomputed,
     }  # fmt: skip
     if any(not p.pipeline.is_one_program for p in plans):

@@ -197,6 +197,11 @@ def narrow(value: object) -> bool:
     return text(value) and value in ("bf16", "fp16")
 
 
+def brain(value: object) -> bool:
+    """a type that the state of an optimizer is kept in"""
+    return text(value) and value == "bf16"
+
+
 def rank(value: object) -> bool:
     """a number of dims, 64 at most"""
     return count(value) and value <= 64
@@ -215,10 +220,16 @@ SHARDING: Kind = {
 }
 # What a file may leave out, and what it could be.
 NO_FLOPS: Json = {"model": 0.0, "dtype": "fp32", "peak_per_second": 0.0, "published": 0.0}
-OPTIONAL: Json = {"reduce_dtype": "bf16", "update_seconds": 0.0, "flops": NO_FLOPS}
+OPTIONAL: Json = {
+    "reduce_dtype": "bf16",
+    "state_dtype": "bf16",
+    "outputs": [],
+    "update_seconds": 0.0,
+    "flops": NO_FLOPS,
+}
 SCHEMA: Kind = {
     "version": count, "hash": text, "fingerprint": text, "model": text, "mesh": text, "hardware": text,
-    "precision": text, "reduce_dtype": narrow, "optimizer": text, "strategy": text,
+    "precision": text, "reduce_dtype": narrow, "state_dtype": brain, "optimizer": text, "strategy": text,
     "memory_limit_bytes": amount, "step_seconds": amount,
     "compute_seconds": amount, "communication_seconds": amount, "recompute_seconds": amount,
     "update_seconds": amount, "simulated_seconds": amount, "exposed_seconds": amount,
@@ -239,6 +250,7 @@ SCHEMA: Kind = {
     "reduce_scatter": lowering, "bucket_bytes": amount, "parameter_elements": count, "trained_elements": count,
     "offloaded": {"parameters": count, "host_bytes": amount, "copy_seconds": amount, "optimizer_seconds": amount},
     "flops": {"model": amount, "dtype": text, "peak_per_second": amount, "published": amount},
+    "outputs": [{"name": text, "shape": [count], "layout": text, "wire_bytes": amount, "seconds": amount}],
     "reduces_once": flag, "overlaps": flag, "samples": count,
     "pipeline": {
         "axis": text, "ranks": size, "schedule": text, "micro_batches": size, "stages_per_rank": size, "cuts": [text],

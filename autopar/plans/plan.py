@@ -67,6 +67,18 @@ class Alternative:
 
 
 @dataclass(frozen=True)
+class Output:
+    """An output of a call, of global `shape`: bytes that a device sends and predicted seconds where it is read, and so
+    gathered, which is no part of a step."""
+
+    name: str
+    shape: tuple[int, ...]
+    layout: str
+    wire_bytes: float
+    seconds: float
+
+
+@dataclass(frozen=True)
 class MeshCandidate:
     """A mesh of a search over meshes: no plan for it takes less than `bound` seconds. `note` says why it was not
     searched on."""
@@ -152,7 +164,9 @@ class Plan:
     update_seconds: float = 0.0  # of the optimizer on the device
     offloaded: Offloaded = Offloaded()
     flops: Flops = Flops()
+    state_dtype: str | None = None  # of the optimizer's tensors, if that is narrower than their parameter
     reduce_dtype: str | None = None  # gradients are added up over devices in this type if it is narrower than theirs
+    outputs: tuple[Output, ...] = ()  # empty if all are whole on every device
     pipeline: Pipeline = Pipeline()  # the sharding is of one micro-batch, on the mesh of a stage
     planning_seconds: float = field(default=0.0, compare=False)
 
@@ -167,8 +181,9 @@ class Plan:
             "mesh": str(self.mesh), "sharding": _sharding_to_json(self.sharding), "version": VERSION,
         }  # fmt: skip
         values.pop("planning_seconds")
-        if self.reduce_dtype is None:
-            values.pop("reduce_dtype")
+        for name in ("reduce_dtype", "state_dtype", "outputs"):
+            if not values[name]:
+                values.pop(name)
         data: Json = json.loads(json.dumps(values, default=asdict))  # lists for tuples
         data["hash"] = file.content_hash(data)
         return data
@@ -187,6 +202,11 @@ class Plan:
         """Return the share of the devices' peak that the model's FLOPs make up (MFU), 0 if that is not known."""
         peak = self.mesh.devices * self.step_seconds * self.flops.peak_per_second
         return self.flops.model / peak if peak else 0.0
+
+    @property
+    def optimizer_text(self) -> str:
+        """Return the optimizer, and what its state is kept in if that is another type than the parameters'."""
+        return self.optimizer + (f" with state in {self.state_dtype}" if self.state_dtype else "")
 
     def decides_as(self, other: Plan) -> bool:
         """Return whether another plan has the decisions and the figures of this one, for whatever call."""
@@ -228,6 +248,7 @@ class Plan:
                 "recomputed_selectively": tuple(fields["recomputed_selectively"]),
                 "recomputed_kinds": tuple(fields["recomputed_kinds"]),
                 "warnings": tuple(fields["warnings"]),
+                "outputs": tuple(Output(**(o | {"shape": tuple(o["shape"])})) for o in fields.get("outputs", ())),
                 "offloaded": Offloaded(**fields["offloaded"]),
                 "flops": Flops(**fields.get("flops", {})),
                 "pipeline": pipeline,

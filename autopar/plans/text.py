@@ -14,9 +14,9 @@ MOST_KINDS = 6  # that a line names
 
 
 def plan_text(plan: Plan) -> str:
-    """Return all of a plan, in sections: result, pipeline, modules, collectives, memory, recomputation, offload,
+    """Return all of a plan, in sections: result, pipeline, modules, collectives, outputs, memory, recomputation, offload,
     alternatives, meshes, warnings."""
-    sections = (_result, pipeline_lines, _modules, _collectives, _memory, recomputed_lines, offloaded_lines,
+    sections = (_result, pipeline_lines, _modules, _collectives, _outputs, _memory, recomputed_lines, offloaded_lines,
                 _alternatives, _meshes, _warnings)  # fmt: skip
     return "\n\n".join("\n".join(lines) for section in sections if (lines := section(plan))) + "\n"
 
@@ -31,7 +31,7 @@ def _result(plan: Plan) -> list[str]:
     devices = f"{plan.mesh.devices} device{'s' if plan.mesh.devices > 1 else ''}"
     return [
         f"plan of {plan.model} on mesh {plan.mesh} ({devices}, {plan.hardware}), {plan.precision_text}, "
-        f"{plan.optimizer}, strategy {plan.strategy}",
+        f"{plan.optimizer_text}, strategy {plan.strategy}",
         f"step {ms(plan.step_seconds)} = {parts_of(plan)}; {bound_text(plan)} (gap {plan.gap:.2%})",
         pipeline_line(plan)
         or f"simulated with overlap {ms(plan.simulated_seconds)}, {ms(plan.exposed_seconds)} of communication exposed",
@@ -159,6 +159,19 @@ def _collectives(plan: Plan) -> list[str]:
     )
     what = "collectives of all stages" if plan.pipeline.is_staged else "collectives"
     return table([what, "axes", "count", f"{unit} sent by a device", "ms"], list(rows), left=2)
+
+
+def _outputs(plan: Plan) -> list[str]:
+    if not plan.outputs:
+        return []
+    unit, sent = byte_column([o.wire_bytes for o in plan.outputs])
+    rows = zip(
+        [f"{o.name} {o.shape}" for o in plan.outputs],
+        [o.layout for o in plan.outputs],
+        sent,
+        column([o.seconds * 1e3 for o in plan.outputs]),
+    )
+    return table(["outputs", "layout", f"{unit} sent by a device if read", "ms"], list(rows), left=2)
 
 
 def _memory(plan: Plan) -> list[str]:

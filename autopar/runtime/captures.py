@@ -14,7 +14,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -214,13 +214,13 @@ class Captures:
 
     def _compile(self, call: str, args: tuple, kwargs: dict, gradients: bool) -> Capture:
         changed = "".join(f", {words}" for _, words in self.last.guards.changed()[:3])
-        shapes = _of_tensors(CallSignature.of(args, kwargs)[0].shapes)
-        alike = [c.call for c in self.table if _of_tensors(c.inputs.parts) == shapes]
+        signature = CallSignature.of(args, kwargs)[0]
+        alike = [c for c in self.table if _of_tensors(c.inputs.parts) == _of_tensors(signature.shapes)]
         if len(alike) >= self.module.capture_limit:
             raise InputError(
                 f"the model is called with {call}{changed}, and is compiled for {len(alike)} calls of these shapes "
-                f"already: {' | '.join(alike)}",
-                fix="keep what changes in every call in buffers or inputs, or raise the module's capture_limit",
+                f"already: {' | '.join(c.call for c in alike)}",
+                fix=_fix_of_many(signature, [c.inputs.signature for c in alike]),
             )
         start, state = time.perf_counter(), (self.modes.now(), self.hooks.now(), self._trainable(), Ambient.now())
         followed = self.sizes.find(lambda: global_example((args, kwargs), self.mode, self.mesh), state)
@@ -371,6 +371,19 @@ class Captures:
         return any(
             t and (self.modes.adapters or n not in self.module.adapter_names) for n, t in (*here, *self.elsewhere)
         )
+
+
+def _fix_of_many(signature: CallSignature, others: Sequence[CallSignature]) -> str:
+    """Return what to do where a call is compiled again and again: numbers that change in every call are no constants."""
+    known = [dict(zip(other.names, other.values)) for other in others]
+    numbers = [
+        f"{name}=torch.tensor({constant!r})"
+        for name, constant, value in zip(signature.names, signature.constants, signature.values)
+        if type(constant) in (int, float) and sum(value != other.get(name, value) for other in known) > 1
+    ]
+    if numbers:
+        return f"pass {', '.join(numbers)}, which may have any value, or raise the module's capture_limit"
+    return "keep what changes in every call in buffers or inputs, or raise the module's capture_limit"
 
 
 def _of_tensors(shapes: tuple) -> list[tuple[int, ...]]:

@@ -41,6 +41,7 @@ from .outputs import own_parts
 from .parameters import parallel_already, take_over
 from .random_state import RandomState
 from .source_attributes import OfSource
+from .stand_in import local_gradient
 
 SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")  # tables of the source itself
 STATE_HOOKS = (
@@ -273,7 +274,7 @@ class ParallelModule(OfSource):
         norms = torch.empty(dist.get_world_size(), dtype=torch.float64, device=self.stage_mesh.device)
         trained = {n: p for n, p in self.named_parameters() if p.grad is not None}
         with watch.collective("the norm of the gradients"):
-            local = [optimizers.local_gradient(p) for p in trained.values()]
+            local = [local_gradient(p) for p in trained.values()]
             counted = [gradient for gradient, name in zip(local, trained) if self._counts(name)]
             mine = torch.nn.utils.get_total_norm(counted, norm_type)
             dist.all_gather(list(norms), mine.to(norms))

@@ -2,15 +2,15 @@
 others. And torch.amp.GradScaler, which skips a step on all ranks or on none.
 
 Those of torch that update every element by itself step on the local parts of the parameters, as fast as on plain
-tensors. Adafactor, which looks at all of a parameter at once, steps on whole ones, gathered one after the other.
-Others, and a user's own, step on DTensors. LBFGS computes with whole parameters in a way that some layouts do not
-allow, and is refused for those before its first step. torch calls the hook below at the start of every `step`.
+tensors. Adafactor, which looks at all of a parameter at once, steps on whole ones, gathered one after the other; Muon
+gathers what it orthogonalizes (muon.py). Others, and a user's own, step on DTensors. LBFGS computes with whole
+parameters in a way that some layouts do not allow, and is refused for those before its first step. State may be kept in
+a narrow type (narrow_state.py). torch calls the hook below at the start of every `step`.
 """
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +30,7 @@ from torch.optim import (
     Adam,
     Adamax,
     AdamW,
+    Muon,
     NAdam,
     Optimizer,
     RAdam,
@@ -40,21 +41,33 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from .. import _torch
 from ..errors import OptimizerError
-from ..ir.layout import Layout, local_part
+from ..frontend.precision import state_type
+from ..ir.layout import Layout
 from ..ir.mesh import Mesh
 from ..processes import watch
 from ..processes.dtensors import as_dtensor
 from ..storage.weights import shortened
+from .muon import check_parts, step_muon
+from .narrow_state import step_narrow, warn_of_decay, widened
+from .stand_in import (
+    Place,
+    give_back,
+    idle,
+    local,
+    local_value,
+    loss_of,
+    parameters_of,
+    places_of,
+    stand_in,
+    step_alone,
+)
 
 # What inherits from them may mix elements.
 BY_ELEMENT = frozenset((ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop))
-BY_PARAMETER = frozenset((Adafactor,))  # their update of a parameter reads all of it, and no other one
-SCALARS = frozenset(("step", "mu_product", "eta", "mu"))  # of their state
 
 _modules: WeakSet[nn.Module] = WeakSet()
-_checked: WeakKeyDictionary[Optimizer, tuple] = (
-    WeakKeyDictionary()
-)  # (form when it was checked, whether it steps on local parts)
+# (form when it was checked, whether it steps on local parts, the type that its state is kept in if that is narrow)
+_checked: WeakKeyDictionary[Optimizer, tuple] = WeakKeyDictionary()
 
 
 def follow(module: nn.Module) -> None:
@@ -72,27 +85,27 @@ def _before(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dic
     """Raise OptimizerError for an optimizer that cannot step; give one that needs local parts a stand-in that has
     them."""
     form = tuple((len(group["params"]), bool(group.get("fused"))) for group in optimizer.param_groups)
-    known, is_local = _checked.get(optimizer, (None, False))
+    known, is_local, kept = _checked.get(optimizer, (None, False, None))
     if known != form:
         owners = [m for m in _modules if _has_some_of(optimizer, m)]
         for module in owners:
             _check(optimizer, module)
         is_local = bool(owners) and _steps_on_local_parts(optimizer)
-        _checked[optimizer] = form, is_local
+        kept = _kept_in(optimizer, owners, is_local)
+        _checked[optimizer] = form, is_local, kept
+    if kept is not None:
+        return step_narrow(optimizer, kept, args, kwargs)
     if is_local:
         return _on_local_parts(optimizer, args, kwargs)
-    if type(optimizer) in BY_PARAMETER and (modules := [m for m in _modules if _has_some_of(optimizer, m)]):
-        return _on_whole_parameters(optimizer, modules, args, kwargs)
+    step = BY_PARAMETER.get(type(optimizer))
+    if step is not None and (modules := [m for m in _modules if _has_some_of(optimizer, m)]):
+        return step(optimizer, modules, args, kwargs)
     return None
 
 
 def _has_some_of(optimizer: Optimizer, module: nn.Module) -> bool:
     mine = {id(p) for p in module.parameters()}
-    return any(id(p) in mine for p in _parameters(optimizer))
-
-
-def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
+    return any(id(p) in mine for p in parameters_of(optimizer))
 
 
 # what is refused
@@ -102,8 +115,10 @@ def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
 def _check(optimizer: Optimizer, module: nn.Module) -> None:
     """Raise OptimizerError for an optimizer that would be wrong, or fail half way, on these parameters: on all ranks
     that have some of the same."""
-    kind, ids, mesh = type(optimizer).__name__, {id(p) for p in _parameters(optimizer)}, module.stage_mesh.mesh
+    kind, ids, mesh = type(optimizer).__name__, {id(p) for p in parameters_of(optimizer)}, module.stage_mesh.mesh
     mine = {name: p for name, p in module.named_parameters() if id(p) in ids}
+    if type(optimizer) is Muon:
+        check_parts(optimizer)
     if isinstance(optimizer, LBFGS) and module.plan.pipeline.is_staged:
         raise OptimizerError(
             f"{kind} searches along all parameters at once, and a rank of a pipeline has those of its stages only",
@@ -125,6 +140,26 @@ def _check(optimizer: Optimizer, module: nn.Module) -> None:
     ):
         fix = "one of torch.optim's own" if isinstance(optimizer, Rprop) else "fused=False"
         raise OptimizerError(f"{kind} inherits from an optimizer that calls ops which DTensor does not have", fix=fix)
+
+
+def _kept_in(optimizer: Optimizer, owners: Sequence[Any], is_local: bool) -> torch.dtype | None:
+    """Return the narrow type that these modules' plans keep an optimizer's state in, None for that of the parameters.
+    Raise OptimizerError where that cannot be done; warn where it is of no use."""
+    asked = {module.plan.state_dtype for module in owners}
+    kind, kept = type(optimizer).__name__, None if len(asked) != 1 else state_type(*asked)
+    if len(asked) > 1:
+        raise OptimizerError(
+            f"{kind} has parameters of modules with state_dtype {' and '.join(sorted(map(str, asked)))}",
+            fix="an optimizer for each of them, or the same state_dtype",
+        )
+    if kept is not None and not is_local:
+        raise OptimizerError(
+            f"{kind} does not update element by element, or lets gradients flow: its state is not kept in {kept}",
+            fix="leave out state_dtype, or use torch.optim.AdamW, SGD or another of torch's that works by element",
+        )
+    if kept is not None:
+        warn_of_decay(optimizer, kept)
+    return kept
 
 
 def _refuse(kind: str, why: str, parameters: dict[str, nn.Parameter], module: nn.Module) -> None:
@@ -161,30 +196,12 @@ def _steps_on_local_parts(optimizer: Optimizer) -> bool:
 def _on_local_parts(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Return the arguments of a step of a stand-in, which has the local parts of the parameters, their gradients and
     their state."""
-    known = _loss_of(args, kwargs)
-    stand_in = _stand_in(optimizer, _local_groups(optimizer))
-    for parameter, local in zip(_parameters(optimizer), _parameters(stand_in)):
+    known = loss_of(args, kwargs)
+    made = stand_in(optimizer, _local_groups(optimizer))
+    for parameter, part in zip(parameters_of(optimizer), parameters_of(made)):
         if parameter in optimizer.state:
-            stand_in.state[local] = {key: _local_value(value) for key, value in optimizer.state[parameter].items()}
-    return (stand_in, known), {}
-
-
-def _loss_of(args: tuple, kwargs: dict) -> Callable | None:
-    """Run the closure of a step, which computes the gradients, if it has one; return one that gives the same loss."""
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        loss = closure()
-    return lambda: loss
-
-
-def _stand_in(optimizer: Optimizer, groups: list[dict]) -> Optimizer:
-    """Return an optimizer with the same settings, these groups and no state."""
-    made = object.__new__(type(optimizer))
-    made.__dict__.update(optimizer.__dict__)
-    made.state, made.param_groups = defaultdict(dict), groups
-    return made
+            made.state[part] = widened(optimizer.state[parameter], part)
+    return (made, known), {}
 
 
 # what steps on whole parameters
@@ -194,22 +211,25 @@ def _stand_in(optimizer: Optimizer, groups: list[dict]) -> Optimizer:
 def _on_whole_parameters(optimizer: Optimizer, modules: Sequence[Any], args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Update the parameters one after the other, gathered; return the arguments of a step of a stand-in, for which
     nothing is left to do. Each rank that has parts of a parameter computes the same."""
-    known = _loss_of(args, kwargs)
-    places = {id(p): (module, name) for module in modules for name, p in module.named_parameters()}
+    known = loss_of(args, kwargs)
+    places = places_of(modules)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is None:
                 continue
             whole, state = _full(parameter).clone(), optimizer.state[parameter]
             whole.grad = _full(parameter.grad)
-            one = _stand_in(optimizer, [group | {"params": [whole]}])
-            one._optimizer_step_pre_hooks, one._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+            one = stand_in(optimizer, [group | {"params": [whole]}])
             one.state[whole] = {key: _full(value) for key, value in state.items()}
-            one.step()
+            step_alone(one)
             found = {key: _as(parameter, value, places) for key, value in one.state[whole].items()}
             state.update(found)
-            _local_value(parameter).detach().copy_(_local_value(_as(parameter, whole, places)))
-    return (_stand_in(optimizer, [group | {"params": []} for group in optimizer.param_groups]), known), {}
+            local_value(parameter).detach().copy_(local_value(_as(parameter, whole, places)))
+    return (idle(optimizer), known), {}
+
+
+# Their update of a parameter reads all of it, and no other one.
+BY_PARAMETER: dict[type, Callable] = {Adafactor: _on_whole_parameters, Muon: step_muon}
 
 
 def _full(value):
@@ -217,64 +237,27 @@ def _full(value):
     return value.full_tensor().detach() if isinstance(value, DTensor) else value
 
 
-def _as(parameter: nn.Parameter, value, places: dict[int, tuple[Any, str]]):
+def _as(parameter: nn.Parameter, value, places: dict[int, Place]):
     """Return a whole tensor that is like a DTensor parameter in the parameter's layout; anything else as it is."""
-    is_like = isinstance(value, torch.Tensor) and value.shape == parameter.shape and isinstance(parameter, DTensor)
-    if not is_like:
+    if not (isinstance(value, torch.Tensor) and value.shape == parameter.shape and isinstance(parameter, DTensor)):
         return value
-    module, name = places[id(parameter)]
-    layout, stage = module.layouts[name], module.stage_mesh
-    part = local_part(value.detach(), layout, stage.mesh, stage.coordinate).contiguous()
-    return as_dtensor(part, parameter.shape, layout, stage.mesh, stage.device_mesh)
+    place = places[id(parameter)]
+    layout, stage = place.module.layouts[place.name], place.module.stage_mesh
+    return as_dtensor(place.part_of(value.detach()), parameter.shape, layout, stage.mesh, stage.device_mesh)
 
 
 def _local_groups(optimizer: Optimizer) -> list[dict]:
     """Return the groups of an optimizer with the local parts of its parameters and their gradients."""
-    return [group | {"params": [_local(p) for p in group["params"]]} for group in optimizer.param_groups]
-
-
-def _local(parameter: nn.Parameter) -> torch.Tensor:
-    """Return the part of a parameter that is here, with the same part of its gradient."""
-    if not isinstance(parameter, DTensor):
-        return parameter
-    local = _torch.local_of(parameter).detach()
-    if parameter.grad is not None:
-        local.grad = local_gradient(parameter).detach()
-    return local
-
-
-def local_gradient(parameter: nn.Parameter) -> torch.Tensor:
-    """Return the part of a DTensor parameter's gradient that belongs to the part of the parameter that is here."""
-    gradient = parameter.grad
-    if gradient.placements != parameter.placements:  # not reduced yet
-        gradient = parameter.grad = gradient.redistribute(placements=parameter.placements)
-    return _torch.local_of(gradient)
-
-
-def _local_value(value: Any) -> Any:
-    return _torch.local_of(value) if isinstance(value, DTensor) else value
+    return [group | {"params": [local(p) for p in group["params"]]} for group in optimizer.param_groups]
 
 
 def _after(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
     """Give the state of a stand-in to the optimizer that it stood for, as DTensors like the parameters."""
-    stand_in = args[0]
-    if stand_in is optimizer:
+    if args[0] is optimizer:
         return
     # what still needs the former values has to notice, though the local parts alone were written to
-    torch.autograd.graph.increment_version([p for p in _parameters(optimizer) if p.grad is not None])
-    for parameter, local in zip(_parameters(optimizer), _parameters(stand_in)):
-        state = optimizer.state[parameter] if local in stand_in.state else {}
-        for key, value in stand_in.state.get(local, {}).items():
-            if _local_value(state.get(key)) is value:
-                continue
-            is_like = isinstance(value, torch.Tensor) and value.shape == local.shape and key not in SCALARS
-            if not is_like or not isinstance(parameter, DTensor):
-                state[key] = value
-            else:
-                state[key] = DTensor.from_local(
-                    value, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
-                    stride=parameter.stride(),
-                )  # fmt: skip
+    torch.autograd.graph.increment_version([p for p in parameters_of(optimizer) if p.grad is not None])
+    give_back(optimizer, parameters_of(optimizer), args[0])
 
 
 # gradients scaled by torch.amp.GradScaler
@@ -288,9 +271,9 @@ def _unscaled_together(unscale: Callable) -> Callable:
     def unscaled(scaler, optimizer: Optimizer, inv_scale, found_inf, allow_fp16: bool) -> dict:
         if not any(_has_some_of(optimizer, module) for module in _modules):
             return unscale(scaler, optimizer, inv_scale, found_inf, allow_fp16)
-        local = SimpleNamespace(param_groups=_local_groups(optimizer))
-        found = unscale(scaler, local, inv_scale, found_inf, allow_fp16)
-        torch.autograd.graph.increment_version([p.grad for p in _parameters(optimizer) if p.grad is not None])
+        parts = SimpleNamespace(param_groups=_local_groups(optimizer))
+        found = unscale(scaler, parts, inv_scale, found_inf, allow_fp16)
+        torch.autograd.graph.increment_version([p.grad for p in parameters_of(optimizer) if p.grad is not None])
         none = torch.full_like(found_inf, -1.0)  # a stage may have no gradient: that is no error if another has one
         worst = torch.stack([none, *(here.to(none.device) for here in found.values())]).amax()
         with watch.collective("whether gradients are finite"):

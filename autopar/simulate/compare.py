@@ -214,6 +214,11 @@ def _capture_errors(
     return {"loss": loss, **gradients}
 
 
+def _wire_bytes(plan: Plan) -> float:
+    """Return the bytes that a device sends in the forward and the backward."""
+    return sum(c.wire_bytes for c in plan.collectives if c.phase != "optimizer")
+
+
 def _compared(captured: Captured, plan: Plan, values, reference: OneDevice, precision: str, buffers):
     """Return (report, the ranks' programs if a step is one program) of a simulated step. `buffers` of the model have
     the values before it."""
@@ -224,7 +229,7 @@ def _compared(captured: Captured, plan: Plan, values, reference: OneDevice, prec
     loss = None if step.loss is None else step.loss.item()
     report = VerifyReport(
         plan, precision, loss, *_errors(captured, reference, mine, precision),
-        sum(c.wire_bytes for c in plan.collectives), step.bytes_sent, step.collectives,
+        _wire_bytes(plan), step.bytes_sent, step.collectives,
     )  # fmt: skip
     return report, step.programs
 
@@ -241,7 +246,7 @@ def _compared_pipeline(
         sends[phase] += count
     return VerifyReport(
         plan, precision, None if loss is None else outputs[loss].item(), *_errors(captured, reference, mine, precision),
-        sum(c.wire_bytes for c in plan.collectives), tuple(map(sum, zip(*step.bytes_sent))),
+        _wire_bytes(plan), tuple(map(sum, zip(*step.bytes_sent))),
         sum(step.collectives, Counter()), sends=sends,
     )  # fmt: skip
 

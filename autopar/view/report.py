@@ -59,7 +59,7 @@ def whole_page(plan: Plan, sections: list[tuple[str, Html | None]]) -> str:
         tag("title", title), tag("style", Html((FOLDER / "report.css").read_text())),
     )  # fmt: skip
     devices = f"{plan.mesh.devices} device{'s' if plan.mesh.devices > 1 else ''}"
-    made = f"{devices}, {plan.hardware}, {plan.precision_text}, {plan.optimizer}, strategy {plan.strategy}"
+    made = f"{devices}, {plan.hardware}, {plan.precision_text}, {plan.optimizer_text}, strategy {plan.strategy}"
     step = tag("p", tag("b", ms(plan.step_seconds)), f" a step of {samples_text(plan)}, predicted", class_="headline")
     main = [tag("header", tag("h1", title), tag("p", made), step, tag("p", f"{bound_text(plan)} (gap {plan.gap:.2%})"))]
     main += [tag("section", tag("h2", name), content) for name, content in sections if content]
@@ -79,7 +79,7 @@ def _summary(planned: Planned, timeline: Timeline) -> Html:
          f"{plan.trained_elements:,} of {plan.parameter_elements:,} trained"),
     ]  # fmt: skip
     if plan.update_seconds:
-        shown.insert(3, ("optimizer", ms(plan.update_seconds), f"{plan.optimizer}, through memory"))
+        shown.insert(3, ("optimizer", ms(plan.update_seconds), f"{plan.optimizer_text}, through memory"))
     if plan.offloaded.parameters:
         shown.insert(3, ("offload", ms(plan.offloaded.seconds), f"{plan.offloaded.parameters} parameters on the host"))
     return cards(shown)

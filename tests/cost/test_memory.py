@@ -2,7 +2,7 @@
 
 import pytest
 
-from autopar.cost.memory import StateBytes
+from autopar.cost.memory import Optimizer, StateBytes
 from autopar.errors import StrategyError
 
 
@@ -12,7 +12,7 @@ from autopar.errors import StrategyError
     ("sgd_momentum", 8, 0, 24, 8), ("adamw", 2, 0, 8, 2),
 ])  # fmt: skip
 def test_resident_bytes(optimizer, master, copy, trained, frozen):
-    state = StateBytes.of(optimizer, master, copy)
+    state = StateBytes.of(Optimizer.of(optimizer), master, copy)
     assert state.resident(trainable=True) + state.copy + state.gradient == trained
     assert state.resident(trainable=False) + state.copy == frozen
 
@@ -20,5 +20,5 @@ def test_resident_bytes(optimizer, master, copy, trained, frozen):
 @pytest.mark.parametrize("optimizer", ["adamx", "", "AdamW"])
 def test_unknown_names(optimizer):
     with pytest.raises(StrategyError, match="is known") as error:
-        StateBytes.of(optimizer, 4, 0)
+        Optimizer.of(optimizer)
     assert "adamw" in error.value.fix

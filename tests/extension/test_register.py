@@ -18,7 +18,7 @@ from autopar import models
 from autopar.cli.main import main
 from autopar.cost.compute import flops_of
 from autopar.cost.host import HostCost
-from autopar.cost.memory import StateBytes
+from autopar.cost.memory import Optimizer, StateBytes
 from autopar.errors import AutoparError, OptimizerError, PipelineError, RuleError, ScheduleError, StrategyError
 from autopar.hardware.profile import load
 from autopar.rules import rule_of
@@ -344,7 +344,9 @@ def test_an_optimizer():
 def test_the_step_of_an_optimizer_on_the_host():
     autopar.register_optimizer("unfused", tensors=2, sweeps=3)
     host = HostCost(load("h100").host)
-    one, three = (host.optimizer_seconds(1e6, StateBytes.of(name, 4, 0), True) for name in ("adamw", "unfused"))
+    one, three = (
+        host.optimizer_seconds(1e6, StateBytes.of(Optimizer.of(name), 4, 0), True) for name in ("adamw", "unfused")
+    )
     assert three == pytest.approx(3 * one)
 
 

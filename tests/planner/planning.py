@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from autopar import compiler
+from autopar.cost.memory import Optimizer
 from autopar.cost.redistribute import Redistributor
 from autopar.frontend.export import Captured
 from autopar.hardware.profile import Hardware, Tier
@@ -69,7 +70,7 @@ class Instance:
         self.mesh, self.hardware = Mesh.parse(mesh), hardware or toy()
         graph = captured(model, batch, seq) if isinstance(model, str) else model
         fold = folding.fold if folded else folding.unfolded
-        self.problem: Problem = build(graph, self.mesh, self.hardware, optimizer, fold)
+        self.problem: Problem = build(graph, self.mesh, self.hardware, Optimizer.of(optimizer), fold)
         links, bandwidth = self.hardware.links_for(self.mesh), self.hardware.reached_memory_bytes_per_second
         self.pricer = Pricer(self.problem, Redistributor(self.mesh, links, bandwidth),
                              self.hardware.links[-1].bucket_bytes, micro_batches=shared_by,

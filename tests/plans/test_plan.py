@@ -82,6 +82,18 @@ def test_a_type_that_gradients_are_reduced_in(plan, tmp_path):
             Plan.from_json(data | {"hash": content_hash(data)})
 
 
+def test_a_type_that_state_is_kept_in(plan, tmp_path):
+    narrow = replace(plan, state_dtype="bf16")
+    narrow.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == narrow and narrow.hash != plan.hash
+    assert "state_dtype" not in plan.to_json() and diff_text(plan, narrow).count("state_dtype") == 1
+    assert f"{plan.optimizer} with state in bf16, strategy" in str(narrow)
+    for wrong in (None, "fp16", 3):
+        data = narrow.to_json() | {"state_dtype": wrong}
+        with pytest.raises(PlanFormatError, match="state_dtype is not a type that the state of an optimizer is kept"):
+            Plan.from_json(data | {"hash": content_hash(data)})
+
+
 # files that are not plans
 
 

@@ -90,10 +90,11 @@ def test_too_many_captures(alone):
     many = (
         r"called with scale=4.0, x \(8, 6\); train, and is compiled for 3 calls of these shapes already: x \(8, 6\); "
     )
-    with pytest.raises(InputError, match=many + r"train \| scale=2.0(.|\n)*fix: keep what changes"):
+    with pytest.raises(InputError, match=many + r"train \| scale=2.0(.|\n)*fix: pass scale=torch.tensor\(4.0\)"):
         parallel(x=X, scale=4.0)
     parallel.capture_limit = 4
-    assert_close(parallel(x=X, scale=4.0)["y"], reference(x=X, scale=4.0)["y"])
+    for scale in (4.0, torch.tensor(5.0), torch.tensor(6.0), torch.tensor(7.0)):  # tensors are one capture
+        assert_close(parallel(x=X, scale=scale)["y"], reference(x=X, scale=scale)["y"])
 
 
 def test_the_capture_that_was_not_used_for_longest_goes(alone, monkeypatch):

@@ -14,7 +14,7 @@ from torch.amp import GradScaler
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar import Plan
-from autopar.runtime.optimizers import local_gradient
+from autopar.runtime.stand_in import local_gradient
 from tests.helpers import gloo
 
 from . import tiny

@@ -25,6 +25,7 @@ from ...schedule.catalogue import KINDS, canonical
 from ...utils.format import percent, size
 from ..batch import data_ways, samples_of
 from ..fixed_recompute import AUTO
+from ..outputs import outputs_in
 from ..plan import Planned, PlanOptions
 from ..solver.minimize import ILP
 from .baselines import evaluated_if_faster, experts
@@ -218,6 +219,7 @@ def described(best: Candidate, candidates: list[Candidate], captured: Captured, 
         recompute_seconds=inner.recompute_seconds * best.search.share / ranks,
         update_seconds=evaluated.parameter_seconds,
         flops=replace(inner.flops, model=inner.flops.model * sum(pipeline.shares) / sum(inner.pipeline.shares)),
+        outputs=outputs_in(inner.sharding, best.inner.whole[0], best.inner.pricer, captured),
         communication_seconds=evaluated.communication_seconds, exposed_seconds=_exposed(evaluated),
         peak_bytes=evaluated.peak_bytes, memory=evaluated.memory[rank], at_peak=evaluated.memory[rank],
         alternatives=tuple(alternatives), warnings=(*warnings, *inner.warnings),

@@ -17,6 +17,8 @@ from torch import fx
 
 from ... import rules
 from ...cost.compute import ComputeCost
+from ...cost.memory import Optimizer
+from ...cost.orthogonalize import OrthogonalizeCost
 from ...cost.update import UpdateCost
 from ...frontend.export import Captured
 from ...frontend.repeated_blocks import Compact
@@ -44,13 +46,14 @@ class Problem:
     rule_of: dict[int, Rule | None]
     output_uses: list[Use]  # one an output of the graph
     whole: fx.Graph
-    optimizer: str
+    optimizer: Optimizer
     reserve_bytes: float = 0.0  # of a device, that no tensor gets (Hardware.reserve_bytes)
     offload: Offload = Offload()
     compact: Compact | None = None
     fits: dict[int, np.ndarray] = field(
         default_factory=dict
     )  # by class, strategies that another graph allows (see overlay.py)
+    orthogonalize: OrthogonalizeCost | None = None
     _copies: dict[int, Sequence[int]] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -89,15 +92,17 @@ def build(
     captured: Captured,
     mesh: Mesh,
     hardware,
-    optimizer: str,
+    optimizer: Optimizer,
     fold: Callable[[list[Vertex], list[Use]], list[int]],
     fixed: dict[str, Layout] | None = None,
     pins: dict[str, str] | None = None,
     offload: Offload = Offload(),
     passes: int = 1,
+    orthogonalize: OrthogonalizeCost | None = None,
 ) -> Problem:
     """Return the problem of a captured joint graph, of a step of so many `passes`. `fixed` gives layouts by placeholder
-    name. `fold` gives the classes; leaves that different `pins` name do not share one."""
+    name; `orthogonalize`: the price of Muon's updates of matrices. `fold` gives the classes; leaves that different
+    `pins` name do not share one."""
     compact = captured.compact
     graph = compact.graph if compact else captured.graph
     vertices, uses = vertices_of(graph)
@@ -131,7 +136,16 @@ def build(
         if v.cls not in classes:
             pinned = (fixed or {}).get(v.name)
             classes[v.cls] = choices_of(
-                vertices[v.cls], rule_of.get(v.cls), part_sets, mesh, cost, optimizer, pinned, offload, update
+                vertices[v.cls],
+                rule_of.get(v.cls),
+                part_sets,
+                mesh,
+                cost,
+                optimizer,
+                pinned,
+                offload,
+                update,
+                orthogonalize,
             )
         classes[v.cls].members.append(v.index)
     tensor_bytes = {
@@ -154,6 +168,7 @@ def build(
         hardware.reserve_bytes,
         offload,
         compact,
+        orthogonalize=orthogonalize,
     )
     for v, copies in zip(vertices, problem.copies(problem.half)):
         classes[v.cls].copies += copies

@@ -10,6 +10,8 @@ from torch import fx
 
 from ... import rules
 from ...cost.compute import ComputeCost, fraction, fused_inputs
+from ...cost.memory import Optimizer
+from ...cost.orthogonalize import OrthogonalizeCost
 from ...cost.update import UpdateCost
 from ...ir.casts import PASS_PARTIAL
 from ...ir.graph import bytes_of, is_foreign, tensor_arguments, values_of
@@ -46,13 +48,15 @@ def choices_of(
     part_sets,
     mesh: Mesh,
     cost: ComputeCost,
-    optimizer: str,
+    optimizer: Optimizer,
     pinned: Layout | None,
     offload: Offload,
     update: UpdateCost,
+    orthogonalize: OrthogonalizeCost | None = None,
 ) -> Choices:
     """Return what a vertex may choose: an op the strategies of its rule; an output, parameter, input or tangent all its
-    legal layouts; any other leaf to be replicated. A leaf may only have the layout `pinned` if there is one."""
+    legal layouts; any other leaf to be replicated. A leaf may only have the layout `pinned` if there is one.
+    `orthogonalize`: the price of what the optimizer does with matrices, if it does."""
     if v.kind == "op":
         return _op_choices(v.node, rule, part_sets, mesh, cost)
     value = v.node.meta["val"]
@@ -71,7 +75,10 @@ def choices_of(
         options = [Layout.replicated(len(shape))]
     elements = np.array([float(largest_local_numel(shape, o, mesh)) for o in options])
     if v.kind == "parameter":
-        return _parameter_choices(v, options, elements, optimizer, offload, update)
+        found = _parameter_choices(v, options, elements, optimizer, offload, update)
+        if orthogonalize is not None and v.is_matrix:
+            found.seconds += [orthogonalize.pass_seconds(shape, s.outputs[0]) for s in found.strategies]
+        return found
     choices = _free([Strategy((), (o,), (), 1) for o in options])
     if v.kind in ("buffer", "constant"):
         choices.resident_bytes = elements * value.element_size()
@@ -79,7 +86,7 @@ def choices_of(
 
 
 def _parameter_choices(
-    v: Vertex, options: list[Layout], elements: np.ndarray, optimizer: str, offload: Offload, update: UpdateCost
+    v: Vertex, options: list[Layout], elements: np.ndarray, optimizer: Optimizer, offload: Offload, update: UpdateCost
 ) -> Choices:
     """Return every layout in every kind of memory that a parameter may be in. Of one on the host the device holds the
     copy that computes."""

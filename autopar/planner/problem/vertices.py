@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from ...cost.memory import StateBytes
+from ...cost.memory import Optimizer, StateBytes
 from ...ir.casts import output_of, own_casts
 from ...ir.graph import PARTNERS, flatten, is_op, output_node, tensor_arguments, tensor_of, values_of
 from ...ops.counter_rng import STREAM
+from .hidden_matrices import hidden_matrices
 
 STATE = -1  # slot of a use that takes the layout of the consumer itself (a gradient takes its parameter's)
 
@@ -39,6 +40,7 @@ class Vertex:
     cls: int = -1
     casts: dict[int, fx.Node] = field(default_factory=dict)
     block: int | None = None  # of a compact graph (see autopar/frontend/repeated_blocks.py)
+    is_matrix: bool = False  # which Muon updates
 
     @property
     def values(self) -> list[torch.Tensor]:
@@ -49,9 +51,11 @@ class Vertex:
         """Return an output as the lowering knows it: its node, and which output of that node it is."""
         return (self.casts[output], 0) if output in self.casts else (self.node, output)
 
-    def state_bytes(self, optimizer: str) -> StateBytes:
+    def state_bytes(self, optimizer: Optimizer) -> StateBytes:
         """Return the bytes of an element of a parameter, for each kind of its state."""
         copy = self.casts[0].meta["val"].element_size() if 0 in self.casts else 0
+        if optimizer.orthogonalizes and not self.is_matrix:
+            optimizer = Optimizer.of("adamw", optimizer.state_bytes)
         return StateBytes.of(optimizer, self.node.meta["val"].element_size(), copy)
 
 
@@ -73,6 +77,7 @@ def vertices_of(graph: fx.Graph) -> tuple[list[Vertex], list[Use]]:
     uses: list[Use] = []
     where: dict[fx.Node, int] = {}
     casts = own_casts(graph)
+    hidden = hidden_matrices(graph)
     source_of = {cast: source for source, cast in casts.items()}
 
     def add(name, kind, node, phase, signature) -> Vertex:
@@ -93,6 +98,7 @@ def vertices_of(graph: fx.Graph) -> tuple[list[Vertex], list[Use]]:
             v = add(node.name, role.kind, node, node.meta["phase"],
                     (role.kind, key, tuple(value.shape), str(value.dtype), role.trainable))  # fmt: skip
             where[node] = v.index
+            v.is_matrix = node in hidden
             if node in casts:
                 v.casts[0] = casts[node]
                 v.signature = (*v.signature, str(v.values[0].dtype))
