@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
+from . import attention_cpu, attention_gpu
 from . import batch_norm, counter_rng, ctc, fake_quant, matmul, nf4  # noqa: F401  (registers theirs)
-from .attention_forms import additive, by_formula, by_formula_backward, by_kernel, by_kernel_backward, lse_dtype
+from .attention_blocks import BLOCKS
+from .attention_forms import Form, additive, lse_dtype
 
 aten = torch.ops.aten
 
@@ -64,19 +66,14 @@ linear.register_autograd(_linear_backward, setup_context=matmul.save_factors)
 # -------------------------------------------------------------------------------------------------------------
 
 
-def _repeat_heads(q: Tensor, kv: Tensor) -> Tensor:
-    repeat = q.shape[1] // kv.shape[1]
-    return _rows(kv if repeat == 1 else kv.repeat_interleave(repeat, 1))
+def _form(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Form:
+    if q.is_cuda:
+        return attention_gpu.form_of(q, k, v, mask, causal)
+    return attention_cpu.CPU if q.is_cpu else BLOCKS
 
 
-def _rows(x: Tensor) -> Tensor:
-    """Return the same values with adjacent elements in the last dim: the CPU kernel reads them so without checking."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _sum_repeats(grad: Tensor, kv: Tensor) -> Tensor:
-    repeat = grad.shape[1] // kv.shape[1]
-    return grad if repeat == 1 else grad.unflatten(1, (kv.shape[1], repeat)).sum(2)
+def _scale(q: Tensor, scale: float | None) -> float:
+    return q.shape[-1] ** -0.5 if scale is None else scale
 
 
 def _seq_major(x: Tensor) -> Tensor:
@@ -91,8 +88,8 @@ def attention(
     """Compute scaled dot-product attention. q is (b, h, s, d), k (b, h_kv, t, d) and v (b, h_kv, t, d_v) with h a
     multiple of h_kv (grouped queries); mask is bool or additive, broadcastable to (b, h, s, t). Returns the output
     (b, h, s, d_v) and the log-sum-exp (b, h, s): 0 and -inf for a query that may attend to no key."""
-    q, k, v, mask = _rows(q), _repeat_heads(q, k), _repeat_heads(q, v), additive(mask, q.dtype)
-    out, lse = (by_formula if q.is_cuda else by_kernel)(q, k, v, mask, causal, scale)
+    mask = additive(mask, q.dtype)
+    out, lse = _form(q, k, v, mask, causal).forward(q, k, v, mask, causal, _scale(q, scale))
     return _seq_major(out), lse.clone(memory_format=torch.contiguous_format)
 
 
@@ -102,13 +99,10 @@ def attention_bw(
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of q, k and v."""
-    grad, q, out = _rows(grad), _rows(q), _rows(out)
-    full_k, full_v, mask = _repeat_heads(q, k), _repeat_heads(q, v), additive(mask, q.dtype)
-    if q.is_cuda:
-        dq, dk, dv = by_formula_backward(grad, q, full_k, full_v, mask, causal, scale)
-    else:
-        dq, dk, dv = by_kernel_backward(grad, q, full_k, full_v, out, lse, mask, causal, scale)
-    return _seq_major(dq), _seq_major(_sum_repeats(dk, k)), _seq_major(_sum_repeats(dv, v))
+    mask, form = additive(mask, q.dtype), _form(q, k, v, mask, causal)
+    gradients = form.backward(grad, q, k, v, out, lse, mask, causal, _scale(q, scale))
+    dq, dk, dv = map(_seq_major, gradients)
+    return dq, dk, dv
 
 
 def _empty_seq_major(like: Tensor, shape) -> Tensor:
