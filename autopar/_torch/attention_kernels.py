@@ -55,22 +55,17 @@ def cudnn_backward(grad, q, k, v, out, lse, causal: bool, scale: float) -> tuple
 def efficient(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float):
     """Return (output, log-sum-exp) by the memory-efficient kernel; all have h heads, bias is (b, h, s, t) with rows of
     16 bytes' alignment."""
-    out, lse, *_ = aten._efficient_attention_forward(
-        *(x.transpose(1, 2) for x in (q, k, v)), bias, None, None, None, None, 0.0, int(causal), True, scale=scale
-    )
-    return out.transpose(1, 2), lse[..., : q.shape[2]]
+    out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, causal, scale=scale)
+    return out, lse.narrow(-1, 0, q.shape[2])
 
 
 def efficient_backward(grad, q, k, v, out, lse, bias: Tensor | None, causal: bool, scale: float):
     """Return the gradients of q, k and v by the memory-efficient kernel. An infinite log-sum-exp is that of a query
     without keys, as of the rows that pad it."""
     lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % LSE_ROWS), value=float("inf"))
-    grad, q, k, v, out = (x.transpose(1, 2) for x in (grad, q, k, v, out))
-    dq, dk, dv, _ = aten._efficient_attention_backward(
-        grad, q, k, v, bias, out, None, None, q.shape[1], k.shape[1], lse, 0.0, *_no_state(q), int(causal), False,
-        scale=scale,
-    )  # fmt: skip
-    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+    return aten._scaled_dot_product_efficient_attention_backward(
+        grad, q, k, v, bias, out, lse, *_no_state(q), 0.0, [True, True, True, False], causal, scale=scale
+    )[:3]
 
 
 def _no_state(like: Tensor) -> tuple[Tensor, Tensor]:

@@ -33,10 +33,10 @@ def forward(q, k, v, mask: Tensor | None, causal: bool, scale: float, block: int
             weights = _exp_of_difference(scores, new_top)
             shrink = _exp_of_difference(top, new_top)
             total = total * shrink + weights.sum(-1, keepdim=True)
-            sum_ = sum_.mul_(shrink).add_(problem.times(weights, v[:, :, columns]))
+            sum_ = sum_.mul_(shrink).add_(problem.times(weights, _part(v, columns)))
             top = new_top
-        out[:, :, rows] = problem.joined(sum_ / total.masked_fill(total == 0, 1.0))
-        lse[:, :, rows] = problem.joined(top + total.log()).squeeze(-1)
+        _part(out, rows).copy_(problem.joined(sum_ / total.masked_fill(total == 0, 1.0)))
+        _part(lse, rows).copy_(problem.joined(top + total.log()).squeeze(-1))
     return out, lse
 
 
@@ -53,12 +53,12 @@ def backward(
         dq_rows = torch.zeros_like(query)
         for columns, scores in problem.scores(rows):
             p = _exp_of_difference(scores, top).div_(total)
-            dp = problem.times(grad_rows, v[:, :, columns].transpose(-1, -2))
-            dv[:, :, columns] += problem.transposed_times(p, grad_rows)
+            dp = problem.times(grad_rows, _part(v, columns).transpose(-1, -2))
+            _part(dv, columns).add_(problem.transposed_times(p, grad_rows))
             ds = p.mul_(dp.sub_(shared)).mul_(scale)
-            dq_rows += problem.times(ds, k[:, :, columns])
-            dk[:, :, columns] += problem.transposed_times(ds, query)
-        dq[:, :, rows] = problem.joined(dq_rows)
+            dq_rows += problem.times(ds, _part(k, columns))
+            _part(dk, columns).add_(problem.transposed_times(ds, query))
+        _part(dq, rows).copy_(problem.joined(dq_rows))
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
@@ -89,7 +89,7 @@ class _Problem:
         return _slices(self.q.shape[2], self.block)
 
     def rows_of(self, x: Tensor, rows: slice) -> Tensor:
-        return x[:, :, rows].to(self.wide).unflatten(1, (self.k.shape[1], -1))
+        return _part(x, rows).to(self.wide).unflatten(1, (self.k.shape[1], -1))
 
     def joined(self, x: Tensor) -> Tensor:
         """Return a block of rows as (b, h, rows, d)."""
@@ -105,7 +105,7 @@ class _Problem:
         """Yield the blocks of keys of a block of queries with their scores, scaled and masked."""
         query = self.rows_of(self.q, rows)
         for columns in _slices(min(self.k.shape[2], rows.stop if self.causal else self.k.shape[2]), self.block):
-            scores = self.times(query, self.k[:, :, columns].transpose(-1, -2)).mul_(self.scale)
+            scores = self.times(query, _part(self.k, columns).transpose(-1, -2)).mul_(self.scale)
             if self.causal and columns.stop > rows.start + 1:
                 at = [torch.arange(x.start, x.stop, device=scores.device) for x in (rows, columns)]
                 scores.masked_fill_(at[0].unsqueeze(-1) < at[1], -INF)
@@ -115,8 +115,9 @@ class _Problem:
 
     def _mask(self, rows: slice, columns: slice) -> Tensor:
         """Return the block of the mask, with its heads as those of the scores are."""
-        mask = self.mask[(None,) * (4 - self.mask.dim())]
-        mask = mask[:, :, rows if mask.shape[2] > 1 else slice(None), columns if mask.shape[3] > 1 else slice(None)]
+        mask = self.mask.reshape((1,) * (4 - self.mask.dim()) + tuple(self.mask.shape))
+        mask = _part(mask, rows) if mask.shape[2] > 1 else mask
+        mask = mask.narrow(3, columns.start, columns.stop - columns.start) if mask.shape[3] > 1 else mask
         return mask.unflatten(1, (self.k.shape[1], -1)) if mask.shape[1] > 1 else mask.unsqueeze(1)
 
     def statistics(self, rows: slice, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,3 +146,8 @@ class _Problem:
 def _slices(length: int, block: int) -> Iterator[slice]:
     for start in range(0, length, block):
         yield slice(start, min(start + block, length))
+
+
+def _part(x: Tensor, of: slice) -> Tensor:
+    """Return some of the queries or keys of a tensor (b, h, s, ...)."""
+    return x.narrow(2, of.start, of.stop - of.start)

@@ -34,7 +34,7 @@ def additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """Return a mask that says what to keep as one that is added to the scores."""
     if mask is None or mask.dtype != torch.bool:
         return mask
-    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, float("-inf"))
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), float("-inf"))
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -46,7 +46,7 @@ def closed_rows(mask: Tensor, causal: bool, rows: int, columns: int) -> Tensor:
     """Return whether each query may attend to no key, broadcastable to (b, h, s)."""
     closed = mask == float("-inf")
     if causal:
-        closed = closed | ~torch.ones(rows, columns, dtype=torch.bool, device=mask.device).tril()
+        closed = closed | torch.ones(rows, columns, dtype=torch.bool, device=mask.device).triu(1)
     return closed.all(-1)
 
 
@@ -62,6 +62,11 @@ def summed(grad: Tensor, kv: Tensor) -> Tensor:
     return grad if times == 1 else grad.unflatten(1, (kv.shape[1], times)).sum(2)
 
 
+def contiguous(x: Tensor) -> Tensor:
+    """Return the same values without gaps."""
+    return x if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
+
+
 def adjacent(x: Tensor) -> Tensor:
     """Return the same values with adjacent elements in the last dim: kernels read them so, some without checking."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    return x if x.stride(-1) == 1 else contiguous(x)

@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 from .._torch import attention_kernels as kernels
 from .attention_blocks import BLOCKS
-from .attention_forms import Form, adjacent, closed_rows, repeated, summed
+from .attention_forms import Form, adjacent, closed_rows, contiguous, repeated, summed
 
 HALVES = (torch.float16, torch.bfloat16)
 WIDEST_FLASH, WIDEST_CUDNN, FEWEST_KEYS_CUDNN = 256, 128, 2048
@@ -46,7 +46,7 @@ def _unmasked(attend: Callable) -> Callable:
 
     def forward(q, k, v, mask, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         out, lse = attend(*_padded(q, k, v), causal, scale)
-        return out[..., : v.shape[-1]], lse
+        return out.narrow(-1, 0, v.shape[-1]), lse
 
     return forward
 
@@ -64,7 +64,7 @@ def _unmasked_backward(attend_backward: Callable) -> Callable:
 def _efficient(q, k, v, mask: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     wide_q, wide_k, wide_v = _padded(q, repeated(k, q), repeated(v, q))
     out, lse = kernels.efficient(wide_q, wide_k, wide_v, _bias(mask, q, k), causal, scale)
-    out = out[..., : v.shape[-1]]
+    out = out.narrow(-1, 0, v.shape[-1])
     if mask is None:
         return out, lse
     closed = closed_rows(mask, causal, q.shape[2], k.shape[2])
@@ -96,7 +96,7 @@ def _padded(*heads: Tensor) -> list[Tensor]:
 
 
 def _cut(gradients: tuple[Tensor, ...], to: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return tuple(x[..., : like.shape[-1]] for x, like in zip(gradients, to, strict=True))
+    return tuple(x.narrow(-1, 0, like.shape[-1]) for x, like in zip(gradients, to, strict=True))
 
 
 def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
@@ -106,5 +106,5 @@ def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     columns = k.shape[2]
     mask = mask.to(q.dtype)
     mask = mask.expand(*mask.shape[:-1], columns)
-    mask = pad(mask, (0, -columns % BIAS_ALIGNMENT)).contiguous()[..., :columns]
+    mask = contiguous(pad(mask, (0, -columns % BIAS_ALIGNMENT))).narrow(-1, 0, columns)
     return mask.expand(*q.shape[:3], columns)

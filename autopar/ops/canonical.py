@@ -20,7 +20,7 @@ from torch.library import custom_op
 from . import attention_cpu, attention_gpu
 from . import batch_norm, counter_rng, ctc, fake_quant, matmul, nf4  # noqa: F401  (registers theirs)
 from .attention_blocks import BLOCKS
-from .attention_forms import Form, additive, lse_dtype
+from .attention_forms import Form, additive, contiguous, lse_dtype
 
 aten = torch.ops.aten
 
@@ -78,7 +78,7 @@ def _scale(q: Tensor, scale: float | None) -> float:
 
 def _seq_major(x: Tensor) -> Tensor:
     """Return the same values stored as (b, s, h, d), which the projection after attention reads without a copy."""
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
+    return contiguous(x.transpose(1, 2)).transpose(1, 2)
 
 
 @custom_op("autopar::attention", mutates_args=())
