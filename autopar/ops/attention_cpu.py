@@ -21,9 +21,7 @@ def forward(q, k, v, mask: Tensor | None, causal: bool, scale: float) -> tuple[T
     return out[..., : v.shape[-1]], lse
 
 
-def backward(
-    grad, q, k, v, out, lse, mask: Tensor | None, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(grad, q, k, v, out, lse, mask: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v."""
     if mask is not None:
         lse = lse.masked_fill(lse == float("-inf"), 0.0)  # what the kernel says itself of a closed query

@@ -7,8 +7,8 @@ vocabulary-parallel embedding and cross-entropy, arXiv 1909.08053). Implementati
 kernels and formulas only.
 
 Shapes in the docstrings are those of the call, local or global alike. Products of stacks of matrices, batch norm, fake
-quantization, quantized weights, random numbers and CTC have files of their own: autopar/ops/matmul.py,
-batch_norm.py, fake_quant.py, nf4.py, counter_rng.py and ctc.py.
+quantization, quantized weights, random numbers, the sums of a cross-entropy and CTC have files of their own:
+autopar/ops/matmul.py, batch_norm.py, fake_quant.py, nf4.py, counter_rng.py, vocab_loss.py and ctc.py.
 """
 
 from __future__ import annotations
@@ -17,8 +17,17 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from . import attention_cpu, attention_gpu
-from . import batch_norm, counter_rng, ctc, fake_quant, matmul, nf4  # noqa: F401  (registers theirs)
+from . import (  # noqa: F401  (most for their ops, which they register)
+    attention_cpu,
+    attention_gpu,
+    batch_norm,
+    counter_rng,
+    ctc,
+    fake_quant,
+    matmul,
+    nf4,
+    vocab_loss,
+)
 from .attention_blocks import BLOCKS
 from .attention_forms import Form, additive, contiguous, lse_dtype
 
@@ -170,54 +179,3 @@ def _embedding_backward(ctx, grad):
 
 
 embedding.register_autograd(_embedding_backward, setup_context=_embedding_setup)
-
-
-# cross-entropy
-# ---------------------------------------------------------------------------------------------------------
-
-
-@custom_op("autopar::vocab_loss", mutates_args=())
-def vocab_loss(logits: Tensor, target: Tensor, row_max: Tensor, offset: int) -> tuple[Tensor, Tensor]:
-    """Return the two sums that a cross-entropy needs over the vocabulary: of exp(logits - row_max), and of logits where
-    the column plus `offset` is `target`. (..., v), (...), (...) -> (...), (...), both in at least fp32."""
-    shifted = logits.to(row_max.dtype) - row_max.unsqueeze(-1)
-    column = target - offset
-    inside = (column >= 0) & (column < logits.shape[-1])
-    picked = logits.gather(-1, torch.where(inside, column, 0).unsqueeze(-1)).squeeze(-1)
-    return shifted.exp_().sum(-1), picked.to(row_max.dtype) * inside
-
-
-@custom_op("autopar::vocab_loss_bw", mutates_args=())
-def vocab_loss_bw(
-    grad_sum: Tensor, grad_picked: Tensor, logits: Tensor, target: Tensor, row_max: Tensor, offset: int
-) -> Tensor:
-    """Return the gradient of the logits: grad_sum * exp(logits - row_max), plus grad_picked at the target's column."""
-    column = target - offset
-    inside = (column >= 0) & (column < logits.shape[-1])
-    grad = (logits.to(row_max.dtype) - row_max.unsqueeze(-1)).exp_().mul_(grad_sum.unsqueeze(-1))
-    grad.scatter_add_(-1, torch.where(inside, column, 0).unsqueeze(-1), (grad_picked * inside).unsqueeze(-1))
-    return grad.to(logits.dtype)
-
-
-@vocab_loss.register_fake
-def _(logits, target, row_max, offset):
-    return torch.empty_like(row_max), torch.empty_like(row_max)
-
-
-vocab_loss_bw.register_fake(
-    lambda grad_sum, grad_picked, logits, target, row_max, offset: logits.new_empty(logits.shape)
-)
-
-
-def _vocab_loss_setup(ctx, inputs, output):
-    logits, target, row_max, ctx.offset = inputs
-    ctx.save_for_backward(logits, target, row_max)
-
-
-def _vocab_loss_backward(ctx, grad_sum, grad_picked):
-    """Return the gradient of the logits. row_max only shifts the exponent; it cancels in log(sum) + row_max, so it gets
-    no gradient."""
-    return vocab_loss_bw(grad_sum, grad_picked, *ctx.saved_tensors, ctx.offset), None, None, None
-
-
-vocab_loss.register_autograd(_vocab_loss_backward, setup_context=_vocab_loss_setup)

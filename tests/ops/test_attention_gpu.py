@@ -70,11 +70,13 @@ def test_kernels_and_forms(kernel, call):
         assert [op for op in count.ops if "attention" in op] == [name]
         promised, *_ = counted(
             torch.ops.autopar.attention if len(results) == 2 else torch.ops.autopar.attention_bw,
-            lambda arguments=arguments: [
-                a if a is None else torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device=a.device)
-                for a in arguments
-            ]
-            + [call[8], None],
+            lambda arguments=arguments: (
+                [
+                    a if a is None else torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device=a.device)
+                    for a in arguments
+                ]
+                + [call[8], None]
+            ),
         )
         for mine, other in zip(results, promised, strict=True):
             assert (mine.shape, mine.dtype, mine.stride()) == (other.shape, other.dtype, other.stride())
@@ -144,7 +146,11 @@ def computed(grad, q, k, v, bias, causal, scale):
     grad = torch.zeros(*q.shape[:3], v.shape[-1]) if grad is None else grad
     wide = q * (scale * q.shape[-1] ** 0.5)
     out, lse, dq, dk, dv = reference(grad, wide, k, v, bias, causal)
-    return out.to(q.dtype), lse.float(), *((x * f).to(q.dtype) for x, f in ((dq, scale * q.shape[-1] ** 0.5), (dk, 1), (dv, 1)))
+    return (
+        out.to(q.dtype),
+        lse.float(),
+        *((x * f).to(q.dtype) for x, f in ((dq, scale * q.shape[-1] ** 0.5), (dk, 1), (dv, 1))),
+    )
 
 
 @pytest.mark.parametrize("causal", [False, True])
