@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, cast
 
@@ -65,6 +65,13 @@ def fake_tensor(mode, shape, stride, offset: int, dtype, device, base: torch.Ten
 def storage_key(tensor: torch.Tensor) -> int:
     """Return a number that is equal for tensors in the same memory, while they live."""
     return tensor.untyped_storage()._cdata
+
+
+def weak_storage(tensor: torch.Tensor) -> object:
+    """Return what keeps the `storage_key` of a tensor from being given to another, and does not keep its memory."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 def graph_module(root, graph: fx.Graph, name: str = "GraphModule") -> fx.GraphModule:
@@ -325,6 +332,19 @@ def release_saved(ctx) -> None:
 def outside_dynamo(function: Callable) -> Callable:
     """Return a function that torch.compile leaves as it is, without loading the compiler before it is asked for."""
     return torch._disable_dynamo(function)
+
+
+def in_given_order(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of torch.compile with which Inductor does not reorder the ops of a graph to save memory, unless
+    it is told to by these."""
+    from torch._inductor import list_mode_options
+
+    given = {name: value for name, value in options.items() if value is not None or name == "dynamic"}
+    mode, chosen = given.get("mode"), given.get("options")
+    if given.get("backend", "inductor") != "inductor" or (mode and chosen):
+        return given  # what torch does not take, it refuses itself
+    of_mode = list_mode_options(given.pop("mode"), given.get("dynamic")) if mode else {}
+    return {**given, "options": {"reorder_for_peak_memory": False, **of_mode, **(chosen or {})}}
 
 
 def compiler_errors() -> tuple[type[Exception], ...]:
