@@ -45,9 +45,15 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
 def closed_rows(mask: Tensor, causal: bool, rows: int, columns: int) -> Tensor:
     """Return whether each query may attend to no key, broadcastable to (b, h, s)."""
     closed = mask == float("-inf")
-    if causal:
-        closed = closed | torch.ones(rows, columns, dtype=torch.bool, device=mask.device).triu(1)
-    return closed.all(-1)
+    if not causal:
+        return closed.all(-1)
+    if mask.dim() < 2 or mask.shape[-2] == 1:  # of keys alone: the first query that may attend to one opens all later
+        closed = closed.expand(*closed.shape[:-1], columns)
+        opened = closed.logical_not().cumsum(-1)
+        last = torch.arange(rows, device=mask.device).clamp(max=columns - 1)
+        return (opened if mask.dim() < 2 else opened.squeeze(-2)).index_select(-1, last) == 0
+    later = torch.ones(rows, columns, dtype=torch.bool, device=mask.device).triu(1)
+    return (closed | later).all(-1)
 
 
 def repeated(kv: Tensor, q: Tensor) -> Tensor:
