@@ -7,6 +7,9 @@ op by op, on fake tensors of the new device. Shapes must stay, as the plan is on
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import cast
+
 import torch
 from torch import fx
 
@@ -43,7 +46,7 @@ def _evaluated(node: fx.Node, device: torch.device):
     """Return what the op gives of its arguments' values. Raises CaptureError."""
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
     try:
-        value = node.target(*args, **kwargs)
+        value = cast(Callable, node.target)(*args, **kwargs)
     except (RuntimeError, NotImplementedError, TypeError) as error:
         raise _refused(node, f"does not run on {device.type}: {_first_line(error)}", device) from error
     before, after = _shapes(node.meta["val"]), _shapes(value)

@@ -110,12 +110,12 @@ class _Problem:
                 at = [torch.arange(x.start, x.stop, device=scores.device) for x in (rows, columns)]
                 scores.masked_fill_(at[0].unsqueeze(-1) < at[1], -INF)
             if self.mask is not None:
-                scores += self._mask(rows, columns)
+                scores += self._mask_of(self.mask, rows, columns)
             yield columns, scores
 
-    def _mask(self, rows: slice, columns: slice) -> Tensor:
+    def _mask_of(self, mask: Tensor, rows: slice, columns: slice) -> Tensor:
         """Return the block of the mask, with its heads as those of the scores are."""
-        mask = self.mask.reshape((1,) * (4 - self.mask.dim()) + tuple(self.mask.shape))
+        mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
         mask = _part(mask, rows) if mask.shape[2] > 1 else mask
         mask = mask.narrow(3, columns.start, columns.stop - columns.start) if mask.shape[3] > 1 else mask
         return mask.unflatten(1, (self.k.shape[1], -1)) if mask.shape[1] > 1 else mask.unsqueeze(1)

@@ -21,15 +21,16 @@ from torch.nn.functional import pad
 
 from .._torch import attention_kernels as kernels
 from .attention_blocks import BLOCKS
-from .attention_forms import Form, adjacent, closed_rows, contiguous, repeated, summed
+from .attention_forms import Form, Like, adjacent, closed_rows, contiguous, repeated, summed
 
+Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k and v
 HALVES = (torch.float16, torch.bfloat16)
 WIDEST_FLASH, WIDEST_CUDNN, FEWEST_KEYS_CUDNN = 256, 128, 2048
 MOST_IN_GRID = 2**16 - 1  # batches, and heads
 BIAS_ALIGNMENT = 16  # elements, enough for every type
 
 
-def form_of(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Form:
+def form_of(q: Like, k: Like, v: Like, mask: Like | None, causal: bool) -> Form:
     """Return the form that serves a call on these tensors."""
     (b, h, rows, width), columns = q.shape, k.shape[2]
     width = max(width, v.shape[-1])
@@ -54,7 +55,7 @@ def _unmasked(attend: Callable) -> Callable:
 def _unmasked_backward(attend_backward: Callable) -> Callable:
     """Return the backward by a kernel that takes no mask and heads of one width."""
 
-    def backward(grad, q, k, v, out, lse, mask, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(grad, q, k, v, out, lse, mask, causal: bool, scale: float) -> Gradients:
         grad, wide_q, wide_k, wide_v, out = _padded(grad, q, k, v, out)
         return _cut(attend_backward(grad, wide_q, wide_k, wide_v, out, lse, causal, scale), (q, k, v))
 
@@ -71,9 +72,7 @@ def _efficient(q, k, v, mask: Tensor | None, causal: bool, scale: float) -> tupl
     return out.masked_fill(closed.unsqueeze(-1), 0.0), lse.masked_fill(closed, float("-inf"))
 
 
-def _efficient_backward(
-    grad, q, k, v, out, lse, mask: Tensor | None, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _efficient_backward(grad, q, k, v, out, lse, mask: Tensor | None, causal: bool, scale: float) -> Gradients:
     if mask is not None:
         lse = lse.masked_fill(lse == float("-inf"), float("inf"))
     grad, wide_q, wide_k, wide_v, out = _padded(grad, q, repeated(k, q), repeated(v, q), out)
@@ -95,8 +94,9 @@ def _padded(*heads: Tensor) -> list[Tensor]:
     return [adjacent(x) for x in padded]
 
 
-def _cut(gradients: tuple[Tensor, ...], to: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return tuple(x.narrow(-1, 0, like.shape[-1]) for x, like in zip(gradients, to, strict=True))
+def _cut(gradients: Gradients, to: Gradients) -> Gradients:
+    dq, dk, dv = (x.narrow(-1, 0, like.shape[-1]) for x, like in zip(gradients, to, strict=True))
+    return dq, dk, dv
 
 
 def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:

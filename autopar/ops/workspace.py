@@ -11,20 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
 from . import attention_blocks, attention_gpu
-from .attention_forms import lse_dtype
+from .attention_forms import Like, lse_dtype
 from .vocab_loss import chunk_rows
-
-
-class Like(Protocol):
-    """The form of a tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 def workspace_bytes(op: object, *arguments) -> int:

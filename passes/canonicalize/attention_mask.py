@@ -9,7 +9,8 @@ it was before it was broadcast, (b, 1, 1, s) for padding. Samples that are all a
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -151,13 +152,14 @@ def _constant_value(graph_module: fx.GraphModule, mask: fx.Node, writes: list[Wr
 def _evaluated(node: fx.Node, args: tuple, kwargs: dict, samples_apart: bool):
     """Return what an op gives; of samples that are all alike one is computed, and expanded, if the op is pointwise on
     tensors of four dims and nothing is written to them later."""
+    op = cast(Callable, node.target)
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
     is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in _AND
     shape = tuple(node.meta["val"].shape) if isinstance(node.meta.get("val"), torch.Tensor) else ()
     if samples_apart or not is_pointwise or len(shape) != 4 or shape[0] == 1:
-        return node.target(*args, **kwargs)
+        return op(*args, **kwargs)
     small = {id(t): _one_sample(t) if t.dim() == 4 else t for t in tensors}
-    value = node.target(*(small.get(id(a), a) for a in args), **kwargs)
+    value = op(*(small.get(id(a), a) for a in args), **kwargs)
     return value.expand(shape)
 
 
