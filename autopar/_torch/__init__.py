@@ -19,6 +19,7 @@ from torch.fx.node import Target
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from .inductor import in_given_order
 from .regions import no_autocast, without_dispatch_modes
 from .sizes import OpenSize, export_open, open_size
 from .tracing import (
@@ -65,6 +66,13 @@ def fake_tensor(mode, shape, stride, offset: int, dtype, device, base: torch.Ten
 def storage_key(tensor: torch.Tensor) -> int:
     """Return a number that is equal for tensors in the same memory, while they live."""
     return tensor.untyped_storage()._cdata
+
+
+def weak_storage(tensor: torch.Tensor) -> object:
+    """Return what keeps the `storage_key` of a tensor from being given to another, and does not keep its memory."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 def graph_module(root, graph: fx.Graph, name: str = "GraphModule") -> fx.GraphModule:

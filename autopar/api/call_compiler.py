@@ -24,8 +24,8 @@ from ..codegen import pass_manager
 from ..codegen.rank_program import PipelineProgram, RankProgram
 from ..compiler import open_size, trace, trace_to_plan
 from ..errors import PlanIncompatible
-from ..frontend import export
 from ..frontend.constants import text_of
+from ..frontend.device import move
 from ..frontend.export import Captured
 from ..frontend.fake_parameters import Forms, forms_of
 from ..ir.compiler_pass import Pass
@@ -147,7 +147,7 @@ class CallCompiler:
         agreed = Plan.from_json(agree.from_rank_zero(made))
         agreed.check_fits(captured.graph, self.mesh)
         pass_manager.planned(agreed)
-        export.move(captured, torch.device(self.device_mesh.device_type))
+        move(captured, torch.device(self.device_mesh.device_type))
         return agreed
 
     def lower(self, traced: Traced, plan: Plan) -> RankProgram | PipelineProgram:

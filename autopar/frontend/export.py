@@ -23,7 +23,7 @@ from ..ir.graph import RANDOM_STATE, OutputRole, Role, leaf_name, mark_phases, o
 from . import refusals
 from .autograd_functions import inline, recorded_backwards
 from .call_signature import CallSignature, Returns, split_example
-from .fake_parameters import DEVICE, Form, Forms, fake, fake_state, forms_of
+from .fake_parameters import Form, Forms, fake, fake_state, forms_of
 from .flat_call import ROOT, FlatCall
 from .guards import Guards
 from .hooks import refuse_backward_hooks
@@ -316,27 +316,6 @@ def _refuse_fake_constants(graph_module: fx.GraphModule) -> None:
                 node=user.name, source=line_of_node(user) or None,
                 fix="compute derivatives outside of the model, or write them as ops of the forward",
             )  # fmt: skip
-
-
-def move(captured: Captured, device: torch.device) -> None:
-    """Rewrite a joint graph for tensors on `device`, in place. Graphs are traced and planned on the CPU."""
-    if device == DEVICE:
-        return
-    mode = next(n for n in captured.graph.nodes if n.op == "placeholder").meta["val"].fake_mode
-
-    def moved(value):
-        if isinstance(value, (tuple, list)):
-            return type(value)(map(moved, value))
-        if not isinstance(value, torch.Tensor):
-            return value
-        with mode:
-            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
-
-    for node in captured.graph.nodes:
-        if "device" in node.kwargs:
-            node.kwargs = {**node.kwargs, "device": device}
-        node.meta["val"] = moved(node.meta.get("val"))
-    captured.graph_module.recompile()
 
 
 def _merge_shared_placeholders(graph: fx.Graph) -> None:

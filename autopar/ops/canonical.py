@@ -7,8 +7,8 @@ vocabulary-parallel embedding and cross-entropy, arXiv 1909.08053). Implementati
 kernels and formulas only.
 
 Shapes in the docstrings are those of the call, local or global alike. Products of stacks of matrices, batch norm, fake
-quantization, quantized weights, random numbers and CTC have files of their own: autopar/ops/matmul.py,
-batch_norm.py, fake_quant.py, nf4.py, counter_rng.py and ctc.py.
+quantization, quantized weights, random numbers, the sums of a cross-entropy and CTC have files of their own:
+autopar/ops/matmul.py, batch_norm.py, fake_quant.py, nf4.py, counter_rng.py, vocab_loss.py and ctc.py.
 """
 
 from __future__ import annotations
@@ -17,8 +17,19 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from . import batch_norm, counter_rng, ctc, fake_quant, matmul, nf4  # noqa: F401  (registers theirs)
-from .attention_forms import additive, by_formula, by_formula_backward, by_kernel, by_kernel_backward, lse_dtype
+from . import (  # noqa: F401  (most for their ops, which they register)
+    attention_cpu,
+    attention_gpu,
+    batch_norm,
+    counter_rng,
+    ctc,
+    fake_quant,
+    matmul,
+    nf4,
+    vocab_loss,
+)
+from .attention_blocks import BLOCKS
+from .attention_forms import Form, additive, contiguous, lse_dtype
 
 aten = torch.ops.aten
 
@@ -64,24 +75,19 @@ linear.register_autograd(_linear_backward, setup_context=matmul.save_factors)
 # -------------------------------------------------------------------------------------------------------------
 
 
-def _repeat_heads(q: Tensor, kv: Tensor) -> Tensor:
-    repeat = q.shape[1] // kv.shape[1]
-    return _rows(kv if repeat == 1 else kv.repeat_interleave(repeat, 1))
+def _form(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Form:
+    if q.is_cuda:
+        return attention_gpu.form_of(q, k, v, mask, causal)
+    return attention_cpu.CPU if q.is_cpu else BLOCKS
 
 
-def _rows(x: Tensor) -> Tensor:
-    """Return the same values with adjacent elements in the last dim: the CPU kernel reads them so without checking."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _sum_repeats(grad: Tensor, kv: Tensor) -> Tensor:
-    repeat = grad.shape[1] // kv.shape[1]
-    return grad if repeat == 1 else grad.unflatten(1, (kv.shape[1], repeat)).sum(2)
+def _scale(q: Tensor, scale: float | None) -> float:
+    return q.shape[-1] ** -0.5 if scale is None else scale
 
 
 def _seq_major(x: Tensor) -> Tensor:
     """Return the same values stored as (b, s, h, d), which the projection after attention reads without a copy."""
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
+    return contiguous(x.transpose(1, 2)).transpose(1, 2)
 
 
 @custom_op("autopar::attention", mutates_args=())
@@ -91,8 +97,8 @@ def attention(
     """Compute scaled dot-product attention. q is (b, h, s, d), k (b, h_kv, t, d) and v (b, h_kv, t, d_v) with h a
     multiple of h_kv (grouped queries); mask is bool or additive, broadcastable to (b, h, s, t). Returns the output
     (b, h, s, d_v) and the log-sum-exp (b, h, s): 0 and -inf for a query that may attend to no key."""
-    q, k, v, mask = _rows(q), _repeat_heads(q, k), _repeat_heads(q, v), additive(mask, q.dtype)
-    out, lse = (by_formula if q.is_cuda else by_kernel)(q, k, v, mask, causal, scale)
+    mask = additive(mask, q.dtype)
+    out, lse = _form(q, k, v, mask, causal).forward(q, k, v, mask, causal, _scale(q, scale))
     return _seq_major(out), lse.clone(memory_format=torch.contiguous_format)
 
 
@@ -102,13 +108,10 @@ def attention_bw(
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of q, k and v."""
-    grad, q, out = _rows(grad), _rows(q), _rows(out)
-    full_k, full_v, mask = _repeat_heads(q, k), _repeat_heads(q, v), additive(mask, q.dtype)
-    if q.is_cuda:
-        dq, dk, dv = by_formula_backward(grad, q, full_k, full_v, mask, causal, scale)
-    else:
-        dq, dk, dv = by_kernel_backward(grad, q, full_k, full_v, out, lse, mask, causal, scale)
-    return _seq_major(dq), _seq_major(_sum_repeats(dk, k)), _seq_major(_sum_repeats(dv, v))
+    mask, form = additive(mask, q.dtype), _form(q, k, v, mask, causal)
+    gradients = form.backward(grad, q, k, v, out, lse, mask, causal, _scale(q, scale))
+    dq, dk, dv = map(_seq_major, gradients)
+    return dq, dk, dv
 
 
 def _empty_seq_major(like: Tensor, shape) -> Tensor:
@@ -176,54 +179,3 @@ def _embedding_backward(ctx, grad):
 
 
 embedding.register_autograd(_embedding_backward, setup_context=_embedding_setup)
-
-
-# cross-entropy
-# ---------------------------------------------------------------------------------------------------------
-
-
-@custom_op("autopar::vocab_loss", mutates_args=())
-def vocab_loss(logits: Tensor, target: Tensor, row_max: Tensor, offset: int) -> tuple[Tensor, Tensor]:
-    """Return the two sums that a cross-entropy needs over the vocabulary: of exp(logits - row_max), and of logits where
-    the column plus `offset` is `target`. (..., v), (...), (...) -> (...), (...), both in at least fp32."""
-    shifted = logits.to(row_max.dtype) - row_max.unsqueeze(-1)
-    column = target - offset
-    inside = (column >= 0) & (column < logits.shape[-1])
-    picked = logits.gather(-1, torch.where(inside, column, 0).unsqueeze(-1)).squeeze(-1)
-    return shifted.exp_().sum(-1), picked.to(row_max.dtype) * inside
-
-
-@custom_op("autopar::vocab_loss_bw", mutates_args=())
-def vocab_loss_bw(
-    grad_sum: Tensor, grad_picked: Tensor, logits: Tensor, target: Tensor, row_max: Tensor, offset: int
-) -> Tensor:
-    """Return the gradient of the logits: grad_sum * exp(logits - row_max), plus grad_picked at the target's column."""
-    column = target - offset
-    inside = (column >= 0) & (column < logits.shape[-1])
-    grad = (logits.to(row_max.dtype) - row_max.unsqueeze(-1)).exp_().mul_(grad_sum.unsqueeze(-1))
-    grad.scatter_add_(-1, torch.where(inside, column, 0).unsqueeze(-1), (grad_picked * inside).unsqueeze(-1))
-    return grad.to(logits.dtype)
-
-
-@vocab_loss.register_fake
-def _(logits, target, row_max, offset):
-    return torch.empty_like(row_max), torch.empty_like(row_max)
-
-
-vocab_loss_bw.register_fake(
-    lambda grad_sum, grad_picked, logits, target, row_max, offset: logits.new_empty(logits.shape)
-)
-
-
-def _vocab_loss_setup(ctx, inputs, output):
-    logits, target, row_max, ctx.offset = inputs
-    ctx.save_for_backward(logits, target, row_max)
-
-
-def _vocab_loss_backward(ctx, grad_sum, grad_picked):
-    """Return the gradient of the logits. row_max only shifts the exponent; it cancels in log(sum) + row_max, so it gets
-    no gradient."""
-    return vocab_loss_bw(grad_sum, grad_picked, *ctx.saved_tensors, ctx.offset), None, None, None
-
-
-vocab_loss.register_autograd(_vocab_loss_backward, setup_context=_vocab_loss_setup)

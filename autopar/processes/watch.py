@@ -88,6 +88,8 @@ class Watch:
         self.running = what
         try:
             yield
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             raise self.verdict(error, Progress(self.calls, 1, self.step, what)) from error
         finally:
@@ -193,9 +195,11 @@ class Guarded:
             watch.begin_step()
         try:
             return self.run(*values)
+        except torch.OutOfMemoryError:  # also where a collective's result was to be allocated
+            raise
         except RuntimeError as error:
             position, what, node = self.at(_line_in(self.code, error))
-            if node is None and (self.code is not None or isinstance(error, torch.OutOfMemoryError)):
+            if node is None and self.code is not None:
                 raise
             raise watch.verdict(error, Progress(watch.calls, position, watch.step, what), node) from error
         finally:

@@ -2,7 +2,8 @@
 on demand.
 
 torch.compile takes a graph as it is, collectives and all, but for ops that return what they write to: an all-reduce in
-place becomes one that copies, which Inductor may turn into one in place again.
+place becomes one that copies, which Inductor may turn into one in place again. Inductor leaves collectives where they
+are: it would put each next to its wait, and nothing would run beside it.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def _compiled(module: fx.GraphModule, phase: str, options: Mapping[str, object])
         if node.target is c10d.all_reduce_.default:
             node.target = c10d.all_reduce.default
     with _explained(phase):  # without fullgraph=True, under which Dynamo traces what handles the error of a collective
-        run = torch.compile(fx.GraphModule(module, graph), **{"dynamic": False, **options})
+        run = torch.compile(fx.GraphModule(module, graph), **_torch.in_given_order({"dynamic": False, **options}))
 
     def run_boxed(values: list):
         arguments = tuple(values)

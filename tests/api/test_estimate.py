@@ -99,8 +99,9 @@ def test_zero_beside_tensor_parallelism():
     "resnet:depth=10,width=8,image=16,classes=10",
 ])  # fmt: skip
 def test_every_builder(model):
-    e = estimated(model, strategy="ddp", mesh="dp=2", micro_batches=2)
-    assert e.plan.micro_batches == 2 and e.model_flops > 0 and e.plan.step_seconds > 0
+    passes = 1 if model.startswith("resnet") else 2  # its norm is over the whole batch
+    e = estimated(model, strategy="ddp", mesh="dp=2", micro_batches=passes)
+    assert e.plan.micro_batches == passes and e.model_flops > 0 and e.plan.step_seconds > 0
 
 
 def test_the_command(capsys):

@@ -11,7 +11,8 @@ from torch import fx, nn
 
 from autopar import compiler
 from autopar.errors import CaptureError, InputError, UnsupportedOpError
-from autopar.frontend.export import export, move
+from autopar.frontend.device import move
+from autopar.frontend.export import export
 from autopar.ir.graph import fingerprint, output_node
 
 from ..runtime import tiny

@@ -1,4 +1,4 @@
-"""Both forms of attention give what torch's attention gives, queries that a mask closes included."""
+"""The forms of attention give what torch's attention gives, queries that a mask closes included."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
+from autopar.ops import attention_blocks, attention_cpu
 from autopar.ops import attention_forms as forms
 from autopar.simulate.compare import verify_model
 
@@ -33,13 +34,14 @@ def masks(keep: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 def kernel(grad, q, k, v, mask, causal):
-    out, lse = forms.by_kernel(q, k, v, mask, causal, None)
-    return out, lse, forms.by_kernel_backward(grad, q, k, v, out, lse, mask, causal, None)
+    out, lse = attention_cpu.forward(q, k, v, mask, causal, q.shape[-1] ** -0.5)
+    return out, lse, attention_cpu.backward(grad, q, k, v, out, lse, mask, causal, q.shape[-1] ** -0.5)
 
 
-def formula(grad, q, k, v, mask, causal):
-    out, lse = forms.by_formula(q, k, v, mask, causal, None)
-    return out, lse, forms.by_formula_backward(grad, q, k, v, mask, causal, None)
+def blocks(grad, q, k, v, mask, causal):
+    """In blocks of 3 queries and 3 keys, so that small tensors have several."""
+    out, lse = attention_blocks.forward(q, k, v, mask, causal, q.shape[-1] ** -0.5, 3)
+    return out, lse, attention_blocks.backward(grad, q, k, v, out, lse, mask, causal, q.shape[-1] ** -0.5, 3)
 
 
 def canonical(grad, q, k, v, mask, causal):
@@ -47,7 +49,7 @@ def canonical(grad, q, k, v, mask, causal):
     return out, lse, torch.ops.autopar.attention_bw(grad, q, k, v, out, lse, mask, causal, None)
 
 
-FORMS = {"kernel": kernel, "formula": formula, "canonical": canonical}
+FORMS = {"kernel": kernel, "blocks": blocks, "canonical": canonical}
 
 
 def eager(grad, q, k, v, mask):
@@ -101,18 +103,18 @@ def test_the_lowest_number_closes_nothing(form, dtype):
 
 
 def test_gradients_of_the_lowest_number():
-    """The kernel's are those of eager torch on the same kernel, the formula's those of the function itself."""
+    """The kernel's are those of eager torch on the same kernel, the blocks' those of the function itself."""
     mask, (grad, *qkv) = masks(closed_rows(5, 5, 2), torch.float32)["lowest"], tensors(5, 5, torch.float32)
     _, wanted = eager(grad, *qkv, mask)
     for mine, whole in zip(kernel(grad, *qkv, mask, False)[2], wanted, strict=True):
         torch.testing.assert_close(mine, whole)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         _, exact = eager(grad, *qkv, mask)
-    for mine, whole in zip(formula(grad, *qkv, mask, False)[2], exact, strict=True):
+    for mine, whole in zip(blocks(grad, *qkv, mask, False)[2], exact, strict=True):
         torch.testing.assert_close(mine, whole, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("form", ["kernel", "formula"])
+@pytest.mark.parametrize("form", ["kernel", "blocks"])
 @pytest.mark.parametrize("mask", [None, torch.tensor([INF, 0, 0, 0, 0])])
 def test_causal(form, mask):
     """Also together with a mask, which closes the first query here."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from autopar.api import entry as api
 from autopar.compiler import lower, lower_deferred
 from autopar.errors import MemoryInfeasibleError, StrategyError
-from autopar.frontend import export
+from autopar.frontend.device import move
 from autopar.hardware.profile import Host
 from autopar.ir.graph import values_of
 from autopar.ir.layout import Layout, largest_local_numel
@@ -133,7 +133,7 @@ def test_graphs_for_gpus_compute_on_them(precision):
         baselines=False,
         offload="optimizer",
     )
-    export.move(captured, torch.device("cuda"))
+    move(captured, torch.device("cuda"))
     program = lower(captured, plan, 0, check=True)
     deferred = lower_deferred(captured, plan, 0, program.parts.saved)
     for graph in (

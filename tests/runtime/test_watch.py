@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import fx
 
 import autopar
+from autopar._torch import c10d
+from autopar.processes.watch import Guarded
 from tests.helpers import faults
 
 from .parity import planned
@@ -50,3 +55,20 @@ def test_graphs_through_torch_compile(plan, fault="kill"):
     assert outcome.named_right(fault, VICTIM) and not outcome.silent, outcome
     for *_, text in outcome.errors.values():
         assert re.search(WORDS[fault], text) and re.search("the compiled (forward|backward) graph, step", text), text
+
+
+def test_out_of_memory_is_told_as_that():
+    """Also where a collective's result is allocated: no rank is asked, and none is blamed."""
+    graph = fx.Graph()
+    started = graph.call_function(c10d.all_reduce.default, (graph.placeholder("x"), "sum", "dp"))
+    graph.output(graph.call_function(c10d.wait_tensor.default, (started,)))
+
+    def fails(*values):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    watch = SimpleNamespace(calls=0, step=1, running=None, verdict=None)
+    guarded = Guarded(watch, fx.GraphModule(torch.nn.Module(), graph), "backward", fails)
+    guarded.code, guarded.at = fails.__code__, lambda line: (1, "all_reduce", started)
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+        guarded(torch.ones(2))
+    assert watch.running is None

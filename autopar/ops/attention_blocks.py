@@ -1,0 +1,153 @@
+"""Attention block by block, for what no fused kernel takes: products and a softmax that never hold all scores.
+
+Blocks of queries go over blocks of keys with a running maximum and sum (Milakov and Gimelshein, arXiv 1805.02867;
+FlashAttention, arXiv 2205.14135); the backward computes the weights of a block again from the log-sum-exp. Under a
+causal mask blocks of later keys are left out. Scores are computed in the type of the log-sum-exp, whose range the lowest
+number of a narrower type does not leave. Heads that share keys are rows of one product.
+
+Tensors are those of autopar/ops/attention_forms.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .attention_forms import Form, lse_dtype
+
+BLOCK = 256  # queries, and keys
+INF = float("inf")
+
+
+def forward(q, k, v, mask: Tensor | None, causal: bool, scale: float, block: int = BLOCK) -> tuple[Tensor, Tensor]:
+    """Return (output, log-sum-exp); 0 and -inf for a query whose keys are all closed."""
+    problem = _Problem(q, k, mask, causal, scale, block)
+    out, lse = q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=problem.wide)
+    for rows in problem.row_blocks():
+        top, total, sum_ = problem.start(rows, v.shape[-1])
+        for columns, scores in problem.scores(rows):
+            new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
+            weights = _exp_of_difference(scores, new_top)
+            shrink = _exp_of_difference(top, new_top)
+            total = total * shrink + weights.sum(-1, keepdim=True)
+            sum_ = sum_.mul_(shrink).add_(problem.times(weights, _part(v, columns)))
+            top = new_top
+        _part(out, rows).copy_(problem.joined(sum_ / total.masked_fill(total == 0, 1.0)))
+        _part(lse, rows).copy_(problem.joined(top + total.log()).squeeze(-1))
+    return out, lse
+
+
+def backward(
+    grad, q, k, v, out, lse, mask: Tensor | None, causal: bool, scale: float, block: int = BLOCK
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v."""
+    problem = _Problem(q, k, mask, causal, scale, block)
+    dq, dk, dv = torch.empty_like(q), *(torch.zeros_like(x, dtype=problem.wide) for x in (k, v))
+    for rows in problem.row_blocks():
+        query, grad_rows = problem.rows_of(q, rows), problem.rows_of(grad, rows)
+        shared = (grad_rows * problem.rows_of(out, rows)).sum(-1, keepdim=True)
+        top, total = problem.statistics(rows, lse)
+        dq_rows = torch.zeros_like(query)
+        for columns, scores in problem.scores(rows):
+            p = _exp_of_difference(scores, top).div_(total)
+            dp = problem.times(grad_rows, _part(v, columns).transpose(-1, -2))
+            _part(dv, columns).add_(problem.transposed_times(p, grad_rows))
+            ds = p.mul_(dp.sub_(shared)).mul_(scale)
+            dq_rows += problem.times(ds, _part(k, columns))
+            _part(dk, columns).add_(problem.transposed_times(ds, query))
+        _part(dq, rows).copy_(problem.joined(dq_rows))
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+BLOCKS = Form("blocks", forward, backward)
+
+
+def _exp_of_difference(a: Tensor, b: Tensor) -> Tensor:
+    """Return exp(a - b), 0 where a is -inf."""
+    return (a - b.masked_fill(b == -INF, 0.0)).exp_()
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """Blocks of rows (queries) are (b, h_kv, h / h_kv, rows, d) in the wide type, their scores (..., rows, columns)."""
+
+    q: Tensor
+    k: Tensor
+    mask: Tensor | None
+    causal: bool
+    scale: float
+    block: int
+
+    @property
+    def wide(self) -> torch.dtype:
+        return lse_dtype(self.q.dtype)
+
+    def row_blocks(self) -> Iterator[slice]:
+        return _slices(self.q.shape[2], self.block)
+
+    def rows_of(self, x: Tensor, rows: slice) -> Tensor:
+        return _part(x, rows).to(self.wide).unflatten(1, (self.k.shape[1], -1))
+
+    def joined(self, x: Tensor) -> Tensor:
+        """Return a block of rows as (b, h, rows, d)."""
+        return x.flatten(1, 2)
+
+    def start(self, rows: slice, width: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the running maximum, the sum of the weights and of the weighted values before any key."""
+        shape = (self.q.shape[0], self.k.shape[1], self.q.shape[1] // self.k.shape[1], rows.stop - rows.start)
+        new = self.q.new_full((*shape, 1), -INF, dtype=self.wide)
+        return new, torch.zeros_like(new), self.q.new_zeros((*shape, width), dtype=self.wide)
+
+    def scores(self, rows: slice) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the blocks of keys of a block of queries with their scores, scaled and masked."""
+        query = self.rows_of(self.q, rows)
+        for columns in _slices(min(self.k.shape[2], rows.stop if self.causal else self.k.shape[2]), self.block):
+            scores = self.times(query, _part(self.k, columns).transpose(-1, -2)).mul_(self.scale)
+            if self.causal and columns.stop > rows.start + 1:
+                at = [torch.arange(x.start, x.stop, device=scores.device) for x in (rows, columns)]
+                scores.masked_fill_(at[0].unsqueeze(-1) < at[1], -INF)
+            if self.mask is not None:
+                scores += self._mask_of(self.mask, rows, columns)
+            yield columns, scores
+
+    def _mask_of(self, mask: Tensor, rows: slice, columns: slice) -> Tensor:
+        """Return the block of the mask, with its heads as those of the scores are."""
+        mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
+        mask = _part(mask, rows) if mask.shape[2] > 1 else mask
+        mask = mask.narrow(3, columns.start, columns.stop - columns.start) if mask.shape[3] > 1 else mask
+        return mask.unflatten(1, (self.k.shape[1], -1)) if mask.shape[1] > 1 else mask.unsqueeze(1)
+
+    def statistics(self, rows: slice, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (m, l) of each row with weights exp(scores - m) / l. The log-sum-exp is m with l = 1, but where a mask
+        has numbers so large that it is lost in them."""
+        if self.mask is None:
+            top = self.rows_of(lse.unsqueeze(-1), rows)
+            return top, torch.ones_like(top)
+        top, total, _ = self.start(rows, 0)
+        for _, scores in self.scores(rows):
+            new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
+            total = total * _exp_of_difference(top, new_top) + _exp_of_difference(scores, new_top).sum(-1, keepdim=True)
+            top = new_top
+        return top, total.masked_fill_(total == 0, 1.0)
+
+    def times(self, a: Tensor, b: Tensor) -> Tensor:
+        """Multiply a block of rows (b, h_kv, n, rows, i) by matrices of its keys' heads (b, h_kv, i, j)."""
+        product = a.flatten(2, 3) @ b.to(self.wide)
+        return product.unflatten(2, a.shape[2:4])
+
+    def transposed_times(self, a: Tensor, b: Tensor) -> Tensor:
+        """Return the sum over rows and heads that share keys: (b, h_kv, n, rows, i), (..., j) -> (b, h_kv, i, j)."""
+        return a.flatten(2, 3).transpose(-1, -2) @ b.flatten(2, 3)
+
+
+def _slices(length: int, block: int) -> Iterator[slice]:
+    for start in range(0, length, block):
+        yield slice(start, min(start + block, length))
+
+
+def _part(x: Tensor, of: slice) -> Tensor:
+    """Return some of the queries or keys of a tensor (b, h, s, ...)."""
+    return x.narrow(2, of.start, of.stop - of.start)

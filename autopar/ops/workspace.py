@@ -1,0 +1,142 @@
+"""Bytes that an op allocates beside its arguments and results and frees before it returns.
+
+    workspace_bytes(autopar.attention_bw.default, grad, q, k, v, out, lse, None, True, None)
+
+Arguments are those of the call, with anything that has a `shape` and a `dtype` for a tensor: a fake local one, or one
+without memory. Tensors count as they come from a projection: heads stored as (b, s, h, d), all else without gaps. What
+the kernels of a GPU allocate themselves is in it as their source has it; the rest is what autopar's own forms do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from . import attention_blocks, attention_gpu
+from .attention_forms import Like, lse_dtype
+from .vocab_loss import chunk_rows
+
+
+def workspace_bytes(op: object, *arguments) -> int:
+    """Return the bytes of a canonical op on a GPU at its peak, 0 for an op that needs none worth counting."""
+    count = _COUNTS.get(str(op))
+    return 0 if count is None else count(*arguments)
+
+
+def _attention(q: Like, k: Like, v: Like, mask: Like | None, causal: bool, scale: float | None) -> int:
+    (b, h, s, d), t, item = q.shape, k.shape[2], q.dtype.itemsize
+    form = attention_gpu.form_of(q, k, v, mask, causal).name
+    lse = b * h * s * lse_dtype(q.dtype).itemsize
+    if form == "blocks":
+        return lse + _out(q, v) + 6 * _block_bytes(q, k)
+    width = _width(q, v)
+    total = lse + (_out(q, v) * width // v.shape[-1] if width != v.shape[-1] else 0)
+    total += b * h * s * width * item if width != d else 0
+    total += _keys(k, q, width, form) + _keys(v, q, width, form)
+    if form == "efficient":
+        total += lse if s % 32 else 0
+        total += _mask_bytes(mask, q, t, causal) + (_out(q, v) if mask is not None else 0)
+    return total
+
+
+def _attention_bw(grad: Like, q: Like, k: Like, v: Like, out: Like, lse: Like, mask: Like | None, causal: bool,
+                  scale: float | None) -> int:  # fmt: skip
+    (b, h, s, d), t, item = q.shape, k.shape[2], q.dtype.itemsize
+    form = attention_gpu.form_of(q, k, v, mask, causal).name
+    if form == "blocks":
+        wide = lse_dtype(q.dtype).itemsize
+        return 9 * _block_bytes(q, k) + (_numel(k) + _numel(v)) * (wide + item) + _numel(q) * item
+    width = _width(q, v)
+    rows = b * h * s * width * item
+    total = rows * ((width != d) * 2 + (width != v.shape[-1]) * 2)  # q and its gradient, the output and its own
+    keys = [_keys(x, q, width, form) for x in (k, v)]
+    total += 2 * sum(keys)  # with their gradients
+    if form == "efficient":
+        padded = b * h * (-(-s // 32) * 32) * 4
+        total += 2 * padded + _mask_bytes(mask, q, t, causal=False)
+    return total + _inside(form, b, h, s, t, width, item, grouped=k.shape[1] != h)
+
+
+def _inside(form: str, b: int, h: int, s: int, t: int, width: int, item: int, grouped: bool) -> int:
+    """Return what the backward kernels allocate: the sum of a query's gradients in fp32 and its row sums; flash also the
+    gradients of keys and values of each head of the queries."""
+    rows = b * h * (-(-s // 128) * 128)
+    total = rows * 4
+    if form == "flash" or item < 4:
+        total += rows * (-(-width // 32) * 32) * 4
+    if form in ("flash", "cudnn") and grouped:
+        total += 2 * b * h * t * width * item
+    return total
+
+
+def _keys(x: Like, q: Like, width: int, form: str) -> int:
+    """Return the bytes of keys or values as a kernel gets them, beyond what they are: repeated, and padded."""
+    b, heads, t, own = x.shape
+    repeats = form == "efficient" and heads != q.shape[1]
+    wanted = q.shape[1] if repeats else heads
+    copies = (b * wanted * t * own if repeats else 0) + (b * wanted * t * width if width != own else 0)
+    return copies * x.dtype.itemsize
+
+
+def _mask_bytes(mask: Like | None, q: Like, columns: int, causal: bool) -> int:
+    """Return the bytes of a mask that is added and aligned, and of the search for closed queries."""
+    if mask is None:
+        return 0
+    rows = math.prod(mask.shape[:-1])
+    aligned = -(-columns // attention_gpu.BIAS_ALIGNMENT) * attention_gpu.BIAS_ALIGNMENT
+    added = _numel(mask) * (q.dtype.itemsize + 1) if mask.dtype == torch.bool else 0
+    search = max(_numel(mask), q.shape[0] * q.shape[2] * columns if causal else 0)
+    return added + rows * aligned * q.dtype.itemsize + search
+
+
+def _block_bytes(q: Like, k: Like) -> int:
+    """Return the bytes of a block of scores and of the rows beside it."""
+    b, h, s, d = q.shape
+    rows, columns = min(attention_blocks.BLOCK, s), min(attention_blocks.BLOCK, k.shape[2])
+    return b * h * rows * (columns + d) * lse_dtype(q.dtype).itemsize
+
+
+def _width(q: Like, v: Like) -> int:
+    return -(-max(q.shape[-1], v.shape[-1]) // 8) * 8
+
+
+def _out(q: Like, v: Like) -> int:
+    return math.prod(q.shape[:3]) * v.shape[-1] * q.dtype.itemsize
+
+
+def _numel(x: Like) -> int:
+    return math.prod(x.shape)
+
+
+def _vocab_loss(logits: Like, target: Like, row_max: Like, offset: int) -> int:
+    """Return a chunk in the wide type, and some numbers a row."""
+    return _chunk(logits, row_max) + _numel(target) * 32
+
+
+def _vocab_loss_bw(grad_sum: Like, grad_picked: Like, logits: Like, target: Like, row_max: Like, offset: int) -> int:
+    return _chunk(logits, row_max) + _numel(target) * 32
+
+
+def _chunk(logits: Like, row_max: Like) -> int:
+    rows, columns = _numel(row_max), logits.shape[-1]
+    return 2 * min(rows, chunk_rows(rows, columns)) * columns * row_max.dtype.itemsize
+
+
+def _embedding(weight: Like, index: Like, padding_idx: int, offset: int) -> int:
+    return _numel(index) * (weight.shape[1] * weight.dtype.itemsize + 24)
+
+
+def _embedding_dw(grad: Like, index: Like, padding_idx: int, offset: int, rows: int) -> int:
+    return _numel(grad) * grad.dtype.itemsize + _numel(index) * 32
+
+
+_COUNTS: dict[str, Callable[..., int]] = {
+    "autopar.attention.default": _attention,
+    "autopar.attention_bw.default": _attention_bw,
+    "autopar.vocab_loss.default": _vocab_loss,
+    "autopar.vocab_loss_bw.default": _vocab_loss_bw,
+    "autopar.embedding.default": _embedding,
+    "autopar.embedding_dw.default": _embedding_dw,
+}

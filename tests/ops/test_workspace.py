@@ -1,0 +1,102 @@
+"""What the bodies of ops allocate on fake CUDA tensors is within what `workspace_bytes` says, and more than half of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from autopar.ops import attention_gpu, autopar, canonical, vocab_loss, workspace
+
+from ..helpers.fake_allocations import counted, nbytes
+from .test_attention_gpu import BF16, CALLS, FP32, FP64, both, seq_major
+
+SLACK_BYTES = 64 * 1024  # small tensors of a number a row
+
+
+def check(said: int, results, count, inside: int = 0) -> None:
+    """`inside`: what kernels allocate themselves, which fake ones do not."""
+    found = count.peak_bytes - nbytes(results)
+    assert found <= said - inside + SLACK_BYTES, (found, said, inside)
+    assert said - inside <= 1.75 * found + SLACK_BYTES, (found, said, inside)
+
+
+LARGE = [
+    (1, 32, 8, 4096, 4096, 128, 128, BF16, True), (1, 8, 8, 2048, 2048, 80, 80, BF16, True),
+    (1, 8, 8, 2048, 2048, 36, 36, BF16, False), (1, 8, 8, 2048, 2048, 192, 128, BF16, True),
+    (1, 8, 2, 2048, 2048, 128, 128, FP32, True), (2, 8, 2, 2048, 2048, 64, 64, BF16, False, (2, 1, 1, 2048)),
+    (2, 8, 8, 2048, 2048, 64, 64, BF16, False, (2, 1, 2048, 2048)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("call", [*LARGE, *(call for calls in CALLS.values() for call in calls)])
+def test_attention(call):
+    causal, heads, kv_heads = call[8], call[1], call[2]
+    for results, arguments, count in both(*call):
+        forward = len(results) == 2
+        op = autopar.attention.default if forward else autopar.attention_bw.default
+        said = workspace.workspace_bytes(op, *arguments, causal, None)
+        inside = 0
+        if not forward:
+            q, k, v, mask = arguments[1], arguments[2], arguments[3], arguments[6]
+            form = attention_gpu.form_of(q, k, v, mask, causal).name
+            (b, h, s, _), t = q.shape, k.shape[2]
+            width = workspace._width(q, v)
+            inside = workspace._inside(form, b, h, s, t, width, q.dtype.itemsize, heads != kv_heads)
+        check(said, results, count, inside)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("heads, kv_heads", [(4, 4), (4, 1)])
+def test_blocks(causal, heads, kv_heads):
+    """Without a kernel, in fp64: on a CPU, whose fake copies need no CUDA."""
+    q, *kv = (seq_major(1, n, 2048, 64, FP64, "meta") for n in (heads, kv_heads, kv_heads))
+    lse = torch.empty(1, heads, 2048, dtype=FP64, device="meta")
+    form = attention_gpu.form_of(q, *kv, None, causal)
+    assert form.name == "blocks"
+    tail = (None, causal, 0.125)
+
+    def cpu(*values):
+        return lambda: [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in values]
+
+    results, _, count = counted(lambda *x: form.forward(*x, *tail), cpu(q, *kv))
+    said = workspace.workspace_bytes(autopar.attention.default, q, *kv, *tail)
+    assert count.peak_bytes - nbytes(results) <= said
+    results, _, count = counted(lambda *x: form.backward(*x, *tail), cpu(q, q, *kv, q, lse))
+    said = workspace.workspace_bytes(autopar.attention_bw.default, q, q, *kv, q, lse, *tail)
+    assert count.peak_bytes - nbytes(results) <= said
+
+
+@pytest.mark.parametrize("rows, vocabulary", [((4096,), 32000), ((2, 1024), 16032), ((7,), 50257)])
+def test_loss(rows, vocabulary):
+    def row(dtype=FP32):
+        return torch.empty(rows, dtype=dtype, device="cuda")
+
+    def logits():
+        return torch.empty(*rows, vocabulary, dtype=BF16, device="cuda")
+
+    for body, op, make in (
+        (vocab_loss.vocab_loss, autopar.vocab_loss, lambda: [logits(), row(torch.int64), row(), 0]),
+        (vocab_loss.vocab_loss_bw, autopar.vocab_loss_bw, lambda: [row(), row(), logits(), row(torch.int64), row(), 0]),
+    ):
+        results, arguments, count = counted(body._init_fn, make)
+        said = workspace.workspace_bytes(op.default, *arguments)
+        found = count.peak_bytes - nbytes(results)
+        assert found <= said <= 2.2 * found + SLACK_BYTES
+
+
+def test_embedding():
+    def make():
+        return [torch.empty(1000, 256, dtype=BF16), torch.empty(4, 512, dtype=torch.int64), -1, 0]
+
+    results, arguments, count = counted(canonical.embedding._init_fn, make)
+    check(workspace.workspace_bytes(autopar.embedding.default, *arguments), results, count)
+
+    def make_backward():
+        return [torch.empty(4, 512, 256, dtype=BF16), torch.empty(4, 512, dtype=torch.int64), -1, 0, 1000]
+
+    results, arguments, count = counted(canonical.embedding_dw._init_fn, make_backward)
+    check(workspace.workspace_bytes(autopar.embedding_dw.default, *arguments), results, count)
+
+
+def test_an_op_without():
+    assert workspace.workspace_bytes(torch.ops.aten.mm.default, None, None) == 0

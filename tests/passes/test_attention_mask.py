@@ -1,0 +1,103 @@
+"""Masks of attention become causal and what is left of them, with the same numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from autopar import compiler
+from autopar.ops import autopar
+from autopar.passes.canonicalize import attention_mask
+from autopar.simulate.compare import verify_model
+
+from ..families import FAMILIES
+
+KINDS = ("padding", "causal padding", "causal", "open", "window", "window padding", "query padding", "two paddings")
+
+
+class Masked(nn.Module):
+    """Attention under a mask that is built from arange and from an input, as libraries build it."""
+
+    def __init__(self, kind: str, seq: int = 6):
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind, self.qkv = kind, nn.Linear(8, 24)
+
+    def forward(self, x, keep):
+        b, s = x.shape[:2]
+        q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        place = torch.arange(s).expand(b, -1)
+        row, column = place[:, None, :, None], place[:, None, None, :]
+        padding = keep[:, None, None, :]
+        mask = {
+            "padding": lambda: padding.expand(b, 1, s, s),
+            "causal padding": lambda: ((column <= row) & padding).expand(b, -1, s, s),
+            "causal": lambda: column <= row,
+            "open": lambda: (column >= 0) & (row >= 0),
+            "window": lambda: (column <= row) & (column > row - 3),
+            "window padding": lambda: (column <= row) & (column > row - 3) & padding,
+            "query padding": lambda: (column <= row) & keep[:, None, :, None] & (column >= 0),
+            "two paddings": lambda: torch.logical_and(padding & (column <= row), keep[:, None, :, None]),
+        }[self.kind]()
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).square().mean()
+
+
+def batch(size: int = 4, seq: int = 6) -> dict[str, torch.Tensor]:
+    lengths = torch.arange(size) % seq + 1
+    x = torch.randn(size, seq, 8, generator=torch.Generator().manual_seed(1))
+    return dict(x=x, keep=torch.arange(seq) < lengths[:, None])
+
+
+FOUND = {
+    "padding": ((4, 1, 1, 6), False), "causal padding": ((4, 1, 1, 6), True), "causal": (None, True),
+    "open": (None, False), "window": ((1, 1, 6, 6), False), "window padding": ((4, 1, 6, 6), False),
+    "query padding": ((4, 1, 6, 1), True), "two paddings": ((4, 1, 6, 6), True),
+}  # fmt: skip
+
+
+def attention_of(captured):
+    (node,) = captured.graph.find_nodes(op="call_function", target=autopar.attention.default)
+    mask = node.args[3]
+    return None if mask is None else tuple(mask.meta["val"].shape), node.args[4]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_left(kind):
+    assert attention_of(compiler.trace(Masked(kind), batch())) == FOUND[kind]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_numbers(kind):
+    report = verify_model(Masked(kind), batch(), "dp=2,tp=2")
+    assert report.match, str(report)
+
+
+@pytest.mark.parametrize("kind", ["causal", "open", "window"])
+def test_a_large_batch_is_computed_as_one_sample(kind, monkeypatch):
+    """A limit that a sample keeps and a batch does not; no mask of the whole batch exists meanwhile."""
+    monkeypatch.setattr(attention_mask, "LARGEST_MASK_NUMEL", 40)
+    largest = []
+    evaluated = attention_mask._evaluated
+
+    def seen(node, *rest, **options):
+        value = evaluated(node, *rest, **options)
+        largest.append(value.untyped_storage().nbytes() if value.dim() == 4 else 0)
+        return value
+
+    monkeypatch.setattr(attention_mask, "_evaluated", seen)
+    shape, causal = FOUND[kind]
+    assert attention_of(compiler.trace(Masked(kind), batch(16))) == (shape, causal)
+    assert max(largest) <= 16 * 6 * 8  # indices of a row of each sample, and one sample's mask
+
+
+@pytest.mark.parametrize("family, causal", [("llama", True), ("bert", False), ("gpt2", True)])
+def test_padding_of_a_library(family, causal):
+    """The all-ones mask of a collator stays a row a sample, beside `causal`."""
+    model, inputs = FAMILIES[family](4, 16)
+    inputs["attention_mask"] = torch.ones(4, 16, dtype=torch.int64)
+    nodes = compiler.trace(model, inputs).graph.find_nodes(op="call_function", target=autopar.attention.default)
+    assert nodes
+    for node in nodes:
+        assert tuple(node.args[3].meta["val"].shape) == (4, 1, 1, 16) and node.args[4] == causal
