@@ -228,7 +228,7 @@ def solvers_of(
     is_cut = options.micro_batches > 1
     pricers = [
         Pricer(problem, redistribute, bucket_bytes, collectives, options.micro_batches, once, gathers_once=is_cut,
-               reduce_dtype=reduce_type(options.reduce_dtype))
+               reduce_dtype=reduce_type(options.reduce_dtype), class_of=hardware.classes_for(around))
         for once in ((True,) if is_cut and options.within is not None else ways)
     ]  # fmt: skip
     return [Solver(problem, pricer, limit, options.search, report, gain) for pricer in pricers]

@@ -79,7 +79,7 @@ class WithinLimit:
         if found is not None:
             self.bound = max(self.bound, found.bound)
             choice = {cls: option % len(self.run.allowed[cls]) for cls, option in found.choice.items()}
-            free, weights = replace(self.solver.free, saved=True), (1.0 - self.solver.free.overlap,) * 2
+            free, weights = replace(self.solver.free, saved=True), (0.0,) * self.solver.weights
             for units in PROGRAM_PRICES:
                 self._try(self._prices(free, np.array([*weights, units])), choice)
 
@@ -102,7 +102,7 @@ class WithinLimit:
         """Return where the bound is highest, from the point of view of plans that may recompute, and the plans that
         meet there; None if memory peaks elsewhere. Raise BeyondCutoff if the bound reaches the cutoff."""
         run, cuts = self.run, self.run.cuts.copy()
-        cuts.high[2] = MOST_PRICE
+        cuts.high[-1] = MOST_PRICE
         reruns = self.solver.blocks.reruns if free.saved else ()
         dual = Dual(self.problem, self.solver.hyperedges, run.allowed, free, run.restriction.keep, reruns)
         for _ in range(MOST_PRICES):
@@ -155,9 +155,9 @@ class WithinLimit:
         price: then neither more sharding nor more recomputation would be cheaper."""
         host = break_even(self.problem, free.gradients)
         low, high, seen = 0.0, None, []
-        price = max(point[2], FIRST_PRICE) if host is None else host / self.solver.unit_price
+        price = max(point[-1], FIRST_PRICE) if host is None else host / self.solver.unit_price
         for _ in range(MOST_PRICES if self.best is None else FEW_PRICES):
-            prices = self._prices(free, np.array([*point[:2], price]))
+            prices = self._prices(free, np.array([*point[:-1], price]))
             candidate, dearest = self._try(prices)
             if self._is_near() or self.best is not None and candidate.choice in seen:
                 break
@@ -174,10 +174,7 @@ class WithinLimit:
         return self.best is not None and self.run.is_near(self.best, self.bound)
 
     def _prices(self, free: Prices, point: np.ndarray) -> Prices:
-        forward, backward, units = point.tolist()
-        return replace(
-            free, hidden_forward=forward, hidden_backward=backward, byte_seconds=units * self.solver.unit_price
-        )
+        return replace(free.at(point), byte_seconds=float(point[-1]) * self.solver.unit_price)
 
     def _line(self, dual: Dual, free: Prices, point: np.ndarray, solution: Solution) -> tuple[float, np.ndarray]:
         """Return what a choice costs at a point, less what the limit is worth there, and its slopes. Around the point
@@ -186,11 +183,11 @@ class WithinLimit:
         def seconds(at: np.ndarray) -> float:
             dual.price(self._prices(free, at))
             return (
-                LocalSearch(dual).objective(solution.choice) - at[2] * self.solver.unit_price * self.solver.room_bytes
+                LocalSearch(dual).objective(solution.choice) - at[-1] * self.solver.unit_price * self.solver.room_bytes
             )
 
         here = seconds(point)
-        return here, np.array([(seconds(point + STEP * axis) - here) / STEP for axis in np.eye(3)])
+        return here, np.array([(seconds(point + STEP * axis) - here) / STEP for axis in np.eye(len(point))])
 
     def _try(self, prices: Prices, choice: dict[int, int] | None = None) -> tuple[Evaluation, float]:
         """Return the plan of a choice by class, by default of the one that costs least at these prices without

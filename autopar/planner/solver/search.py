@@ -63,8 +63,8 @@ class Run:
         self.problem, self.limit_bytes = solver.problem, solver.limit_bytes
         self.dual = Dual(solver.problem, solver.hyperedges, allowed, solver.free, restriction.keep)
         self.prices = solver.free
-        least = 1.0 - solver.free.overlap
-        self.cuts = Cuts((least, least, 0.0), (1.0, 1.0, 0.0))
+        weights, classes = solver.weights, solver.pricer.prices.streams - 1
+        self.cuts = Cuts((0.0,) * (weights + 1), (1.0,) * weights + (0.0,), classes)
         self.accumulates = solver.pricer.micro_batches > 1  # then gradients of earlier passes are there all the time
 
     def fastest(self, is_limited: bool = False) -> Outcome:
@@ -86,7 +86,7 @@ class Run:
             if doubt <= self.search.gap or self.cuts.is_known(point):
                 best = self._mixed(best, met)
                 break
-            self.prices = replace(self.prices, hidden_forward=float(point[0]), hidden_backward=float(point[1]))
+            self.prices = self.prices.at(point)
         return replace(best, bound_seconds=min(bound, best.evaluation.seconds), found=tuple(self.found))
 
     def _of_program(self) -> Outcome:
@@ -110,9 +110,9 @@ class Run:
 
     def _cut(self, e: Evaluation) -> None:
         """Add what the plan that was found last says of the bound for all prices."""
-        point = np.array([self.prices.hidden_forward, self.prices.hidden_backward, 0.0])
+        point = np.array([*itertools.chain(*self.prices.links), 0.0])
         held = e.resident_bytes + max(e.saved_bytes, e.gradient_bytes)
-        slope = [e.exposed("forward"), e.exposed("backward"), (held - self.solver.room_bytes) * self.solver.unit_price]
+        slope = [*e.slopes(), (held - self.solver.room_bytes) * self.solver.unit_price] if self.prices.links else [0.0]
         seconds = e.priced(replace(self.prices, byte_seconds=0.0))
         self.cuts.add(point, seconds, np.array(slope), e)
 

@@ -16,7 +16,7 @@ from ..objective.evaluate import Evaluation, Pricer
 from ..objective.memory_timeline import live_bytes
 from ..problem.allowed import allowed_strategies
 from ..problem.hf_tp_plan import TensorPlan
-from ..problem.multipliers import Prices
+from ..problem.multipliers import Prices, spans_of
 from ..problem.problem import Problem
 from ..problem.recipes import Restriction
 from .hyperedges import HyperedgePrices, hyperedges_of
@@ -40,10 +40,12 @@ class Solver:
         fastest = sum(float(c.seconds.min()) * c.copies for c in problem.classes.values())
         room = self.room_bytes if self.room_bytes > 0 else limit_bytes
         self.unit_price = max(fastest, 1e-6) / room  # at which the whole memory costs as much as all compute
-        weight = 1.0 - overlap
+        spans, classes = len(spans_of(pricer.micro_batches)), pricer.prices.streams - 1
+        links = ((0.0,) * classes,) * spans if overlap else ()
+        self.weights = spans * classes if overlap else 0  # of links
         # among equally fast plans the smaller one
         self.free = Prices(
-            self.unit_price * 1e-5, gradients=0.0, hidden_forward=weight, hidden_backward=weight, overlap=overlap
+            self.unit_price * 1e-5, gradients=0.0, overlap=overlap, links=links, passes=pricer.micro_batches
         )
 
     def run(self, restriction: Restriction, pins: dict[str, str] | None = None, starts: Starts = ()) -> Run:
