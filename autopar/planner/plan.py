@@ -137,12 +137,12 @@ class Planned:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """Play the chosen plan through with the hardware's overlap."""
-        return self.played(self.options.hardware.overlap_slowdown)
+        """Play the chosen plan through, as it is priced."""
+        return self.played()
 
-    def played(self, slowdown: float) -> Timeline:
-        """Play the chosen plan through with another slowdown of compute beside a collective."""
-        return simulate(*self.whole, slowdown)
+    def played(self, slowdown: float | None = None) -> Timeline:
+        """Play the chosen plan through with another slowdown of compute beside a collective, if one is given."""
+        return simulate(*self.whole, self.pricer, slowdown)
 
     @cached_property
     def live_bytes(self) -> LiveBytes:
@@ -271,8 +271,8 @@ def not_worse(chosen: Outcome, others: dict[str, Outcome | AutoparError], option
     if chosen.restriction.name != "auto" or options.pin or options.forbid or options.recompute != fixed_recompute.AUTO:
         return chosen
     for name, other in others.items():
-        if isinstance(other, Outcome) and other.fits and other.evaluation.seconds < chosen.evaluation.seconds:
+        if isinstance(other, Outcome) and other.fits and other.seconds < chosen.seconds:
             restriction = other.restriction if name in RECIPES else chosen.restriction  # one that can be asked for
             bound = min(chosen.bound_seconds, other.evaluation.seconds)
-            chosen = Outcome(restriction, other.evaluation, bound, True, chosen.found)
+            chosen = replace(other, restriction=restriction, bound_seconds=bound, found=chosen.found)
     return chosen

@@ -112,10 +112,9 @@ class Evaluation:
         return sum(t.seconds * t.copies for t in self.every_transfer)
 
     @property
-    def hidden_seconds(self) -> float:
-        """Return the seconds that are gained by communication that runs beside compute."""
-        apart = self.compute_seconds + self.communication_seconds + self.recompute_seconds
-        return max(0.0, apart + self.parameter_seconds - self.seconds) if self.overlap else 0.0
+    def apart_seconds(self) -> float:
+        """Return the seconds of all parts one after the other."""
+        return self.compute_seconds + self.recompute_seconds + self.communication_seconds + self.parameter_seconds
 
     @cached_property
     def seconds(self) -> float:

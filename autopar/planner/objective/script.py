@@ -21,7 +21,7 @@ from .module_table import module_of
 from .step_order import Execution, StepOrder, Travel, step_order
 
 COMPUTES = 0  # the stream; collectives are on those of their classes of links, from 1 on
-Source = Execution | tuple[Travel, MoveStep | None]
+Source = Execution | tuple[Travel, MoveStep]
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class StreamOf:
                 piece = Piece(stream, left[stream] * price / by_stream[stream], (travel, step))
                 (moves if stream != COMPUTES else local[bool(moves)]).append(piece)
         if left[COMPUTES] > 0 and not by_stream[COMPUTES] > 0:  # casts
-            local[0].append(Piece(COMPUTES, left[COMPUTES], (travel, None)))
+            local[0].append(Piece(COMPUTES, left[COMPUTES], (travel, prices[0][0])))
         return local[0], moves, local[1]
 
 

@@ -213,7 +213,7 @@ def described(best: Candidate, candidates: list[Candidate], captured: Captured, 
     plan = replace(
         inner, mesh=mesh, pipeline=pipeline, reduces_once=m > 1, samples=batch,
         fingerprint=fingerprint(captured.graph), memory_limit_bytes=best.limit,
-        step_seconds=step, simulated_seconds=step, bound=bound, gap=1 - bound / step if step else 0.0,
+        step_seconds=step, bound=bound, gap=1 - bound / step if step else 0.0,
         compute_seconds=inner.compute_seconds * best.search.share / ranks,
         recompute_seconds=inner.recompute_seconds * best.search.share / ranks,
         update_seconds=evaluated.parameter_seconds,

@@ -28,7 +28,7 @@ from .ilp import Solution
 from .interpolate import between, keep_copies, mix
 from .local_search import LocalSearch
 from .minimize import ILP, BeyondCutoff, minimize
-from .search import Outcome, Run
+from .search import Outcome, Run, fastest_played
 
 MOST_PRICES = 9  # of one search; the cuts seldom ask for more
 MOST_PRICE = 64.0  # units, in which the whole memory costs as much as all compute
@@ -50,6 +50,8 @@ class WithinLimit:
 
     def __init__(self, run: Run, fastest: Outcome):
         self.run, self.solver, self.problem, self.limit_bytes = run, run.solver, run.problem, run.limit_bytes
+        self.first = fastest
+        self.kept = [e for e in run.cuts.plans if e.bytes_ <= self.limit_bytes]
         self.fast = fastest.evaluation  # the least memory among fast plans, so far
         self.bound, self.smallest = fastest.bound_seconds, self.fast
         self.best: Evaluation | None = None
@@ -65,13 +67,20 @@ class WithinLimit:
             for early, is_sure in ((first, False), (not first, True)):
                 if self._search(early, is_sure) and self.best is not None:
                     break
-        best = self.best or self.run.smallest(self.smallest)
+        if self.best is not None:
+            return fastest_played([replace(self.last, evaluation=e) for e in [self.best, *self.kept]])
+        best = self.run.smallest(self.smallest)
         if best.bytes_ > self.limit_bytes:
             kind = "" if self.run.restriction.name == "auto" else f" with strategy {self.run.restriction.name}"
             raise self.solver.refusal(
                 f"no plan{kind} fits {size(self.limit_bytes)} a device: the smallest found needs", best
             )
-        return Outcome(self.run.restriction, best, min(self.bound, best.seconds), True, tuple(self.run.found))
+        return replace(self.last, evaluation=best)
+
+    @property
+    def last(self) -> Outcome:
+        """Return the outcome of the search, with the first half's plan."""
+        return replace(self.first, bound_seconds=self.bound, fits=True, found=tuple(self.run.found))
 
     def _try_program(self) -> None:
         """Try what the full integer program chooses, at several prices of what it keeps and computes again."""
@@ -140,9 +149,11 @@ class WithinLimit:
         self._keep(self._fitted(self.solver.with_peak(self.run.evaluate(prices, mixed.choice, mixed.first)), prices)[0])
 
     def _keep(self, e: Evaluation | None) -> None:
-        """Remember a plan that fits if it is the fastest."""
-        if e is not None and (self.best is None or e.seconds < self.best.seconds):
-            self.best = e
+        """Remember a plan that fits."""
+        if e is not None:
+            self.kept.append(e)
+            if self.best is None or e.seconds < self.best.seconds:
+                self.best = e
 
     def _joint(self, dual: Dual, e: Evaluation) -> dict[int, int]:
         """Return an evaluated plan as a choice of options."""

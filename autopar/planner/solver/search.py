@@ -11,13 +11,14 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..objective.checkpoint_min_cut import FULL
-from ..objective.evaluate import Evaluation, evaluate
+from ..objective.evaluate import Evaluation, Pricer, evaluate
+from ..objective.player import played_seconds
 from ..problem.multipliers import Prices
 from ..problem.recipes import Restriction
 from . import full_program
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 Starts = Sequence[dict[int, int]]  # choices by class
 MOST_WEIGHTS = 10
 DEAREST_PRICE = 1e4  # units, at which nothing but memory counts
+MOST_PLAYED = 12  # of the plans that a search has found
 LIMITED_DOUBT, FAR = 0.05, 2.0  # of the bound, and times the limit, if no plan so far fits
 
 
@@ -43,13 +45,35 @@ class Outcome:
     evaluation: Evaluation
     bound_seconds: float
     fits: bool
+    pricer: Pricer
     found: Starts = ()  # choices by class that the search found on its way, the later the better
+
+    @cached_property
+    def seconds(self) -> float:
+        """Return the seconds of an average pass as it is played."""
+        return played_seconds(self.pricer.problem, self.evaluation, self.pricer)
+
+    @property
+    def hidden_seconds(self) -> float:
+        """Return what the parts of the pass take more than it does, because they run beside each other."""
+        return self.evaluation.apart_seconds - self.seconds
 
     @property
     def gap(self) -> float:
         """Return the relative gap between the plan's seconds and the bound."""
-        seconds = self.evaluation.seconds
+        seconds = self.seconds
         return max(0.0, 1.0 - self.bound_seconds / seconds) if seconds else 0.0  # a model may compute nothing
+
+
+def fastest_played(outcomes: Sequence[Outcome]) -> Outcome:
+    """Play the plans whose busiest streams need least, and return the one that takes least; of equal ones the first. A
+    plan whose streams need more than another one takes is not played."""
+    promising = sorted(outcomes, key=lambda one: one.evaluation.seconds)[:MOST_PLAYED]
+    best = promising[0]
+    for one in promising[1:]:
+        if one.evaluation.seconds < best.seconds and one.evaluation is not best.evaluation:
+            best = one if one.seconds < best.seconds else best
+    return best
 
 
 class Run:
@@ -87,7 +111,11 @@ class Run:
                 best = self._mixed(best, met)
                 break
             self.prices = self.prices.at(point)
+        best = fastest_played([best, *(self._outcome(e, bound) for e in self.cuts.plans)])
         return replace(best, bound_seconds=min(bound, best.evaluation.seconds), found=tuple(self.found))
+
+    def _outcome(self, e: Evaluation, bound: float) -> Outcome:
+        return Outcome(self.restriction, e, bound, e.bytes_ <= self.limit_bytes, self.solver.pricer)
 
     def _of_program(self) -> Outcome:
         """Return the plan of the full integer program."""
@@ -96,7 +124,7 @@ class Run:
         if abs(evaluation.seconds - found.objective) > 1e-4 * found.objective + 1e-9:
             raise AssertionError(f"the program's {found.objective} s are not the plan's {evaluation.seconds} s")
         e = self.solver.with_peak(evaluation)
-        return Outcome(self.restriction, e, found.bound, e.bytes_ <= self.limit_bytes, (found.choice,))
+        return replace(self._outcome(e, found.bound), found=(found.choice,))
 
     def _far_from_limit(self, doubt: float) -> bool:
         """Return whether fast plans are so much too large that prices of memory will change everything."""
@@ -137,7 +165,7 @@ class Run:
         self._check(solution.objective, evaluation, prices)
         evaluation = self.solver.with_peak(evaluation)
         bound = solution.bound - prices.byte_seconds * self.solver.room_bytes
-        return Outcome(self.restriction, evaluation, bound, evaluation.bytes_ <= self.limit_bytes)
+        return self._outcome(evaluation, bound)
 
     def smallest(self, *found: Evaluation) -> Evaluation:
         """Return the smallest plan that recomputes all: of those found so far, and of two at a price above all seconds,
