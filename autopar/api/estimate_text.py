@@ -34,10 +34,7 @@ def _rates(e: Estimate) -> str:
     devices have, and what they have in bf16 if that is more."""
     kinds = {"model": e.model_flops} | ({"hardware": e.hardware_flops} if e.hardware_flops > e.model_flops else {})
     p = e.plan
-    cells = [
-        f"{number(e.tflops_per_device(flops, p.step_seconds))} of the {what}"
-        for what, flops in kinds.items()
-    ]
+    cells = [f"{number(e.tflops_per_device(flops, p.step_seconds))} of the {what}" for what, flops in kinds.items()]
     peak, bf16 = e.peaks[e.dtype], e.peaks.get("bf16", 0.0)
     faster = f"; bf16 has {number(bf16 / 1e12)}: --precision bf16" if e.dtype == "fp32" and bf16 > 2 * peak else ""
     return (

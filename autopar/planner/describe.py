@@ -16,8 +16,9 @@ from ..plans.sharding import NodeSharding, Sharding
 from .accumulation import of_step, samples_of
 from .objective.checkpoint_blocks import recomputed_vertices
 from .objective.checkpoint_min_cut import FULL
-from .objective.evaluate import Evaluation, Pricer
+from .objective.evaluate import Evaluation
 from .objective.module_table import regions_of
+from .objective.pricer import Pricer
 from .plan import Planned
 from .problem.offload import offloaded, update_seconds
 from .problem.problem import Problem

@@ -27,9 +27,10 @@ from ..rules.register import suggestion
 from ..utils.gc_pause import paused_collector
 from . import accumulation as passes
 from . import fixed_recompute
-from .objective.evaluate import Evaluation, Pricer
+from .objective.evaluate import Evaluation
 from .objective.expand import whole_of
 from .objective.memory_timeline import LiveBytes, live_bytes
+from .objective.pricer import Pricer
 from .objective.timeline import Timeline, simulate
 from .problem import offload
 from .problem.overlay import fitting

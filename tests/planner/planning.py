@@ -14,7 +14,8 @@ from autopar.frontend.export import Captured
 from autopar.hardware.profile import Hardware, Tier
 from autopar.ir.mesh import Mesh
 from autopar.models import registry
-from autopar.planner.objective.evaluate import Evaluation, Pricer, evaluate
+from autopar.planner.objective.evaluate import Evaluation, evaluate
+from autopar.planner.objective.pricer import Pricer
 from autopar.planner.plan import PlanOptions, make_plan
 from autopar.planner.problem import symmetry as folding
 from autopar.planner.problem.allowed import allowed_strategies

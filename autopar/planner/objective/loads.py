@@ -20,6 +20,25 @@ class Load:
     waited: np.ndarray
     hidden: np.ndarray
 
+    @classmethod
+    def empty(cls, streams: int) -> Load:
+        return cls(np.zeros(streams), np.zeros(streams))
+
+    @property
+    def total(self) -> float:
+        return float(self.waited.sum() + self.hidden.sum())
+
+    def add(self, split: tuple[float, ...], seconds: float, is_hidden: bool) -> None:
+        """Add a transfer that spends these shares of its seconds on the streams."""
+        for stream, share in enumerate(split):
+            if share:
+                (self.hidden if is_hidden else self.waited)[stream] += seconds * share
+
+    def with_compute(self, seconds: float) -> Load:
+        waited = self.waited.copy()
+        waited[0] += seconds
+        return Load(waited, self.hidden)
+
     def __add__(self, other: Load) -> Load:
         return Load(self.waited + other.waited, self.hidden + other.hidden)
 
@@ -43,7 +62,7 @@ class PhaseLoads:
 
     @classmethod
     def empty(cls, streams: int) -> PhaseLoads:
-        return cls(*(Load(np.zeros(streams), np.zeros(streams)) for _ in range(2)))
+        return cls(Load.empty(streams), Load.empty(streams))
 
     def of(self, is_once: bool) -> Load:
         """Return the load of a pass; `is_once`: of the one that carries what is moved once a step."""

@@ -14,10 +14,11 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ..problem.multipliers import drag
+from ..problem.multipliers import PHASES, drag
 from ..problem.problem import Problem
-from .evaluate import Evaluation, Pricer
-from .script import COMPUTES, Beside, Piece, Script, StreamOf, scripts_of
+from .evaluate import Evaluation
+from .pricer import Pricer
+from .script import Beside, Piece, Script, StreamOf, scripts_of
 from .step_order import step_order
 
 Tell = Callable[[Piece, float, float], None]
@@ -119,6 +120,14 @@ def merged(script: Script) -> Script:
         replace(b, issued=place[b.issued], wanted=None if b.wanted is None else place[b.wanted]) for b in script.beside
     ]
     return Script(main, beside)
+
+
+def stretch_of(problem: Problem, e: Evaluation, pricer: Pricer) -> float:
+    """Return how much longer a pass takes as it is played than its busiest streams need, without what one pass of a
+    step alone moves."""
+    least = sum(e.loads[phase].every.seconds(e.overlap) for phase in PHASES)
+    scripts = scripts_of(problem, e, StreamOf(pricer), e.passes == 1)
+    return sum(Player(merged(s), e.overlap).play() for s in scripts) / least if least and e.overlap else 1.0
 
 
 def played_seconds(problem: Problem, e: Evaluation, pricer: Pricer) -> float:

@@ -11,9 +11,10 @@ from ...cost.redistribute import MoveStep
 from ...ir.graph import op_base_name
 from ..problem.multipliers import PHASES
 from ..problem.problem import Problem
-from .evaluate import Evaluation, Pricer
+from .evaluate import Evaluation
 from .module_table import module_of
 from .player import Player
+from .pricer import Pricer
 from .script import COMPUTES, Piece, StreamOf, scripts_of
 from .step_order import Execution
 
@@ -23,10 +24,10 @@ NOTHING_GAINED = 2.0  # a slowdown: both together take as long as one after the 
 
 @dataclass(frozen=True)
 class Event:
-    """One op on the compute stream, or a stretch of one move of a tensor. `streams`: "compute", or the axes of a collective. `name`:
-    of the op's node, or of the node whose tensor moves; `vertex`: its number in the problem, `output` which of its
-    tensors. `kind`: the op, or
-    the move, or `cast` of what is moved. `bytes_`: what a device sends."""
+    """One op on the compute stream, or a stretch of one move of a tensor. `streams`: "compute", or the axes of a
+    collective. `name`: of the op's node, or of the node whose tensor moves; `vertex`: its number in the problem,
+    `output` which of its tensors. `kind`: the op, the move, or a cast of what is moved. `bytes_`: what a device
+    sends."""
 
     streams: tuple[str, ...]
     name: str

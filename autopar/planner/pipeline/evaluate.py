@@ -1,10 +1,11 @@
 """What a pipeline costs: the stages of one cut played in the order of a schedule, and the memory of every rank.
 
 The solver of the cut (autopar/planner/pipeline/cut.py) knows formulas of schedules; here the schedule itself is played
-with the seconds of its stages (autopar/schedule/play.py). Gradients are reduced when a rank has done its last action;
-parameters that are gathered once are so before its first, which is charged there as well:
+with the seconds of its stages (autopar/schedule/play.py), those of the busiest streams times what a micro-batch takes
+longer as it is played (autopar/planner/objective/player.py). Gradients are reduced beside the last backward of a stage,
+parameters that are gathered once beside its first forward; what does not hide there is charged after the last action:
 
-    step = max over ranks (end of the last action + reductions and such gathers of its stages)
+    step = max over ranks (end of the last action + what of reductions and such gathers of its stages does not hide)
 
     bytes of a rank = parameters, copies of them that stay, gradients, optimizer state of its stages
                       + what its micro-batches in flight save + the most that comes and goes in one of its stages
@@ -22,11 +23,14 @@ from ...plans.pipeline import Pipeline, StageCost
 from ...schedule.catalogue import KINDS
 from ...schedule.play import play
 from ...schedule.played import Played
-from ..objective.evaluate import Evaluation, Pricer
+from ..objective.evaluate import Evaluation
 from ..objective.memory_timeline import BUCKETS, GRADIENTS, PARAMETERS, PASSING, RESERVE, RETAINED, SAVED, LiveBytes
+from ..objective.player import stretch_of
+from ..objective.pricer import Pricer
 from ..problem.problem import Problem
 from .model import GPIPE, ONE_F_ONE_B, ZB_H1, ZB_H2, Timing, interleaved
-from .stage_costs import Part, Parts
+from .part import Part
+from .stage_costs import Parts
 
 Send = Callable[[float], float]
 
@@ -67,10 +71,10 @@ class PipelineCost:
     @property
     def communication_seconds(self) -> float:
         """Return the seconds of a step that communication takes on the mean rank, without what the pipeline sends."""
-        moved = sum(w.moved + w.hidden for part in self.parts for w in part.work.values())
-        return (
-            moved * sum(self.pipeline.shares) + sum(self.once_seconds)
-        ) / self.pipeline.ranks - self.parameter_seconds
+        moved = sum(w.moved for part in self.parts for w in part.work.values())
+        tied = sum(self.once_seconds) - sum(part.once_seconds for part in self.parts)
+        once = tied + sum(part.once_moved for part in self.parts)
+        return (moved * sum(self.pipeline.shares) + once) / self.pipeline.ranks
 
     @property
     def parameter_seconds(self) -> float:
@@ -83,7 +87,7 @@ def evaluate_pipeline(problem: Problem, e: Evaluation, pricer: Pricer, pipeline:
     """Evaluate what a pipeline without costs costs under a plan of one of its micro-batches. `send`: seconds of a
     tensor of so many bytes of a device from one stage to the next; `live`: the memory of the whole plan, if it is
     known. Raise StageError as StagePlacement does."""
-    found = Parts(problem, e, pricer, pipeline.cuts, True, live)
+    found = Parts(problem, e, pricer, pipeline.cuts, True, live, stretch_of(problem, e, pricer))
     parts, orders = found.found, pipeline.orders
     rank_of = orders.rank_of_stage
     once = [sum(parts[s].once_seconds for s in orders.stages_of(rank)) for rank in range(pipeline.ranks)]

@@ -238,8 +238,8 @@ def _alternative(name: str, one: Estimate | Candidate | AutoparError) -> Alterna
 
 def _exposed(evaluated: PipelineCost) -> float:
     """Return the seconds of a step that the mean rank spends on communication and on nothing else."""
-    works = list(itertools.chain.from_iterable(part.work.values() for part in evaluated.parts))
-    overlap = evaluated.parts[0].overlap
-    alone = sum(w.seconds(overlap) - w.compute - w.recompute for w in works)
+    works = itertools.chain.from_iterable(part.work.values() for part in evaluated.parts)
+    alone = sum(part.forward_seconds + part.backward_seconds for part in evaluated.parts)
+    alone -= sum(w.compute + w.recompute for w in works)
     passes, once = sum(evaluated.pipeline.shares), sum(evaluated.once_seconds)
     return (max(0.0, alone) * passes + once) / evaluated.pipeline.ranks - evaluated.parameter_seconds

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..objective.evaluate import Pricer
 from ..objective.modes import BACKWARD, BOTH, FORWARD, cost, modes_of, waits
+from ..objective.pricer import Pricer
 from ..problem.multipliers import PHASES, Prices
 from ..problem.problem import Problem
 

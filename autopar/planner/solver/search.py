@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..objective.checkpoint_min_cut import FULL
-from ..objective.evaluate import Evaluation, Pricer, evaluate
+from ..objective.evaluate import Evaluation, evaluate
 from ..objective.player import played_seconds
+from ..objective.pricer import Pricer
 from ..problem.multipliers import Prices
 from ..problem.recipes import Restriction
 from . import full_program

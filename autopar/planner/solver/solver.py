@@ -12,8 +12,9 @@ import numpy as np
 from ...errors import AutoparError, MemoryInfeasibleError, not_compared
 from ...utils.format import size
 from ..objective.checkpoint_blocks import Blocks
-from ..objective.evaluate import Evaluation, Pricer
+from ..objective.evaluate import Evaluation
 from ..objective.memory_timeline import live_bytes
+from ..objective.pricer import Pricer
 from ..problem.allowed import allowed_strategies
 from ..problem.hf_tp_plan import TensorPlan
 from ..problem.multipliers import Prices, spans_of
