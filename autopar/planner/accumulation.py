@@ -20,7 +20,7 @@ from ..errors import AutoparError, MemoryInfeasibleError, StrategyError
 from ..plans.plan import Plan
 from .objective.evaluate import Evaluation
 from .problem.problem import Problem
-from .problem.recipes import BASELINES, MODELS_OWN, Restriction, reduces_once
+from .problem.recipes import MODELS_OWN, Restriction, compared_on, reduces_once
 from .solver.minimize import BeyondCutoff
 from .solver.search import Outcome, Starts
 from .solver.solver import Solver
@@ -49,7 +49,7 @@ def baselines(solvers: Sequence[Solver], styles: Mapping[str, str] | None = None
     passes = solvers[0].pricer.micro_batches
     by_way = {solver.pricer.reduces_once: solver for solver in solvers}
     found: dict[str, Outcome | AutoparError] = {}
-    for name in (*BASELINES, *([MODELS_OWN] if styles else [])):
+    for name in (*compared_on(solvers[0].problem.mesh), *([MODELS_OWN] if styles else [])):
         once, own = (passes > 1, styles) if name == MODELS_OWN else (ways(name, passes)[0], None)
         found[name] = by_way.get(once, solvers[0]).baseline(name, own, met(found))
     return found

@@ -35,7 +35,7 @@ from .objective.timeline import Timeline, simulate
 from .problem import offload
 from .problem.overlay import fitting
 from .problem.problem import Problem, build
-from .problem.recipes import RECIPES, Restriction, globs_of
+from .problem.recipes import MODELS_OWN, Restriction, globs_of
 from .problem.symmetry import fold, unfolded
 from .solver.minimize import DUAL, ILP, Search
 from .solver.search import Outcome, Starts
@@ -273,7 +273,7 @@ def not_worse(chosen: Outcome, others: dict[str, Outcome | AutoparError], option
         return chosen
     for name, other in others.items():
         if isinstance(other, Outcome) and other.fits and other.seconds < chosen.seconds:
-            restriction = other.restriction if name in RECIPES else chosen.restriction  # one that can be asked for
+            restriction = chosen.restriction if name == MODELS_OWN else other.restriction  # one that can be asked for
             bound = min(chosen.bound_seconds, other.evaluation.seconds)
             chosen = replace(other, restriction=restriction, bound_seconds=bound, found=chosen.found)
     return chosen
