@@ -87,7 +87,9 @@ def test_no_price_is_above_what_is_played(seed):
     rng = random.Random(seed)
     passes = rng.choice([1, 3])
     mesh = rng.choice(["a=2,b=4", "a=4", "a=16,b=2"])
-    instance = Instance(random_graph(rng), mesh, toy(link=3e8), folded=False, shared_by=passes, classes={"a": 1, "b": 0})
+    instance = Instance(
+        random_graph(rng), mesh, toy(link=3e8), folded=False, shared_by=passes, classes={"a": 1, "b": 0}
+    )
     masks, streams = thinned(instance, rng, 300), instance.pricer.prices.streams
     weights = [np.random.default_rng(seed).dirichlet(np.ones(streams))[1:] for _ in spans_of(passes)]
     prices = Prices(overlap=OVERLAP, links=tuple(map(tuple, weights)), passes=passes)

@@ -76,7 +76,8 @@ class Pricer:
     ) -> tuple[float, tuple[float, ...]]:
         """Return the seconds of one redistribution of a tensor that moves `bytes_` global bytes, casts included, and
         their shares by stream."""
-        seconds, split = self.seconds(source, target, bytes_, bucketed), (1.0,)
+        seconds = self.seconds(source, target, bytes_, bucketed)
+        split: tuple[float, ...] = (1.0,)
         if 0.0 < seconds < np.inf:
             split = self._shares(
                 source, target, self.bucket_bytes if bucketed and bytes_ < self.bucket_bytes else bytes_

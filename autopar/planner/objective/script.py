@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from ...cost.redistribute import MoveStep
+from ..problem.multipliers import PHASES
 from ..problem.problem import Problem
 from .checkpoint_blocks import block_of
 from .evaluate import Evaluation, Transfer
@@ -65,7 +66,8 @@ def scripts_of(problem: Problem, e: Evaluation, streams: StreamOf, is_once: bool
                order: StepOrder | None = None) -> tuple[Script, Script]:  # fmt: skip
     """Return the forward and the backward of a pass. `is_once`: with what one pass of a step alone moves."""
     order = order or step_order(problem, e)
-    return tuple(_Writer(problem, e, streams, is_once, order, phase).script() for phase in ("forward", "backward"))
+    forward, backward = (_Writer(problem, e, streams, is_once, order, phase).script() for phase in PHASES)
+    return forward, backward
 
 
 class StreamOf:
@@ -77,7 +79,8 @@ class StreamOf:
     def pieces(self, travel: Travel, seconds: float) -> tuple[list[Piece], list[Piece], list[Piece]]:
         """Return the pieces of a transfer that takes so many seconds: local work before its first collective, the
         collectives, and local work after them. Steps share the seconds of their stream as their own prices do."""
-        t, local = travel.transfer, ([], [])
+        t = travel.transfer
+        local: tuple[list[Piece], list[Piece]] = ([], [])
         prices = [(s, self.stream_of(s.move.kind, s.move.axes), s.latency_seconds + s.seconds_per_byte * t.bytes_)
                   for s in t.redistribution.steps]  # fmt: skip
         by_stream: dict[int, float] = defaultdict(float)

@@ -108,8 +108,10 @@ class _Writer:
         travel, step = piece.source
         t, v = travel.transfer, self.problem.vertices[travel.transfer.producer]
         if piece.stream == COMPUTES:
-            kind, streams = "slice" if step.move.kind == "slice" else "cast", (COMPUTE,)
+            kind = "slice" if step.move.kind == "slice" else "cast"
+            streams: tuple[str, ...] = (COMPUTE,)
         else:
-            kind, streams = step.move.kind, tuple(a for a in step.move.axes if self.class_of[a] == piece.stream - 1)
+            kind = step.move.kind
+            streams = tuple(a for a in step.move.axes if self.class_of[a] == piece.stream - 1)
         return Event(streams, v.name, kind, module_of(v), self.phase, start, seconds, step.wire_fraction * t.bytes_,
                      t.producer, t.output, step, travel.recomputed)  # fmt: skip

@@ -72,7 +72,7 @@ class PipelineCost:
     def communication_seconds(self) -> float:
         """Return the seconds of a step that communication takes on the mean rank, without what the pipeline sends."""
         moved = sum(w.moved for part in self.parts for w in part.work.values())
-        tied = sum(self.once_seconds) - sum(part.once_seconds for part in self.parts)
+        tied = max(0.0, sum(self.once_seconds) - sum(part.once_seconds for part in self.parts))
         once = tied + sum(part.once_moved for part in self.parts)
         return (moved * sum(self.pipeline.shares) + once) / self.pipeline.ranks
 

@@ -48,6 +48,11 @@ class Work:
         return self.seconds(overlap, True) - self.seconds(overlap)
 
 
+def no_work(streams: int) -> dict[str, Work]:
+    """Return a part's work before anything is added, on so many streams."""
+    return {kind: Work.empty(streams) for kind in (FORWARD, INPUT, WEIGHT)}
+
+
 @dataclass
 class Part:
     """One part. `work`: by FORWARD, INPUT and WEIGHT. `stretch`: how much longer a micro-batch takes as it is played
@@ -60,7 +65,7 @@ class Part:
     `returned`: bytes of each tensor that goes on to the next part in the forward, and of each that comes back from
     there. `modules`: of its forward ops, in order. All bytes are a device's."""
 
-    work: dict[str, Work]
+    work: dict[str, Work] = field(default_factory=lambda: no_work(1))
     overlap: float = 0.0
     stretch: float = 1.0
     parameter_seconds: float = 0.0  # of a step, the optimizer's and of parameters on the host

@@ -39,7 +39,7 @@ from ..objective.memory_timeline import (
 from ..objective.pricer import Pricer
 from ..problem.problem import Problem
 from ..problem.vertices import STATE
-from .part import FORWARD, INPUT, WEIGHT, Part, Work
+from .part import FORWARD, INPUT, WEIGHT, Part, no_work
 
 SEVERAL = ""  # in place of a parameter's name: the gradients of several follow from an op
 
@@ -66,10 +66,7 @@ class Parts:
                  live: LiveBytes | None = None, stretch: float = 1.0):  # fmt: skip
         self.problem, self.e, self.pricer, self.repeated = problem, e, pricer, repeated
         self.placement = StagePlacement(problem.graph, cuts)
-        self.found = [
-            Part({kind: Work.empty(e.streams) for kind in (FORWARD, INPUT, WEIGHT)}, e.overlap, stretch)
-            for _ in range(self.placement.count)
-        ]
+        self.found = [Part(no_work(e.streams), e.overlap, stretch) for _ in range(self.placement.count)]
         self.tied: list[SharedParameter] = []
         self.recomputed = recomputed_vertices(e)
         self.where = self._where()
