@@ -6,6 +6,7 @@ at the end (Li et al., VLDB 13(12), 2020, section 3.2.4):
 
     every pass reduces    what is added up is as small as the parameters' shards
     reduced once          what is added up is as large as each rank computes it; the reductions run beside the last pass
+                          (so they are priced; the program that is emitted makes them after it)
 
 Both are searched, and the faster one that fits is the plan. Seconds inside the planner are of an average pass;
 `of_step` multiplies them.

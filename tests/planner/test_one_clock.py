@@ -30,8 +30,8 @@ from .random_graphs import every_cost, random_graph, thinned
 OVERLAP = 0.8
 SMALL = "gpt:hidden=512,layers=12,heads=8,vocab=4096,seq=256"
 CASES = [
-    (SMALL, "dp=8", 64, {}), (SMALL, "dp=2,tp=4", 64, {"strategy": "megatron"}), (SMALL, "dp=16", 64, {}),
-    (SMALL, "dp=8", 64, {"strategy": "fsdp", "micro_batches": 4}), (SMALL, "dp=8", 64, {"strategy": "ddp"}),
+    (SMALL, "dp=8", 64, {}), (SMALL, "dp=2,tp=4", 64, {"strategy": "megatron", "baselines": False}), (SMALL, "dp=16", 64, {}),
+    (SMALL, "dp=8", 64, {"strategy": "fsdp", "micro_batches": 4, "baselines": False}), (SMALL, "dp=8", 64, {"strategy": "ddp", "baselines": False}),
     (SMALL, "dp=16,tp=2", 64, {"micro_batches": 2}),
 ]  # fmt: skip
 
@@ -132,7 +132,7 @@ def test_axes_that_share_a_card_take_turns():
 
 def test_what_is_reduced_once_hides_behind_one_pass():
     """The reductions of four passes take as long as those of one, and run beside a backward that is no longer."""
-    found = planned(SMALL, "dp=16", 64, (("strategy", "ddp"), ("micro_batches", 4)))
+    found = planned(SMALL, "dp=16", 64, (("strategy", "ddp"), ("micro_batches", 4), ("baselines", False)))
     e: Evaluation = found.evaluation
     backward = e.loads["backward"]
     assert e.reduces_once and backward.once.hidden.sum() > 0
@@ -148,3 +148,24 @@ def test_gradients_of_stages_hide_behind_their_last_backward():
                        schedule="1f1b", baselines=False)  # fmt: skip
     parts = found.staged.evaluated.parts
     assert all(0 < p.once_seconds - p.parameter_seconds < p.once_moved for p in parts)
+
+
+def test_recipes_are_made_to_fit_and_combined_ones_stand_beside():
+    roomy = planned(SMALL, "dp=4,tp=2", 64, ())
+    need = roomy.others["megatron_sp"].evaluation.bytes_
+    reserve = roomy.problem.reserve_bytes
+    tight = planned(SMALL, "dp=4,tp=2", 64, (("memory", reserve + 0.7 * (need - reserve)),))
+    assert {"megatron_sp+zero1", "megatron_sp+fsdp"} <= tight.others.keys()
+    fitted = tight.others["megatron_sp"]
+    assert fitted.fits and fitted.evaluation.recomputed and not roomy.others["megatron_sp"].evaluation.recomputed
+    assert fitted.seconds > roomy.others["megatron_sp"].seconds
+
+
+def test_sequence_parallelism_cuts_what_stands_between_blocks():
+    found = planned(SMALL, "tp=8", 8, (("strategy", "megatron_sp"), ("baselines", False)))
+    norms = [v for v in found.problem.vertices if v.kind == "op" and "layer_norm" in str(v.node.target)]
+    assert norms
+    for v in norms:
+        strategy = found.problem.choices(v.index).strategies[found.evaluation.choice[v.index]]
+        assert strategy.inputs[0].dim_of("tp") == 1
+    assert {c.kind for c in found.plan.collectives if c.axes == ("tp",)} >= {"all_gather", "reduce_scatter"}
