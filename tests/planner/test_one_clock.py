@@ -29,10 +29,11 @@ from .random_graphs import every_cost, random_graph, thinned
 
 OVERLAP = 0.8
 SMALL = "gpt:hidden=512,layers=12,heads=8,vocab=4096,seq=256"
+ALONE = {"baselines": False}
 CASES = [
-    (SMALL, "dp=8", 64, {}), (SMALL, "dp=2,tp=4", 64, {"strategy": "megatron", "baselines": False}), (SMALL, "dp=16", 64, {}),
-    (SMALL, "dp=8", 64, {"strategy": "fsdp", "micro_batches": 4, "baselines": False}), (SMALL, "dp=8", 64, {"strategy": "ddp", "baselines": False}),
-    (SMALL, "dp=16,tp=2", 64, {"micro_batches": 2}),
+    (SMALL, "dp=8", 64, {}), (SMALL, "dp=2,tp=4", 64, {"strategy": "megatron", **ALONE}), (SMALL, "dp=16", 64, {}),
+    (SMALL, "dp=8", 64, {"strategy": "fsdp", "micro_batches": 4, **ALONE}),
+    (SMALL, "dp=8", 64, {"strategy": "ddp", **ALONE}), (SMALL, "dp=16,tp=2", 64, {"micro_batches": 2}),
 ]  # fmt: skip
 
 
