@@ -116,7 +116,7 @@ def table_of(source: str, rows: list[Row]) -> list[str]:
     published = [row.seconds for row in rows]
     plans = [e.plan for e in estimates]
     serial = [p.compute_seconds + p.communication_seconds + p.recompute_seconds + p.update_seconds for p in plans]
-    overlapped = [e.plan.simulated_seconds for e in estimates]
+    overlapped = [e.plan.step_seconds for e in estimates]
     factors = [_mean_ratio(published, values) for values in (serial, overlapped)]
     cells = []
     for i, (row, e) in enumerate(zip(rows, estimates)):

@@ -34,7 +34,7 @@ from .tracing import (
 )
 
 __all__ = [
-    "TorchDispatchMode", "tree_flatten", "tree_map", "tree_unflatten", "no_autocast",
+    "TorchDispatchMode", "tree_flatten", "tree_map", "tree_unflatten", "no_autocast", "in_given_order",
     "without_dispatch_modes", "OpenSize", "export_open", "open_size",
     "as_if_eager", "functionalized", "hooks_of_all_modules", "lazy_code", "move_hooks", "plain_checkpoints", "transforms",
     "without_prints",

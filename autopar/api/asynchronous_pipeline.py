@@ -261,6 +261,6 @@ def _planned(model: nn.Module, mesh, example_inputs, schedule: Asynchronous, **o
     plan = replace(
         found.plan, mesh=first.mesh, pipeline=pipeline, fingerprint=fingerprint(found.captured.graph),
         peak_bytes=first.peak_bytes, memory=first.memory, at_peak=first.at_peak, step_seconds=first.step_seconds / many,
-        simulated_seconds=first.simulated_seconds / many, bound=first.bound / many, gap=first.gap, alternatives=(),
+        bound=first.bound / many, gap=first.gap, alternatives=(),
     )  # fmt: skip
     return with_owners(found.captured, plan)

@@ -25,8 +25,7 @@ from . import words
 @dataclass(frozen=True)
 class Estimate:
     """A configuration's cost. FLOPs are of a step over all devices; `missing_bytes` a device, 0 if it fits. Rates are
-    those of `step_seconds`, the objective of the search; played through stream by stream a step takes
-    `simulated_seconds`. `dtype`: what most FLOPs are computed in; `peaks`: the hardware's FLOPs per second by type."""
+    those of `step_seconds`. `dtype`: what most FLOPs are computed in; `peaks`: the hardware's FLOPs per second by type."""
 
     plan: Plan
     recompute: str
@@ -56,7 +55,7 @@ class Estimate:
         """Return plain data: the numbers, without the plan's decisions."""
         p = self.plan
         names = ("model", "hardware", "precision", "optimizer", "strategy", "micro_batches", "samples", "reduces_once")
-        seconds = ("step_seconds", "simulated_seconds", "compute_seconds", "communication_seconds", "recompute_seconds",
+        seconds = ("step_seconds", "compute_seconds", "communication_seconds", "recompute_seconds",
                    "update_seconds", "exposed_seconds")  # fmt: skip
         return {
             **{name: getattr(p, name) for name in names}, "mesh": str(p.mesh), "devices": p.mesh.devices,
@@ -65,7 +64,6 @@ class Estimate:
             "model_flops": self.model_flops, "hardware_flops": self.hardware_flops,
             "tflops_per_device": self.tflops_per_device(self.model_flops, p.step_seconds),
             "hardware_tflops_per_device": self.tflops_per_device(self.hardware_flops, p.step_seconds),
-            "simulated_tflops_per_device": self.tflops_per_device(self.model_flops, p.simulated_seconds),
             "dtype": self.dtype, "peak_tflops_per_device": self.peaks[self.dtype] / 1e12,
             "utilization": self.utilization, "peak_bytes": p.peak_bytes, "memory": dict(p.at_peak),
             "memory_limit_bytes": p.memory_limit_bytes, "fits": self.fits, "missing_bytes": self.missing_bytes,

@@ -12,12 +12,11 @@ def estimate_text(e: Estimate) -> str:
     """Return the text of an estimate: the result, then memory by kind."""
     p = e.plan
     staged = p.pipeline.is_staged
-    simulated = "" if staged else f"; simulated with overlap {ms(p.simulated_seconds)}"
     lines = [
         f"{p.model} on mesh {p.mesh} ({p.mesh.devices} devices, {p.hardware}), {p.precision_text}, "
         f"{p.optimizer_text}, strategy {p.strategy}, recomputation {e.recompute}",
         pipeline_line(p) if staged else "".join(batch_lines(p)) or f"one pass of {p.samples} samples a step",
-        f"step {ms(p.step_seconds)} = {parts_of(p)}{simulated}",
+        f"step {ms(p.step_seconds)} = {parts_of(p)}",
         _rates(e),
         f"peak {size(p.peak_bytes)} a device, {percent(p.peak_bytes, p.memory_limit_bytes)} of "
         f"{size(p.memory_limit_bytes)}" + ("" if e.fits else f": does not fit, {size(e.missing_bytes)} too much"),
@@ -35,11 +34,7 @@ def _rates(e: Estimate) -> str:
     devices have, and what they have in bf16 if that is more."""
     kinds = {"model": e.model_flops} | ({"hardware": e.hardware_flops} if e.hardware_flops > e.model_flops else {})
     p = e.plan
-    cells = [
-        f"{number(e.tflops_per_device(flops, p.step_seconds))} of the {what} "
-        f"({number(e.tflops_per_device(flops, p.simulated_seconds))} simulated)"
-        for what, flops in kinds.items()
-    ]
+    cells = [f"{number(e.tflops_per_device(flops, p.step_seconds))} of the {what}" for what, flops in kinds.items()]
     peak, bf16 = e.peaks[e.dtype], e.peaks.get("bf16", 0.0)
     faster = f"; bf16 has {number(bf16 / 1e12)}: --precision bf16" if e.dtype == "fp32" and bf16 > 2 * peak else ""
     return (

@@ -9,7 +9,7 @@ looks rows up.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -26,8 +26,16 @@ class TransferPrices:
     """Prices of one mesh. `collectives` prices all steps but local slices; the links' latency and speed do if it is not
     given."""
 
-    def __init__(self, redistribute: Redistributor, collectives: CollectiveCost | None = None):
+    def __init__(
+        self, redistribute: Redistributor, collectives: CollectiveCost | None = None,
+        class_of: Mapping[str, int] | None = None,
+    ):  # fmt: skip
+        """`class_of`: by axis the class of links that its collectives use, all one class unless given."""
         self.redistribute, self.collectives = redistribute, collectives
+        self.class_of = class_of or dict.fromkeys(redistribute.mesh.names, 0)
+        self.streams = 2 + max(self.class_of.values())
+        self._stream_of_step = [0]  # by number of a step
+        self._split: dict[float, np.ndarray] = {}
         self._steps: dict[tuple | None, int] = {None: 0}  # (kind, axes, share held) -> number; 0 stands for no step
         self._rows: list[tuple[int, ...]] = [(), (), ()]
         self._steps_row: dict[tuple[int, ...], int] = {}
@@ -90,6 +98,21 @@ class TransferPrices:
         row = self.rows((source,), (target,))[0, 0]  # which may be new to `seconds`
         return float(self.seconds(bytes_)[row])
 
+    def split(self, bytes_: float) -> np.ndarray:
+        """Return the seconds of every row by stream (stream, row): local copies first, then each class of links; what
+        has no redistribution takes none."""
+        found = self._split.get(bytes_)
+        if found is None or found.shape[1] < len(self._rows):
+            self.seconds(bytes_)  # so that the table is up to date
+            each, streams = self._step_seconds(bytes_), np.array(self._stream_of_step)
+            found = np.stack([np.where(streams == s, each, 0.0)[self._table].sum(1) for s in range(self.streams)])
+            self._split[bytes_] = found
+        return found
+
+    def stream_of(self, kind: str, axes: tuple[str, ...]) -> int:
+        """Return the stream of a step: 0 computes; over several classes of links it is that of the outermost."""
+        return 0 if kind == "slice" else 1 + max(self.class_of[axis] for axis in axes)
+
     def _row(self, p: int, q: int) -> int:
         if len(self._layouts) < len(self._number):  # numbers are given in order of insertion
             self._layouts = list(self._number)
@@ -114,4 +137,7 @@ class TransferPrices:
         return self._row_number[key]
 
     def _numbered_step(self, kind: str, axes: tuple[str, ...], held: float) -> int:
-        return self._steps.setdefault((kind, axes, held), len(self._steps))
+        number = self._steps.setdefault((kind, axes, held), len(self._steps))
+        if number == len(self._stream_of_step):
+            self._stream_of_step.append(self.stream_of(kind, axes))
+        return number

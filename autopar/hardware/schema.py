@@ -169,6 +169,13 @@ class Hardware:
         closest."""
         return {axis: self.links[self.tier_index(span)] for axis, span in spans(mesh).items()}
 
+    def classes_for(self, mesh: Mesh) -> dict[str, int]:
+        """Return, by axis, the number of the tier that its collectives use: axes of one tier leave a device through the
+        same card, and take turns."""
+        found = {axis: self.tier_index(span) for axis, span in spans(mesh).items()}
+        numbers = {tier: i for i, tier in enumerate(sorted(set(found.values())))}
+        return {axis: numbers[tier] for axis, tier in found.items()}
+
     def links_for(self, mesh: Mesh) -> dict[str, Link]:
         """Return latency and speed of collectives along each axis alone.
 

@@ -4,11 +4,12 @@ The graph that is planned is one pass. With K passes a step takes K times its se
 parameters and kept is gathered once, and gradients that their ops leave partial may wait, unreduced, for one reduction
 at the end (Li et al., VLDB 13(12), 2020, section 3.2.4):
 
-    step = K * pass                                   every pass reduces: what is added up is as small as the parameters' shards
-    step = K * pass - (K - 1) * reductions of a pass  reduced once: what is added up is as large as each rank computes it
+    every pass reduces    what is added up is as small as the parameters' shards
+    reduced once          what is added up is as large as each rank computes it; the reductions run beside the last pass
+                          (so they are priced; the program that is emitted makes them after it)
 
-Both are searched, and the faster one that fits is the plan. Seconds inside the planner are of an average pass, in which
-a reduction that is made once costs 1 / K; `of_step` multiplies them.
+Both are searched, and the faster one that fits is the plan. Seconds inside the planner are of an average pass;
+`of_step` multiplies them.
 """
 
 from __future__ import annotations
@@ -19,9 +20,8 @@ from dataclasses import replace
 from ..errors import AutoparError, MemoryInfeasibleError, StrategyError
 from ..plans.plan import Plan
 from .objective.evaluate import Evaluation
-from .objective.timeline import Timeline, simulate
 from .problem.problem import Problem
-from .problem.recipes import BASELINES, MODELS_OWN, Restriction, reduces_once
+from .problem.recipes import MODELS_OWN, Restriction, compared_on, reduces_once
 from .solver.minimize import BeyondCutoff
 from .solver.search import Outcome, Starts
 from .solver.solver import Solver
@@ -50,7 +50,7 @@ def baselines(solvers: Sequence[Solver], styles: Mapping[str, str] | None = None
     passes = solvers[0].pricer.micro_batches
     by_way = {solver.pricer.reduces_once: solver for solver in solvers}
     found: dict[str, Outcome | AutoparError] = {}
-    for name in (*BASELINES, *([MODELS_OWN] if styles else [])):
+    for name in (*compared_on(solvers[0].problem.mesh), *([MODELS_OWN] if styles else [])):
         once, own = (passes > 1, styles) if name == MODELS_OWN else (ways(name, passes)[0], None)
         found[name] = by_way.get(once, solvers[0]).baseline(name, own, met(found))
     return found
@@ -80,46 +80,24 @@ def fastest(
         raise min(refused, key=lambda error: error.missing_bytes)
     if not found:
         raise BeyondCutoff(min(bounds))
-    solver, outcome = min(found, key=lambda pair: pair[1].evaluation.seconds)  # the first of equal ones
+    solver, outcome = min(found, key=lambda pair: pair[1].seconds)  # the first of equal ones
     return solver, replace(outcome, bound_seconds=min(bounds))
 
 
-def timelines(
-    problem: Problem, evaluation: Evaluation, micro_batches: int, slowdown: float = 1.0
-) -> list[tuple[int, Timeline]]:
-    """Return how often a step plays which timeline: that of the passes that leave gradients alone, and that of the one
-    that reduces them."""
-    if not evaluation.reduces_once:
-        return [(micro_batches, simulate(problem, evaluation, slowdown))]
-
-    def reducing(scale: float) -> Timeline:
-        waiting = [
-            replace(t, seconds=t.seconds * scale) if t.times < micro_batches else t for t in evaluation.transfers
-        ]
-        return simulate(problem, replace(evaluation, transfers=waiting), slowdown)
-
-    return [(micro_batches - 1, reducing(0.0)), (1, reducing(micro_batches))]
-
-
-def of_step(plan: Plan, problem: Problem, evaluation: Evaluation, slowdown: float) -> Plan:
-    """Return the plan of a step from that of an average pass of the largest micro-batch. `problem` and `evaluation` are
-    of the whole graph, for the timelines; `slowdown` is the hardware's."""
+def of_step(plan: Plan, evaluation: Evaluation) -> Plan:
+    """Return the plan of a step from that of an average pass of the largest micro-batch."""
     if plan.micro_batches == 1:
         return plan
-    played = timelines(problem, evaluation, plan.micro_batches, slowdown)
     passes = sum(plan.pipeline.shares)  # of the largest one
-    share = passes / plan.micro_batches
 
     def times(one, *names):
         seconds = {name: getattr(one, name) for name in names}
         return replace(one, **{name: s and s * passes for name, s in seconds.items()})
 
     plan = times(plan, "step_seconds", "compute_seconds", "communication_seconds", "recompute_seconds", "update_seconds",
-                 "bound")  # fmt: skip
+                 "exposed_seconds", "bound")  # fmt: skip
     return replace(
         plan, reduces_once=evaluation.reduces_once,
-        simulated_seconds=share * sum(n * t.seconds for n, t in played) + plan.offloaded.seconds + plan.update_seconds,
-        exposed_seconds=share * sum(n * t.exposed_seconds for n, t in played),
         collectives=tuple(times(c, "seconds") for c in plan.collectives),
         regions=tuple(times(r, "compute_seconds", "communication_seconds") for r in plan.regions),
         alternatives=tuple(times(a, "step_seconds", "communication_seconds") for a in plan.alternatives),

@@ -19,8 +19,9 @@ from .accumulation import of_step, samples_of
 from .model_flops import flops_of_step
 from .objective.checkpoint_blocks import recomputed_vertices
 from .objective.checkpoint_min_cut import FULL
-from .objective.evaluate import Evaluation, Pricer
+from .objective.evaluate import Evaluation
 from .objective.module_table import regions_of
+from .objective.pricer import Pricer
 from .outputs import outputs_in
 from .plan import Planned
 from .problem.offload import offloaded, update_seconds
@@ -37,7 +38,7 @@ def describe_plan(planned: Planned) -> Plan:
     for name, other in planned.others.items():
         if isinstance(other, Outcome):
             o = other.evaluation
-            alternatives.append(Alternative(name, o.seconds, o.communication_seconds, o.bytes_, other.fits))
+            alternatives.append(Alternative(name, other.seconds, o.communication_seconds, o.bytes_, other.fits))
         else:
             alternatives.append(Alternative(name, None, None, None, False, other.message))
     micro_batches, micro = options.micro_batches, planned.micro
@@ -48,10 +49,10 @@ def describe_plan(planned: Planned) -> Plan:
     plan = Plan(
         model=planned.model, mesh=problem.mesh, hardware=options.hardware.name, precision=options.precision,
         optimizer=options.optimizer, strategy=chosen.restriction.name, memory_limit_bytes=planned.solver.limit_bytes,
-        step_seconds=e.seconds, compute_seconds=e.compute_seconds,
+        step_seconds=chosen.seconds, compute_seconds=e.compute_seconds,
         communication_seconds=e.communication_seconds, recompute_seconds=e.recompute_seconds,
-        simulated_seconds=planned.timeline.seconds + e.parameter_seconds,
-        exposed_seconds=planned.timeline.exposed_seconds, bound=max(0.0, min(chosen.bound_seconds, e.seconds)),
+        exposed_seconds=max(0.0, e.communication_seconds - chosen.hidden_seconds),
+        bound=max(0.0, min(chosen.bound_seconds, chosen.seconds)),
         gap=chosen.gap, peak_bytes=planned.live_bytes.peak_bytes, memory=planned.live_bytes.most,
         at_peak=planned.live_bytes.at_peak, collectives=_collectives(e) + _of_update(problem, e), regions=regions_of(problem, e),
         alternatives=tuple(alternatives), recomputed=_recomputed(e, True),
@@ -65,7 +66,7 @@ def describe_plan(planned: Planned) -> Plan:
         flops=flops_of_step(problem.graph, sum(pipeline.shares), options.hardware),
         state_dtype=options.state_dtype, outputs=outputs_in(sharding, problem, pricer, planned.captured),
     )  # fmt: skip
-    return of_step(plan, problem, e, options.hardware.overlap_slowdown)
+    return of_step(plan, e)
 
 
 def _recomputed(e: Evaluation, wholly: bool) -> tuple[str, ...]:

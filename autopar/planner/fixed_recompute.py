@@ -50,7 +50,7 @@ def fastest(
         message = f"with recomputation {level} no plan fits {size(solver.limit_bytes)} a device: the fastest needs"
         raise solver.refusal(message, outcome.evaluation)
     if fitting:
-        return min(fitting, key=lambda pair: pair[1].evaluation.seconds)
+        return min(fitting, key=lambda pair: pair[1].seconds)
     return min(found, key=lambda pair: pair[1].evaluation.bytes_)
 
 

@@ -68,7 +68,7 @@ class _SearchedMesh:
     @property
     def seconds(self) -> float:
         """Return the seconds of a pass under its plan, infinite while it has none."""
-        return self.planned.evaluation.seconds if self.planned else math.inf
+        return self.planned.chosen.seconds if self.planned else math.inf
 
 
 class _MeshSearch:
@@ -144,7 +144,7 @@ class _MeshSearch:
         if self.options.search.gap < self.rough.gap:
             self.report(f"{one.mesh}: in full")
             full = self._planned(one, self.options.search, self.report)
-            one.planned = min(one.planned, full, key=lambda planned: planned.evaluation.seconds)
+            one.planned = min(one.planned, full, key=lambda planned: planned.chosen.seconds)
             one.bound = max(one.bound, full.chosen.bound_seconds)
 
 
@@ -209,7 +209,7 @@ def _reported(one: _SearchedMesh, micro_batches: int) -> MeshCandidate:
     if one.planned is None:
         return MeshCandidate(str(one.mesh), bound, None, None, None, one.note)
     e = one.planned.evaluation
-    return MeshCandidate(str(one.mesh), bound, e.seconds * micro_batches, e.bytes_, one.planned.chosen.gap)
+    return MeshCandidate(str(one.mesh), bound, one.seconds * micro_batches, e.bytes_, one.planned.chosen.gap)
 
 
 def _batch(captured: Captured) -> int:

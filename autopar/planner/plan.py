@@ -30,14 +30,15 @@ from ..rules.register import suggestion
 from ..utils.gc_pause import paused_collector
 from . import accumulation as passes
 from . import fixed_recompute
-from .objective.evaluate import Evaluation, Pricer
+from .objective.evaluate import Evaluation
 from .objective.expand import whole_of
 from .objective.memory_timeline import LiveBytes, live_bytes
+from .objective.pricer import Pricer
 from .objective.timeline import Timeline, simulate
 from .problem import offload
 from .problem.overlay import fitting
 from .problem.problem import Problem, build
-from .problem.recipes import RECIPES, Restriction, globs_of
+from .problem.recipes import MODELS_OWN, Restriction, globs_of
 from .problem.symmetry import fold, unfolded
 from .solver.minimize import DUAL, ILP, Search
 from .solver.search import Outcome, Starts
@@ -150,12 +151,12 @@ class Planned:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """Play the chosen plan through with the hardware's overlap."""
-        return self.played(self.options.hardware.overlap_slowdown)
+        """Play the chosen plan through, as it is priced."""
+        return self.played()
 
-    def played(self, slowdown: float) -> Timeline:
-        """Play the chosen plan through with another slowdown of compute beside a collective."""
-        return simulate(*self.whole, slowdown)
+    def played(self, slowdown: float | None = None) -> Timeline:
+        """Play the chosen plan through with another slowdown of compute beside a collective, if one is given."""
+        return simulate(*self.whole, self.pricer, slowdown)
 
     @cached_property
     def live_bytes(self) -> LiveBytes:
@@ -246,7 +247,7 @@ def solvers_of(
     is_cut = options.micro_batches > 1
     pricers = [
         Pricer(problem, redistribute, bucket_bytes, collectives, options.micro_batches, once, gathers_once=is_cut,
-               reduce_dtype=reduce_type(options.reduce_dtype))
+               reduce_dtype=reduce_type(options.reduce_dtype), class_of=hardware.classes_for(around))
         for once in ((True,) if is_cut and options.within is not None else ways)
     ]  # fmt: skip
     return [Solver(problem, pricer, limit, options.search, report, gain) for pricer in pricers]
@@ -289,8 +290,8 @@ def not_worse(chosen: Outcome, others: dict[str, Outcome | AutoparError], option
     if chosen.restriction.name != "auto" or options.pin or options.forbid or options.recompute != fixed_recompute.AUTO:
         return chosen
     for name, other in others.items():
-        if isinstance(other, Outcome) and other.fits and other.evaluation.seconds < chosen.evaluation.seconds:
-            restriction = other.restriction if name in RECIPES else chosen.restriction  # one that can be asked for
+        if isinstance(other, Outcome) and other.fits and other.seconds < chosen.seconds:
+            restriction = chosen.restriction if name == MODELS_OWN else other.restriction  # one that can be asked for
             bound = min(chosen.bound_seconds, other.evaluation.seconds)
-            chosen = Outcome(restriction, other.evaluation, bound, True, chosen.found)
+            chosen = replace(other, restriction=restriction, bound_seconds=bound, found=chosen.found)
     return chosen

@@ -154,7 +154,9 @@ def _evaluated(change: _Change) -> Fix | None:
     except Exception:  # the user's error is the refusal
         return None
     e, passes = planned.evaluation, change.options.micro_batches
-    return Fix(change.argument, change.option, change.mesh.devices, e.bytes_, step_seconds=e.seconds * passes)
+    return Fix(
+        change.argument, change.option, change.mesh.devices, e.bytes_, step_seconds=planned.chosen.seconds * passes
+    )
 
 
 def _planned(change: _Change) -> plan.Planned:

@@ -70,7 +70,6 @@ def _recomputed(plan: Plan) -> str:
 def _costs(plans: Sequence[Plan]) -> Rows:
     seconds = {
         "step": [p.step_seconds for p in plans],
-        "simulated with overlap": [p.simulated_seconds for p in plans],
         "compute": [p.compute_seconds for p in plans],
         "communication": [p.communication_seconds for p in plans],
         "of it exposed": [p.exposed_seconds for p in plans],

@@ -45,7 +45,7 @@ def _recomputed(plan: Plan) -> dict[str, str]:
 
 def _costs(plan: Plan) -> dict[str, str]:
     seconds = {
-        "step": plan.step_seconds, "simulated with overlap": plan.simulated_seconds, "compute": plan.compute_seconds,
+        "step": plan.step_seconds, "compute": plan.compute_seconds,
         "communication": plan.communication_seconds, "exposed": plan.exposed_seconds,
         "recomputation": plan.recompute_seconds, "optimizer": plan.update_seconds,
         "offload": plan.offloaded.seconds,

@@ -20,7 +20,7 @@ from ..errors import PlanFormatError, PlanTampered
 from ..hardware.profile import LOWERINGS
 
 Json = dict[str, Any]
-VERSION = 8
+VERSION = 9
 LARGEST_FILE_BYTES = 64 * 2**20
 DEEPEST = 64
 MOST_DIGITS = 18  # of an integer
@@ -232,7 +232,7 @@ SCHEMA: Kind = {
     "precision": text, "reduce_dtype": narrow, "state_dtype": brain, "optimizer": text, "strategy": text,
     "memory_limit_bytes": amount, "step_seconds": amount,
     "compute_seconds": amount, "communication_seconds": amount, "recompute_seconds": amount,
-    "update_seconds": amount, "simulated_seconds": amount, "exposed_seconds": amount,
+    "update_seconds": amount, "exposed_seconds": amount,
     "bound": amount, "gap": number, "peak_bytes": amount,
     "memory": Values(amount), "at_peak": Values(amount),
     "collectives": [{"kind": text, "axes": [text], "phase": text, "count": count, "wire_bytes": amount,

@@ -135,9 +135,7 @@ class Plan:
     compute_seconds: float
     communication_seconds: float
     recompute_seconds: float  # of compute; what is moved again for it is communication
-    # With communication behind compute, where step_seconds is the sum (autopar/planner/objective/timeline.py).
-    simulated_seconds: float
-    exposed_seconds: float  # of it, what compute waits for communication
+    exposed_seconds: float  # of the step, what communication takes that no compute hides
     bound: float  # no plan in the search space takes fewer seconds
     gap: float
     peak_bytes: float

@@ -33,8 +33,7 @@ def _result(plan: Plan) -> list[str]:
         f"plan of {plan.model} on mesh {plan.mesh} ({devices}, {plan.hardware}), {plan.precision_text}, "
         f"{plan.optimizer_text}, strategy {plan.strategy}",
         f"step {ms(plan.step_seconds)} = {parts_of(plan)}; {bound_text(plan)} (gap {plan.gap:.2%})",
-        pipeline_line(plan)
-        or f"simulated with overlap {ms(plan.simulated_seconds)}, {ms(plan.exposed_seconds)} of communication exposed",
+        pipeline_line(plan) or f"{ms(plan.exposed_seconds)} of communication exposed",
         f"peak {size(plan.peak_bytes)} a device, {percent(plan.peak_bytes, plan.memory_limit_bytes)} of "
         f"{size(plan.memory_limit_bytes)}",
         *utilization_lines(plan),

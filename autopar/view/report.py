@@ -70,7 +70,7 @@ def whole_page(plan: Plan, sections: list[tuple[str, Html | None]]) -> str:
 def _summary(planned: Planned, timeline: Timeline) -> Html:
     plan = planned.plan
     shown = [
-        ("with overlap", *_overlapped(planned, timeline)),
+        ("played", *_overlapped(planned, timeline)),
         ("compute", ms(plan.compute_seconds), _recomputed(plan)),
         ("communication", ms(plan.communication_seconds), _communicated(plan)),
         ("peak memory", size(plan.peak_bytes), f"{percent(plan.peak_bytes, plan.memory_limit_bytes)} of "
@@ -98,16 +98,13 @@ def cards(shown: list[tuple[str, str, str]]) -> Html:
 
 
 def _overlapped(planned: Planned, timeline: Timeline) -> tuple[str, str]:
-    """Return the simulated time of the step and a note; of another timeline than the plan's own, that of its pass."""
+    """Return the time of the step and a note; of another timeline than the plan's own, that of its pass."""
     plan, own = planned.plan, timeline is planned.timeline
-    seconds = (
-        plan.simulated_seconds
-        if own
-        else timeline.seconds + (plan.offloaded.seconds + plan.update_seconds if plan.micro_batches == 1 else 0.0)
-    )
-    exposed = plan.exposed_seconds if own else timeline.exposed_seconds
-    what = "simulated" if own or plan.micro_batches == 1 else f"simulated, one of {plan.micro_batches} micro-batches"
-    return ms(seconds), f"{what}, {ms(exposed)} of communication exposed"
+    if own:
+        return ms(plan.step_seconds), f"{ms(plan.exposed_seconds)} of communication exposed"
+    seconds = timeline.seconds + (plan.offloaded.seconds + plan.update_seconds if plan.micro_batches == 1 else 0.0)
+    what = "" if plan.micro_batches == 1 else f"one of {plan.micro_batches} micro-batches, "
+    return ms(seconds), f"{what}{ms(timeline.exposed_seconds)} of communication exposed"
 
 
 def count_text(number: int) -> str:

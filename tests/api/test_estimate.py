@@ -122,7 +122,7 @@ def test_the_command(capsys):
     data = json.loads(capsys.readouterr().out)
     assert (data["micro_batches"], data["samples"], data["strategy"]) == (4, 16, "megatron_sp+zero1")
     assert data["peak_bytes"] == pytest.approx(sum(data["memory"].values()))
-    assert data["step_seconds"] >= data["simulated_seconds"] > 0 and data["tflops_per_device"] > 0
+    assert data["step_seconds"] > 0 and data["tflops_per_device"] > 0
     assert main([*words, "--micro-batches", "2"]) == 0
     assert "2 micro-batches of 8 samples, gradients reduced once a step" in capsys.readouterr().out
     assert main([*words, "--micro-batch", "3"]) == 2

@@ -15,7 +15,8 @@ from autopar.frontend.export import Captured
 from autopar.hardware.profile import Hardware, Tier
 from autopar.ir.mesh import Mesh
 from autopar.models import registry
-from autopar.planner.objective.evaluate import Evaluation, Pricer, evaluate
+from autopar.planner.objective.evaluate import Evaluation, evaluate
+from autopar.planner.objective.pricer import Pricer
 from autopar.planner.plan import PlanOptions, make_plan
 from autopar.planner.problem import symmetry as folding
 from autopar.planner.problem.allowed import allowed_strategies
@@ -64,9 +65,10 @@ class Instance:
 
     def __init__(self, model: str | Captured, mesh: str, hardware: Hardware | None = None, strategy: str | None = None,
                  folded: bool = True, optimizer: str = "adamw", batch: int = 8, seq: int = 16,
-                 shared_by: int = 1, reduce_dtype: torch.dtype | None = None):  # fmt: skip
+                 shared_by: int = 1, reduce_dtype: torch.dtype | None = None,
+                 classes: dict[str, int] | None = None):  # fmt: skip
         """`shared_by`: micro-batches of a step, which share the copies of parameters that are kept if they are
-        several."""
+        several. `classes`: of links by axis, all one class unless given."""
         self.mesh, self.hardware = Mesh.parse(mesh), hardware or toy()
         graph = captured(model, batch, seq) if isinstance(model, str) else model
         fold = folding.fold if folded else folding.unfolded
@@ -74,7 +76,8 @@ class Instance:
         links, bandwidth = self.hardware.links_for(self.mesh), self.hardware.reached_memory_bytes_per_second
         self.pricer = Pricer(self.problem, Redistributor(self.mesh, links, bandwidth),
                              self.hardware.links[-1].bucket_bytes, micro_batches=shared_by,
-                             gathers_once=shared_by > 1, reduce_dtype=reduce_dtype)  # fmt: skip
+                             gathers_once=shared_by > 1, reduce_dtype=reduce_dtype,
+                             class_of={a: (classes or {}).get(a, 0) for a in self.mesh.names})  # fmt: skip
         self.hyperedges = [
             HyperedgePrices(self.problem, self.pricer, hyperedge) for hyperedge in hyperedges_of(self.problem)
         ]

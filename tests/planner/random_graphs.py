@@ -26,8 +26,8 @@ UNARY = (aten.relu.default, aten.t.default, aten.neg.default)
 BINARY = (aten.mm.default, autopar.linear.default, aten.add.Tensor, aten.mul.Tensor)
 PRICES = [  # and whether gathered parameters are kept
     (Prices(), None), (Prices(1e-9, True), None), (Prices(1e-7, True), None), (Prices(1e-9), False),
-    (Prices(1e-8, True), False), (Prices(1e-8, True), True), (Prices(1e-8, True, 0.0, hidden_forward=0.3,
-                                                                     hidden_backward=0.8, overlap=0.9), None),
+    (Prices(1e-8, True), False), (Prices(1e-8, True), True), (Prices(1e-8, True, 0.0, 0.9,
+                                                                     ((0.3,), (0.8,))), None),
 ]  # fmt: skip
 MESHES = ["a=2", "a=4", "a=2,b=2"]
 SWEEPS = 60

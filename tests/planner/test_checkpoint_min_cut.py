@@ -92,8 +92,8 @@ def test_dear_compute_or_dear_links_change_what_is_made_again():
     """Where communication is hidden beside compute, gathering again is cheap; where it is not, compute is."""
     instance, e = evaluated(GPT, "dp=4", "fsdp", True)
     gathers, computes = [], []
-    for hidden in (0.1, 1.0):
-        prices = Prices(hidden_forward=hidden, hidden_backward=hidden, overlap=0.9)
+    for hidden in (0.0, 0.95):
+        prices = Prices(overlap=0.9, links=((hidden,), (hidden,)))
         first = [
             rematerialization.steps(rematerialization.chain())[:2]
             for rematerialization in rematerializations(instance, e, prices)

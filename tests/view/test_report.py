@@ -13,7 +13,6 @@ from autopar.api import entry as api
 from autopar.cli.main import main
 from autopar.models import build
 from autopar.planner.explain import runners_up
-from autopar.planner.objective.timeline import simulate
 from autopar.plans.file import MEMORY_KINDS
 from autopar.plans.text import alternatives_table, memory_table
 from autopar.utils.format import byte_unit, ms, size
@@ -66,7 +65,7 @@ def test_the_page_is_whole_and_stands_alone(planned):
 def test_the_numbers_of_the_plan_are_in_it(planned):
     plan, page = planned.plan, Page(report_page(planned))
     said = " ".join(page.texts)
-    for seconds in (plan.step_seconds, plan.simulated_seconds, plan.exposed_seconds, plan.compute_seconds,
+    for seconds in (plan.step_seconds, plan.exposed_seconds, plan.compute_seconds,
                     plan.communication_seconds, plan.bound):  # fmt: skip
         assert ms(seconds) in said
     for bytes_ in (plan.peak_bytes, plan.memory_limit_bytes, planned.live_bytes.peak_bytes):
@@ -167,12 +166,10 @@ def test_passes():
     model, inputs = build("mlp-tiny:layers=1", batch=4, seq=4)
     planned = api.search(model, "dp=2", inputs, hardware="cpu-gloo", micro_batches=2, baselines=False)
     plan, said = planned.plan, " ".join(Page(report_page(planned)).texts)
-    assert (
-        plan.simulated_seconds > 1.5 * planned.timeline.seconds and f"{ms(plan.simulated_seconds)} with overlap" in said
-    )
+    assert plan.step_seconds > 1.5 * planned.timeline.seconds and f"{ms(plan.step_seconds)} played" in said
     assert "One of the step's 2 micro-batches" in said and "2 micro-batches of 2 samples" in said
-    slower = simulate(planned.problem, planned.evaluation, 1.5)
-    assert "simulated, one of 2 micro-batches" in " ".join(Page(report_page(planned, slower)).texts)
+    slower = planned.played(1.5)
+    assert "one of 2 micro-batches, " in " ".join(Page(report_page(planned, slower)).texts)
 
 
 def test_meshes_and_the_host_are_told():
@@ -191,7 +188,7 @@ def test_counts(number, text):
 
 
 def test_another_timeline(planned):
-    slower = simulate(planned.problem, planned.evaluation, 1.5)
+    slower = planned.played(1.5)
     assert ms(slower.seconds + planned.plan.update_seconds) in report_page(planned, slower)
 
 

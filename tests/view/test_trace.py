@@ -41,7 +41,7 @@ def test_the_trace_is_chromes_format(planned):
     assert rows == {0: "compute", 1: "links of dp", 2: "links of tp"}
     work = [e for e in events if e["ph"] == "X"]
     assert all(e["ts"] >= 0 and e["dur"] >= 0 and e["tid"] in rows and e["args"]["node"] for e in work)
-    seconds = planned.plan.simulated_seconds - planned.plan.update_seconds  # the optimizer's is the user's own call
+    seconds = planned.plan.step_seconds - planned.plan.update_seconds  # the optimizer's is the user's own call
     assert max(e["ts"] + e["dur"] for e in work) == pytest.approx(seconds * 1e6, rel=1e-3)
     moves = [e for e in work if "move" in e["args"]]
     assert moves and {e["name"] for e in moves} <= set(MOVES.values())

@@ -22,7 +22,8 @@ from ...cost.compute import flops_of
 from ..problem.multipliers import Prices
 from ..problem.problem import Problem
 from .checkpoint_min_cut import FULL, Moves, Recomputation, Rematerialization
-from .evaluate import Evaluation, Pricer, held
+from .evaluate import Evaluation, held
+from .pricer import Pricer
 
 _BLOCK = re.compile(r"^(.*?\.?\d+)(?:\.|$)")
 

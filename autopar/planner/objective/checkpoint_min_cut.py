@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ..problem.multipliers import Prices
@@ -105,9 +105,9 @@ class Rematerialization:
         self.number = {v: i for i, v in enumerate(self.ops)} | {
             key_of(t): i for i, t in enumerate(transfers, len(self.ops))
         }
-        compute, hidden = prices.compute("backward"), prices.hidden("backward")
+        compute = prices.compute("backward")
         self.seconds = [self._compute(v) * compute for v in self.ops]
-        self.seconds += [t.seconds * (hidden if t.is_hidden else 1.0) for t in transfers]
+        self.seconds += [replace(t, phase="backward").priced(prices, e.passes) for t in transfers]
         self.values: dict[Key, _Value] = {}
         self.reads: list[list[Key]] = [[] for _ in self.elements]
         for v in self.ops:

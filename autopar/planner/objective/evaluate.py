@@ -9,19 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
-import torch
 
-from ...cost.collectives import CollectiveCost
-from ...cost.redistribute import MoveStep, Redistribution, Redistributor
-from ...cost.transfer_prices import TransferPrices
-from ...ir.graph import operand
-from ...ir.layout import Layout, largest_local_numel
-from ..problem.multipliers import Prices
+from ...cost.redistribute import MoveStep, Redistribution
+from ...ir.layout import Layout
+from ..problem.multipliers import PHASES, Prices, spans_of
 from ..problem.problem import Problem
 from ..problem.vertices import STATE, Use
+from .loads import PhaseLoads
 from .modes import BACKWARD, FORWARD, MAKE, ONCE, Copy, cheapest, modes_of, waits
+from .pricer import Pricer
 
 
 @dataclass(frozen=True)
@@ -42,6 +41,11 @@ class Transfer:
     copies: int
     is_hidden: bool
     times: int = 1
+    split: tuple[float, ...] = (1.0,)  # shares of the seconds by stream
+
+    def priced(self, prices: Prices, passes: int) -> float:
+        """Return the seconds of one copy at some prices, in a step of so many passes."""
+        return prices.weighted(self.seconds, self.split, self.phase, self.is_hidden, self.times < passes)
 
     @property
     def step_seconds(self) -> list[tuple[MoveStep, float]]:
@@ -64,6 +68,8 @@ class Evaluation:
         tuple[int, int, Layout], float
     ]  # saved for the backward: (vertex, output, layout) -> bytes of all copies
     overlap: float = 0.0  # share of a second that is gained when hidden communication runs beside compute
+    passes: int = 1  # of a step
+    streams: int = 1  # that compute, and classes of links
     retained: set[tuple[int, int, Layout]] = field(default_factory=set)  # copies for the backward
     choice: dict[int, int] = field(default_factory=dict)  # strategy of every vertex
     first: int = 0  # how the blocks that a compact graph leaves out decide, see Problem.copies
@@ -103,34 +109,44 @@ class Evaluation:
         return sum(t.seconds * t.copies for t in self.every_transfer)
 
     @property
-    def hidden_seconds(self) -> float:
-        """Return the seconds that are gained by communication that runs beside compute."""
-        if not self.overlap:
-            return 0.0
-        recomputing = {"backward": self.recompute_seconds}
-        return self.overlap * sum(
-            min(self._hidden(p), compute + recomputing.get(p, 0.0)) for p, compute in self.compute.items()
+    def apart_seconds(self) -> float:
+        """Return the seconds of all parts one after the other."""
+        return self.compute_seconds + self.recompute_seconds + self.communication_seconds + self.parameter_seconds
+
+    @cached_property
+    def seconds(self) -> float:
+        """Return the seconds that the busiest stream needs in every phase, and those of the optimizer: no play of the
+        plan takes less."""
+        spans = spans_of(self.passes)
+        return self.parameter_seconds + sum(
+            share * self.loads[phase].of(is_once).seconds(self.overlap) for phase, share, is_once in spans
         )
 
-    @property
-    def seconds(self) -> float:
-        """Return the seconds of compute, recomputation and the optimizer, and of communication less what is gained by hiding
-        it."""
-        running = self.compute_seconds + self.communication_seconds - self.hidden_seconds + self.recompute_seconds
-        return running + self.parameter_seconds
+    @cached_property
+    def loads(self) -> dict[str, PhaseLoads]:
+        """Return how busy each phase keeps the streams."""
+        found = {phase: PhaseLoads.empty(self.streams) for phase in PHASES}
+        for phase, compute in self.compute.items():
+            found[phase].every.waited[0] += compute
+        found["backward"].every.waited[0] += self.recompute_seconds
+        for t in self.every_transfer:
+            load = found[t.phase].once if t.times < self.passes else found[t.phase].every
+            seconds = t.seconds * t.copies * (self.passes if t.times < self.passes else 1)
+            load.add(t.split, seconds, t.is_hidden)
+        return found
 
-    def exposed(self, phase: str) -> float:
-        """Return the seconds of a phase's hidden communication that its compute does not cover, negative if it covers
-        more."""
-        return self._hidden(phase) - self.compute[phase]
-
-    def _hidden(self, phase: str) -> float:
-        return sum(t.seconds * t.copies for t in self.every_transfer if t.is_hidden and t.phase == phase)
+    def slopes(self) -> np.ndarray:
+        """Return how fast the priced seconds grow with the weight of each class of links, by span."""
+        found = []
+        for phase, share, is_once in spans_of(self.passes):
+            rows = self.loads[phase].of(is_once).rows(self.overlap)
+            found.append(share * (rows[1:] - rows[0]))
+        return np.concatenate(found)
 
     def priced(self, prices: Prices) -> float:
         """Return the cost that a search at these prices minimizes, without recomputation."""
         compute = sum(seconds * prices.compute(phase) for phase, seconds in self.compute.items())
-        moved = sum(t.seconds * t.copies * (prices.hidden(t.phase) if t.is_hidden else 1.0) for t in self.transfers)
+        moved = sum(t.copies * t.priced(prices, self.passes) for t in self.transfers)
         held = (
             self.resident_bytes + prices.gradients * self.gradient_bytes + (self.saved_bytes if prices.saved else 0.0)
         )
@@ -158,80 +174,6 @@ class Evaluation:
         )
 
 
-class Pricer:
-    """Prices redistributions of a problem's tensors, for pairs of layouts and for whole lists of them. A step has
-    `micro_batches` passes; with `reduces_once` their gradients wait for one reduction
-    (autopar/planner/accumulation.py), with `gathers_once` they share the copies of parameters that are kept. Gradients
-    travel in `reduce_dtype`, if that is narrower than they are, while they are added up."""
-
-    def __init__(self, problem: Problem, redistribute: Redistributor, bucket_bytes: float,
-                 collectives: CollectiveCost | None = None, micro_batches: int = 1, reduces_once: bool = False,
-                 gathers_once: bool = False, reduce_dtype: torch.dtype | None = None):  # fmt: skip
-        self.reduce_dtype = reduce_dtype
-        self.problem, self.redistribute, self.bucket_bytes = problem, redistribute, bucket_bytes
-        self.micro_batches, self.reduces_once, self.gathers_once = micro_batches, reduces_once, gathers_once
-        self.prices = TransferPrices(redistribute, collectives)
-        self._local: dict[tuple, float] = {}
-
-    def is_bucketed(self, producer: int, slots) -> bool:
-        """Return whether the tensor is a parameter or a gradient: those travel in buckets and share the latency of
-        one."""
-        return self.problem.vertices[producer].kind == "parameter" or STATE in slots
-
-    def times(self, producer: int, slots, source: Layout) -> int:
-        """Return in how many passes of a step a tensor is redistributed."""
-        return 1 if self.reduces_once and self._is_reduced(producer, slots, source) else self.micro_batches
-
-    def _is_reduced(self, producer: int, slots, source: Layout) -> bool:
-        """Return whether a tensor is a gradient, and its redistribution a sum."""
-        is_gradient = self.problem.vertices[producer].phase == "backward" and all(slot == STATE for slot in slots)
-        return is_gradient and bool(source.partial) and all(reduction == "sum" for _, reduction in source.partial)
-
-    def moved_bytes(self, producer: int, output: int, slots, source: Layout) -> int:
-        """Return the global bytes of a tensor in the type in which it is redistributed."""
-        bytes_ = self.problem.tensor_bytes[producer, output]
-        if self.reduce_dtype is None or not self._is_reduced(producer, slots, source):
-            return bytes_
-        return min(bytes_, self.problem.vertices[producer].values[output].numel() * self.reduce_dtype.itemsize)
-
-    def cast_seconds(self, producer: int, output: int, source: Layout, target: Layout, bytes_: int) -> float:
-        """Return the seconds of the casts before and after a redistribution that moves `bytes_` global bytes."""
-        share = bytes_ / max(1, self.problem.tensor_bytes[producer, output])
-        if share == 1 or not any(self.redistribute.mesh.size(axis) > 1 for axis, _ in source.partial):
-            return 0.0
-        vertex = self.problem.vertices[producer]
-        is_narrow = output in vertex.casts and operand(vertex.casts[output]).meta["val"].dtype == self.reduce_dtype
-        cast = [target] if is_narrow else [source, target]  # of what was made in the type there is none before
-        read_and_written = (1 + share) * sum(self.local_bytes(producer, output, layout) for layout in cast)
-        return read_and_written / self.redistribute.memory_bytes_per_second
-
-    def seconds(self, source: Layout, target: Layout, bytes_: int, bucketed: bool) -> float:
-        """Return the seconds of one redistribution of a tensor of `bytes_` global bytes, inf if there is none."""
-        if bucketed and bytes_ < self.bucket_bytes:
-            return self.prices.pair(source, target, self.bucket_bytes) * (bytes_ / self.bucket_bytes)
-        return self.prices.pair(source, target, bytes_)
-
-    def matrix(
-        self, sources: tuple[Layout, ...], targets: tuple[Layout, ...], bytes_: int, bucketed: bool
-    ) -> np.ndarray:
-        """Return the seconds for every (source, target), inf where impossible. A tensor that is smaller than a bucket
-        pays its share of one."""
-        if bucketed and bytes_ < self.bucket_bytes:
-            return self.prices.matrix(sources, targets, self.bucket_bytes) * (bytes_ / self.bucket_bytes)
-        return self.prices.matrix(sources, targets, bytes_)
-
-    def local_bytes(self, producer: int, output: int, layout: Layout) -> float:
-        """Return the bytes on the device that holds most of a tensor in this layout."""
-        return self.bytes_of(self.problem.vertices[producer].values[output], layout)
-
-    def bytes_of(self, value: torch.Tensor, layout: Layout) -> float:
-        """Return the bytes on the device that holds most of a tensor of any problem in this layout."""
-        key = (tuple(value.shape), value.element_size(), layout)
-        if key not in self._local:
-            self._local[key] = float(largest_local_numel(value.shape, layout, self.problem.mesh) * value.element_size())
-        return self._local[key]
-
-
 def held(transfers: list[Transfer], keys: Collection[tuple[int, int, Layout]]) -> list[Transfer]:
     """Return the transfers with these copies kept through a step: those of parameters, which alone of the forward's are
     hidden, are made once for all its passes."""
@@ -257,7 +199,8 @@ def evaluate(
     gathers again, ZeRO-3; True keeps, ZeRO-1 and 2)."""
     first = problem.half if first is None else first
     copies = problem.copies(first)
-    result = Evaluation({"forward": 0.0, "backward": 0.0}, [], 0.0, 0.0, {}, prices.overlap, choice=choice, first=first)
+    result = Evaluation({"forward": 0.0, "backward": 0.0}, [], 0.0, 0.0, {}, prices.overlap, pricer.micro_batches,
+                        pricer.prices.streams, choice=choice, first=first)  # fmt: skip
     result.reduces_once, result.gathers_once = pricer.reduces_once, pricer.gathers_once
     for v, times in zip(problem.vertices, copies):
         options, k = problem.choices(v.index), choice[v.index]
@@ -331,28 +274,29 @@ def _serve(problem: Problem, choice: dict[int, int], pricer: Pricer, prices: Pri
     bytes_ = pricer.moved_bytes(producer, output, slots, source)
     is_hidden, times = pricer.is_bucketed(producer, slots), pricer.times(producer, slots, source)
     byte_seconds = prices.byte_seconds if prices.saved and saves else 0.0
-    seconds = {
-        target: pricer.seconds(source, target, bytes_, is_hidden)
-        + pricer.cast_seconds(producer, output, source, target, bytes_)
-        for target in targets
-    }
-    early, late = (prices.hidden(phase) if is_hidden else 1.0 for phase in readers)
+    moved = {target: pricer.moved(producer, output, source, target, bytes_, is_hidden) for target in targets}
+
+    def priced_seconds(target: Layout, phase: str, made: int) -> float:
+        is_once = made < pricer.micro_batches
+        return prices.weighted(*moved[target], phase, is_hidden, is_once) * made / pricer.micro_batches
+
     priced = {
         target: Copy(
             FORWARD * (target in readers["forward"]) | BACKWARD * (target in readers["backward"]),
-            seconds[target] * early, seconds[target] * late, byte_seconds and byte_seconds * bytes_in(target),
+            priced_seconds(target, "forward", times), priced_seconds(target, "backward", times),
+            priced_seconds(target, "forward", 1), byte_seconds and byte_seconds * bytes_in(target),
         )
         for target in targets
     }  # fmt: skip
     base = byte_seconds * bytes_in(source) if has_base else 0.0
     modes = modes_of(vertex, pricer.gathers_once, keep_parameters)
-    ways = cheapest(modes, priced, base, reads_base, pricer.micro_batches)
+    ways = cheapest(modes, priced, base, reads_base)
 
     def transfer(target: Layout, phase: str) -> Transfer:
         made = 1 if ways[target] == ONCE else times
         return Transfer(
-            producer, output, phase, source, target, seconds[target] * made / pricer.micro_batches,
-            pricer.redistribute(source, target), bytes_, tuple(readers[phase][target]), copies, is_hidden, made,
+            producer, output, phase, source, target, moved[target][0] * made / pricer.micro_batches,
+            pricer.redistribute(source, target), bytes_, tuple(readers[phase][target]), copies, is_hidden, made, moved[target][1],
         )  # fmt: skip
 
     retained = [target for target in targets if ways[target] != MAKE]

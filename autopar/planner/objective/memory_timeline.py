@@ -22,7 +22,8 @@ from ...cost.compute import FREE
 from ...cost.redistribute import MoveStep
 from ..problem.problem import Problem
 from ..problem.vertices import STATE, Vertex
-from .evaluate import Evaluation, Pricer
+from .evaluate import Evaluation
+from .pricer import Pricer
 from .step_order import StepOrder, Travel, step_order
 from .timeline import Timeline
 

@@ -70,12 +70,12 @@ def modes_of(v: Vertex, gathers_once: bool, keep_parameters: bool | None) -> tup
     return (GONE, SAVED) if waits(v) else (SAVED,)
 
 
-def cost(way: str, phases: int, early: Amount, late: Amount, held: Amount, passes: int) -> Amount:
-    """Return what one copy costs that is read in these phases, made in this way: seconds of an average pass, and `held`,
-    the price of its bytes, where they wait."""
+def cost(way: str, phases: int, early: Amount, late: Amount, once: Amount, held: Amount) -> Amount:
+    """Return what one copy costs that is read in these phases, made in this way: seconds of an average pass (`once` if
+    one pass alone makes it), and `held`, the price of its bytes, where they wait."""
     if way == MAKE:
         return early + late if phases == BOTH else early if phases == FORWARD else late
-    return early / (passes if way == ONCE else 1) + held
+    return (once if way == ONCE else early) + held
 
 
 @dataclass(frozen=True)
@@ -85,11 +85,12 @@ class Copy:
     phases: int
     early: float
     late: float
+    once: float
     held: float
 
 
-def cheapest(modes: tuple[Mode, ...], copies: Mapping[Layout, Copy], base: float, reads_base: bool,
-             passes: int) -> dict[Layout, str]:  # fmt: skip
+def cheapest(modes: tuple[Mode, ...], copies: Mapping[Layout, Copy], base: float,
+             reads_base: bool) -> dict[Layout, str]:  # fmt: skip
     """Return the way of every copy in the cheapest mode. `base`: the price of the bytes of the tensor itself, which the
     backward reads as it is if `reads_base`."""
     best, least = {}, math.inf
@@ -98,7 +99,7 @@ def cheapest(modes: tuple[Mode, ...], copies: Mapping[Layout, Copy], base: float
             continue
         ways, total = {}, base if mode.saves_base else 0.0
         for q, c in copies.items():
-            costs = {way: cost(way, c.phases, c.early, c.late, c.held, passes) for way in mode.ways[c.phases]}
+            costs = {way: cost(way, c.phases, c.early, c.late, c.once, c.held) for way in mode.ways[c.phases]}
             ways[q] = min(costs, key=costs.get)
             total += costs[ways[q]]
         if not best or total < least:

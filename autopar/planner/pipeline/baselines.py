@@ -5,11 +5,10 @@ from __future__ import annotations
 
 from ...errors import AutoparError, not_compared
 from ..fixed_recompute import AUTO
-from ..problem.recipes import BASELINES, Restriction
+from ..problem.recipes import Restriction, compared_on
 from .search import Candidate, Estimate
 
 LEFT_OUT = ("zero2", "hsdp")  # whose pipelines are those of zero1 and fsdp, or take a second data axis
-EXTRA = "megatron_sp+zero1"
 
 
 def experts(best: Candidate) -> dict[str, Estimate | AutoparError]:
@@ -19,7 +18,7 @@ def experts(best: Candidate) -> dict[str, Estimate | AutoparError]:
     options, found = search.options, {}
     if options.strategy is not None or options.pin or options.forbid or options.recompute != AUTO:
         return found
-    for name in (*(name for name in BASELINES if name not in LEFT_OUT), EXTRA):
+    for name in (name for name in compared_on(search.mesh) if name not in LEFT_OUT):
         try:
             Restriction.of(name, search.mesh)
             search.report(name)

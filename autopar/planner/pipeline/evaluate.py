@@ -1,10 +1,11 @@
 """What a pipeline costs: the stages of one cut played in the order of a schedule, and the memory of every rank.
 
 The solver of the cut (autopar/planner/pipeline/cut.py) knows formulas of schedules; here the schedule itself is played
-with the seconds of its stages (autopar/schedule/play.py). Gradients are reduced when a rank has done its last action;
-parameters that are gathered once are so before its first, which is charged there as well:
+with the seconds of its stages (autopar/schedule/play.py), those of the busiest streams times what a micro-batch takes
+longer as it is played (autopar/planner/objective/player.py). Gradients are reduced beside the last backward of a stage,
+parameters that are gathered once beside its first forward; what does not hide there is charged after the last action:
 
-    step = max over ranks (end of the last action + reductions and such gathers of its stages)
+    step = max over ranks (end of the last action + what of reductions and such gathers of its stages does not hide)
 
     bytes of a rank = parameters, copies of them that stay, gradients, optimizer state of its stages
                       + what its micro-batches in flight save + the most that comes and goes in one of its stages
@@ -22,24 +23,28 @@ from ...plans.pipeline import Pipeline, StageCost
 from ...schedule.catalogue import KINDS
 from ...schedule.play import play
 from ...schedule.played import Played
-from ..objective.evaluate import Evaluation, Pricer
+from ..objective.evaluate import Evaluation
 from ..objective.memory_timeline import BUCKETS, GRADIENTS, PARAMETERS, PASSING, RESERVE, RETAINED, SAVED, LiveBytes
+from ..objective.player import stretch_of
+from ..objective.pricer import Pricer
 from ..problem.problem import Problem
 from .model import GPIPE, ONE_F_ONE_B, ZB_H1, ZB_H2, Timing, interleaved
-from .stage_costs import Part, Parts
+from .part import Part
+from .stage_costs import Parts
 
 Send = Callable[[float], float]
 
 
 @dataclass(frozen=True)
 class PipelineCost:
-    """A pipeline with its costs. By rank: `once_moved_seconds`, of transfers before its first action and after its last;
-    `once_seconds`, with its parameters' besides; `memory`, bytes at its peak by kind. `parts`: by stage."""
+    """A pipeline with its costs. By rank: `once_seconds`, before its first action and after its last; of these
+    `tied_seconds`, to add up gradients of parameters that other ranks have too; `memory`, bytes at its peak by kind.
+    `parts`: by stage."""
 
     pipeline: Pipeline
     played: Played
-    once_moved_seconds: tuple[float, ...]
     once_seconds: tuple[float, ...]
+    tied_seconds: tuple[float, ...]
     memory: tuple[dict[str, float], ...]
     parts: tuple[Part, ...]
 
@@ -68,8 +73,9 @@ class PipelineCost:
     @property
     def communication_seconds(self) -> float:
         """Return the seconds of a step that communication takes on the mean rank, without what the pipeline sends."""
-        moved = sum(w.moved + w.hidden for part in self.parts for w in part.work.values())
-        return (moved * sum(self.pipeline.shares) + sum(self.once_moved_seconds)) / self.pipeline.ranks
+        moved = sum(w.moved for part in self.parts for w in part.work.values())
+        once = sum(self.tied_seconds) + sum(part.once_moved for part in self.parts)
+        return (moved * sum(self.pipeline.shares) + once) / self.pipeline.ranks
 
     @property
     def parameter_seconds(self) -> float:
@@ -82,15 +88,15 @@ def evaluate_pipeline(problem: Problem, e: Evaluation, pricer: Pricer, pipeline:
     """Evaluate what a pipeline without costs costs under a plan of one of its micro-batches. `send`: seconds of a
     tensor of so many bytes of a device from one stage to the next; `live`: the memory of the whole plan, if it is
     known. Raise StageError as StagePlacement does."""
-    found = Parts(problem, e, pricer, pipeline.cuts, True, live)
+    found = Parts(problem, e, pricer, pipeline.cuts, True, live, stretch_of(problem, e, pricer))
     parts, orders = found.found, pipeline.orders
     rank_of = orders.rank_of_stage
-    moved = [sum(parts[s].once_moved_seconds for s in orders.stages_of(rank)) for rank in range(pipeline.ranks)]
+    tied_seconds = [0.0] * pipeline.ranks
     memory = [_memory(parts, orders.stages_of(rank)) for rank in range(pipeline.ranks)]
     for tied in found.tied:  # its gradients add up over the ranks that have it; one that has it twice holds it once
         ranks = Counter(rank_of[s] for s in tied.parts)
         for rank, times in ranks.items():
-            moved[rank] += 2 * send(tied.gradient_bytes) if len(ranks) > 1 else 0.0
+            tied_seconds[rank] += 2 * send(tied.gradient_bytes) if len(ranks) > 1 else 0.0
             memory[rank] -= Counter({kind: bytes_ * (times - 1) for kind, bytes_ in tied.kinds.items()})
     transfers = [max(sum(map(send, part.sent)), sum(map(send, part.returned))) for part in parts]
     played = play(orders, [p.forward_seconds for p in parts], [p.input_seconds for p in parts],
@@ -107,8 +113,8 @@ def evaluate_pipeline(problem: Problem, e: Evaluation, pricer: Pricer, pipeline:
         for s, (p, t) in enumerate(zip(parts, transfers))
     )  # fmt: skip
     kinds = tuple({kind: bytes_ for kind, bytes_ in held.items() if bytes_ > 0.5} for held in memory)
-    once = [m + sum(parts[s].parameter_seconds for s in orders.stages_of(rank)) for rank, m in enumerate(moved)]
-    return PipelineCost(replace(pipeline, costs=costs), played, tuple(moved), tuple(once), kinds, tuple(parts))
+    once = tuple(t + sum(parts[s].once_seconds for s in orders.stages_of(rank)) for rank, t in enumerate(tied_seconds))
+    return PipelineCost(replace(pipeline, costs=costs), played, once, tuple(tied_seconds), kinds, tuple(parts))
 
 
 def _memory(parts: Sequence[Part], stages: Sequence[int]) -> Counter:

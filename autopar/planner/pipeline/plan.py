@@ -214,7 +214,7 @@ def described(best: Candidate, candidates: list[Candidate], captured: Captured, 
     plan = replace(
         inner, mesh=mesh, pipeline=pipeline, reduces_once=m > 1, samples=batch,
         fingerprint=fingerprint(captured.graph), memory_limit_bytes=best.limit,
-        step_seconds=step, simulated_seconds=step, bound=bound, gap=1 - bound / step if step else 0.0,
+        step_seconds=step, bound=bound, gap=1 - bound / step if step else 0.0,
         compute_seconds=inner.compute_seconds * best.search.share / ranks,
         recompute_seconds=inner.recompute_seconds * best.search.share / ranks,
         update_seconds=evaluated.parameter_seconds,
@@ -241,8 +241,8 @@ def _alternative(name: str, one: Estimate | Candidate | AutoparError) -> Alterna
 
 def _exposed(evaluated: PipelineCost) -> float:
     """Return the seconds of a step that the mean rank spends on communication and on nothing else."""
-    works = list(itertools.chain.from_iterable(part.work.values() for part in evaluated.parts))
-    overlap = evaluated.parts[0].overlap
-    alone = sum(w.seconds(overlap) - w.compute - w.recompute for w in works)
-    passes, once = sum(evaluated.pipeline.shares), sum(evaluated.once_moved_seconds)
-    return (max(0.0, alone) * passes + once) / evaluated.pipeline.ranks
+    works = itertools.chain.from_iterable(part.work.values() for part in evaluated.parts)
+    alone = sum(part.forward_seconds + part.backward_seconds for part in evaluated.parts)
+    alone -= sum(w.compute + w.recompute for w in works)
+    once = sum(evaluated.tied_seconds) + sum(part.once_waited_seconds for part in evaluated.parts)
+    return (max(0.0, alone) * sum(evaluated.pipeline.shares) + once) / evaluated.pipeline.ranks

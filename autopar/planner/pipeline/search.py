@@ -41,8 +41,8 @@ from .cut import cut_stages
 from .cut_interleaved import cut_looped
 from .evaluate import PipelineCost, evaluate_pipeline, timing_of
 from .model import StageCut
+from .part import Part
 from .segments import Chain, chain
-from .stage_costs import Part
 
 LESS = 0.95  # of what a next plan of a micro-batch may hold, so that it is another one
 MOST_LIMITS = 3  # on the memory of a micro-batch's plan that are tried, until its stages fit

@@ -26,9 +26,10 @@ from ...cost.compute import flops_of
 from ...errors import StageError
 from ...ir.stage_placement import StagePlacement
 from ..objective.checkpoint_blocks import Blocks, taking
-from ..objective.evaluate import Evaluation, Pricer
+from ..objective.evaluate import Evaluation
 from ..objective.expand import few_of, recomputes_alike, whole_of
 from ..objective.memory_timeline import LiveBytes
+from ..objective.pricer import Pricer
 from ..problem.multipliers import Prices
 from ..problem.problem import Problem
 from .model import RecomputeOption, Segment, Shared

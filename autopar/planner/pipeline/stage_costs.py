@@ -14,16 +14,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from ...ir.graph import bytes_of, is_op, is_tensor, output_node, tensor_of
 from ...ir.stage_placement import StagePlacement, first_of
-from ..objective.checkpoint_blocks import block_of, recomputed_vertices
+from ..objective.checkpoint_blocks import recomputed_vertices
 from ..objective.checkpoint_min_cut import key_of
-from ..objective.evaluate import Evaluation, Pricer, Transfer, unreduced_bytes
+from ..objective.evaluate import Evaluation, Transfer, unreduced_bytes
 from ..objective.memory_timeline import (
     BUCKETS,
     GATHERED,
@@ -36,101 +36,12 @@ from ..objective.memory_timeline import (
     live_bytes,
     staying_of,
 )
+from ..objective.pricer import Pricer
 from ..problem.problem import Problem
 from ..problem.vertices import STATE
+from .part import FORWARD, INPUT, WEIGHT, Part, no_work
 
 SEVERAL = ""  # in place of a parameter's name: the gradients of several follow from an op
-FORWARD, INPUT, WEIGHT = "forward", "input", "weight"
-
-
-@dataclass
-class Work:
-    """Seconds of a micro-batch: of compute, of recomputation, of transfers that wait, and of those that may hide."""
-
-    compute: float = 0.0
-    recompute: float = 0.0
-    moved: float = 0.0
-    hidden: float = 0.0
-
-    def __add__(self, other: Work) -> Work:
-        return Work(
-            self.compute + other.compute,
-            self.recompute + other.recompute,
-            self.moved + other.moved,
-            self.hidden + other.hidden,
-        )
-
-    def seconds(self, overlap: float) -> float:
-        """Return all seconds, as Evaluation.seconds counts a phase."""
-        compute = self.compute + self.recompute
-        return compute + self.moved + self.hidden - overlap * min(self.hidden, compute)
-
-
-@dataclass
-class Part:
-    """One part. `work`: by FORWARD, INPUT and WEIGHT. Once a step, for all micro-batches: `once_moved_seconds` (gradients
-    reduced, parameters gathered for all of them) and `parameter_seconds` (the optimizer's, and of parameters on the
-    host). `saved_bytes`: what a micro-batch holds from its forward to its backward; `staying`: parameters, optimizer
-    state and buffers, by kind; `computing_bytes`: copies of parameters in the type that computes; `retained_bytes`:
-    those that are gathered once and stay through the step; `gradient_bytes`: shards of gradients, and `whole_bytes`:
-    what they are more while they wait for their reduction; `transient_bytes`: the most that comes and goes while an op
-    of the part runs; `reducing_bytes`: the same while gradients that waited are reduced; `output_bytes`: what a
-    micro-batch gives of the call's outputs. `sent`, `returned`: bytes of each tensor that goes on to the next part in
-    the forward, and of each that comes back from there. `modules`: of its forward ops. All bytes are a device's."""
-
-    work: dict[str, Work] = field(default_factory=lambda: {FORWARD: Work(), INPUT: Work(), WEIGHT: Work()})
-    overlap: float = 0.0
-    once_moved_seconds: float = 0.0
-    parameter_seconds: float = 0.0
-    saved_bytes: float = 0.0
-    staying: Counter = field(default_factory=Counter)
-    computing_bytes: float = 0.0
-    retained_bytes: float = 0.0
-    gradient_bytes: float = 0.0
-    whole_bytes: float = 0.0
-    transient_bytes: float = 0.0
-    reducing_bytes: float = 0.0
-    output_bytes: float = 0.0
-    parameters: int = 0
-    sent: list[float] = field(default_factory=list)
-    returned: list[float] = field(default_factory=list)
-    modules: list[str] = field(default_factory=list)
-
-    @property
-    def forward_seconds(self) -> float:
-        return self.work[FORWARD].seconds(self.overlap)
-
-    @property
-    def backward_seconds(self) -> float:
-        return (self.work[INPUT] + self.work[WEIGHT]).seconds(self.overlap)
-
-    @property
-    def weight_seconds(self) -> float:
-        return min(self.work[WEIGHT].seconds(self.overlap), self.backward_seconds)
-
-    @property
-    def input_seconds(self) -> float:
-        return self.backward_seconds - self.weight_seconds
-
-    @property
-    def once_seconds(self) -> float:
-        """Return the seconds that a step takes once, for all micro-batches."""
-        return self.once_moved_seconds + self.parameter_seconds
-
-    @property
-    def resident_bytes(self) -> float:
-        return sum(self.staying.values())
-
-    @property
-    def state_bytes(self) -> float:
-        """Return the bytes that stay, whatever runs: several micro-batches' gradients are there all the time."""
-        return self.resident_bytes + self.computing_bytes + self.retained_bytes + self.gradient_bytes + self.whole_bytes
-
-    @property
-    def name(self) -> str:
-        """Return `h.0 to h.5`, the first and the last block."""
-        blocks = list(dict.fromkeys(block_of(m) or m for m in self.modules))
-        return " to ".join(dict.fromkeys((blocks[0], blocks[-1]))) if blocks else ""
 
 
 @dataclass(frozen=True)
@@ -152,10 +63,10 @@ class Parts:
     `live`: the memory of the whole plan, if it is known."""
 
     def __init__(self, problem: Problem, e: Evaluation, pricer: Pricer, cuts: Sequence[str], repeated: bool = False,
-                 live: LiveBytes | None = None):  # fmt: skip
+                 live: LiveBytes | None = None, stretch: float = 1.0):  # fmt: skip
         self.problem, self.e, self.pricer, self.repeated = problem, e, pricer, repeated
         self.placement = StagePlacement(problem.graph, cuts)
-        self.found = [Part(overlap=e.overlap) for _ in range(self.placement.count)]
+        self.found = [Part(no_work(e.streams), e.overlap, stretch) for _ in range(self.placement.count)]
         self.tied: list[SharedParameter] = []
         self.recomputed = recomputed_vertices(e)
         self.where = self._where()
@@ -280,12 +191,11 @@ class Parts:
         kinds = {self._kind(v.node) for c in t.consumers if (v := self.problem.vertices[c]).kind == "op"}
         kind = FORWARD if t.phase == "forward" else INPUT if kinds - {WEIGHT} else WEIGHT
         for part in self._charged(mask):
+            work = part.work[kind]
             if t.times < passes:
-                part.once_moved_seconds += seconds * passes
-            elif t.is_hidden:
-                part.work[kind].hidden += seconds
+                work.once.add(t.split, seconds * passes, t.is_hidden)
             else:
-                part.work[kind].moved += seconds
+                work.every.add(t.split, seconds, t.is_hidden)
 
     def _saved(self) -> None:
         uses_of, vertices = self.problem.uses_of, self.problem.vertices

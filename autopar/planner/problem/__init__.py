@@ -15,10 +15,11 @@ Variables
     redone[h, p, q]                the backward makes one
     saved[h, p]                    the tensor itself waits for the backward
 
-Minimize  blocking + phase[forward] + phase[backward] + host     seconds of a step, of an average pass if it has several
+Minimize  phase[forward] + phase[backward] + host                seconds of a step, of an average pass if it has several
 
-    phase[f] = the most, over weights w from 1 - gain to 1, of (2 - gain - w) compute[f] + w hidden[f]
-               which is compute + hidden - gain * the smaller of the two
+    phase[f] = what its busiest stream needs: compute[f] + blocking[f] + drag * hidden[f] of the one that computes,
+               blocking[f, x] + hidden[f, x] of the links of a class x (multipliers.py); of several passes the last
+               backward has the gradients that are reduced once a step, the first forward the copies that are
     compute  = sum of copies * seconds[k], twice in the backward for what runs again      host: parameters that live there
     hidden   = sum of copies * seconds of gathered parameters and reduced gradients       blocking: of all other copies
     seconds of a copy: early (forward) or late (backward), by way (objective/modes.py)

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator
 
 import numpy as np
+import torch
 from torch import fx
 
 from ...adapt.lora_site import is_factor
@@ -22,8 +23,13 @@ from .problem import Problem
 from .recipes import DATA, FREE, TENSOR, TENSOR_SEQUENCE, WHOLE, Restriction, required_globs
 from .vertices import Vertex
 
+aten = torch.ops.aten
 LEAVES = ("parameter", "input", "buffer")  # which globs name
 LINEAR_OPS = {autopar.linear.default, autopar.linear_dx.default, autopar.linear_dw.default}
+ROW_OPS = {  # that stand between blocks, where sequence parallelism cuts the sequence
+    aten.native_layer_norm.default, aten.native_layer_norm_backward.default,
+    aten._fused_rms_norm.default, aten._fused_rms_norm_backward.default,
+}  # fmt: skip
 TENSOR_OPS = LINEAR_OPS | {autopar.attention.default, autopar.attention_bw.default, autopar.matmul.default}
 
 
@@ -50,7 +56,8 @@ def allowed_strategies(
             roles = restriction.roles
             if plan is not None and cls not in may_cut:
                 roles = roles | dict.fromkeys(restriction.tensor_axes, WHOLE)
-            mask = _op_mask(options.strategies, roles, mesh, batch[cls], weight[cls], must_cut, fits)
+            rows = v.node.target in ROW_OPS
+            mask = _op_mask(options.strategies, roles, mesh, batch[cls], weight[cls], must_cut, fits, rows)
             if plan is not None:
                 mask &= _in_place_mask(problem, v, options.strategies, restriction)
         elif v.kind == "parameter":
@@ -86,9 +93,10 @@ def _nothing_left(problem: Problem, v: Vertex, restriction: Restriction) -> Stra
 
 
 def _op_mask(strategies, roles: dict[str, str], mesh: Mesh, batch: set[str], weight: set[str], must_cut: bool,
-             fits: np.ndarray) -> np.ndarray:  # fmt: skip
+             fits: np.ndarray, cuts_rows: bool = False) -> np.ndarray:  # fmt: skip
     """Return a mask over the strategies of an op: those that keep to the roles of the axes. With `must_cut` a tensor
-    axis shards a factor of the weight where it can, as Megatron cuts every linear and the heads. `fits` are the
+    axis shards a factor of the weight where it can, as Megatron cuts every linear and the heads; with `cuts_rows` one
+    that takes the sequence too cuts something where it can. `fits` are the
     strategies that can be at all."""
     mask = fits.copy()
     for i, axis in enumerate(mesh.names):
@@ -106,6 +114,8 @@ def _op_mask(strategies, roles: dict[str, str], mesh: Mesh, batch: set[str], wei
             mask &= np.array([not f or f.startswith("+") or (f in weight and f not in batch) for f in factors])
         else:
             mask &= np.array([f not in batch for f in factors])
+            rows = mask & np.array([bool(f) and not f.startswith("+") for f in factors])
+            mask = rows if cuts_rows and rows.any() else mask
         if must_cut and role in (TENSOR, TENSOR_SEQUENCE):
             cuts = np.array([f in weight and f not in batch for f in factors]) & mask
             mask = cuts if cuts.any() else mask

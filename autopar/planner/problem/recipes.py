@@ -93,6 +93,7 @@ class Recipe:
 
 RECIPES: dict[str, Recipe] = {}
 BASELINES: list[str] = []  # names that plans are compared with
+COMBINED = ("megatron_sp+zero1", "megatron_sp+fsdp")  # compared with too, where a mesh has axes for both
 MODELS_OWN = "hf_tp"  # the name of what a model itself says (see hf_tp_plan.py)
 ALIASES = {"zero3": "fsdp", "tp": "megatron", "tp_sp": "megatron_sp", "auto": None}
 
@@ -162,6 +163,11 @@ class Restriction:
     def tensor_axes(self) -> tuple[str, ...]:
         """Return the axes that cut tensors, with or without the sequence."""
         return tuple(a for a, role in self.roles.items() if role in (TENSOR, TENSOR_SEQUENCE))
+
+
+def compared_on(mesh: Mesh) -> list[str]:
+    """Return the names of the strategies that plans on a mesh are compared with."""
+    return [*BASELINES, *(COMBINED if len(mesh.names) > 1 and BASELINES else ())]
 
 
 def reduces_once(strategy: str | None) -> bool | None:

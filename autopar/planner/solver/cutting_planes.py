@@ -4,7 +4,8 @@ For given prices the search returns the plan that costs least. What that plan co
 prices prove more than the plan costs at them: a cut. The highest point under all cuts so far is where to search next.
 Its multipliers say in what shares the plans that meet there would have to be mixed to cost as little as the bound.
 
-A point is (weight of hidden communication in the forward, the same in the backward, price of a byte in units).
+A point is (weights of the classes of links, span by span, price of a byte in units). Weights of a span add up to one at
+most: what is left is the compute stream's.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ SAME = 2e-3
 class Cuts:
     """What is known of the bound as a function of the prices between `low` and `high`."""
 
-    def __init__(self, low: tuple[float, ...], high: tuple[float, ...]):
-        self.low, self.high = np.array(low), np.array(high)
+    def __init__(self, low: tuple[float, ...], high: tuple[float, ...], classes: int = 1):
+        """`classes`: so many neighbouring prices, the last one left out, are weights of one span."""
+        self.low, self.high, self.classes = np.array(low), np.array(high), classes
         self.points: list[np.ndarray] = []
         self.plans: list[Evaluation] = []
         self._seconds: list[float] = []
@@ -31,7 +33,7 @@ class Cuts:
 
     def copy(self) -> Cuts:
         """Return a copy of what is known, to go on from."""
-        other = Cuts(tuple(self.low), tuple(self.high))
+        other = Cuts(tuple(self.low), tuple(self.high), self.classes)
         other.points, other.plans = list(self.points), list(self.plans)
         other._seconds, other._slopes = list(self._seconds), list(self._slopes)
         return other
@@ -50,6 +52,8 @@ class Cuts:
 
         model = mathopt.Model()
         prices = [model.add_variable(lb=low, ub=high) for low, high in zip(self.low.tolist(), self.high.tolist())]
+        for span in range(0, len(prices) - 1, self.classes) if self.classes > 1 else ():
+            model.add_linear_constraint(sum(prices[span : span + self.classes]) <= 1.0)
         most = model.add_variable()
         cuts = []
         for point, seconds, slope in zip(self.points, self._seconds, self._slopes):
@@ -72,7 +76,7 @@ class Cuts:
         """Return where to search on the way to `point`: at a price of memory that grows by no more than MOST_GROWTH,
         and while little is known at weights half way there from the best point so far: far from the best prices plans
         are of no use, and long to search for."""
-        price = min(point[2], max(FIRST_PRICE, MOST_GROWTH * max(p[2] for p in self.points)))
+        price = min(point[-1], max(FIRST_PRICE, MOST_GROWTH * max(p[-1] for p in self.points)))
         if doubt > LITTLE_KNOWN:
             point = (point + self.points[int(np.argmax(self._seconds))]) / 2
-        return np.array([*point[:2], price])
+        return np.array([*point[:-1], price])

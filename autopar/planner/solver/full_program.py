@@ -2,11 +2,10 @@
 memory at both of its peaks, given to OR-tools.
 
 The search looks for the prices at which the cheapest plan costs most (autopar/planner/solver/cutting_planes.py). Here
-the same is said by rows. For given shares of compute and hidden communication the seconds of a phase are the most that
-its cost is at any weight, and that is at the least or at the largest weight; so a step takes the most of what it costs
-at the four pairs of those:
+the same is said by rows: a phase takes as long as its busiest stream, and a step the most of what it costs where all
+weight of every phase is on one of its streams:
 
-    seconds of a step >= cost at (forward weight, backward weight)      each the least or the largest
+    seconds of a step >= cost at (stream of the forward, stream of the backward)      of all pairs
     bytes that stay, + those that wait for the backward <= room         where the forward ends
     bytes that stay, + gradients                        <= room         where the backward ends
 
@@ -16,6 +15,7 @@ ops, and that a block computes again as a whole: what it finds is made to fit as
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -36,9 +36,10 @@ def solve(run: Run, is_limited: bool) -> Solution | None:
     on those of every plan, or of every plan that fits if it `is_limited`; None if none fits. Raise StrategyError if the
     time is too short."""
     solver = run.solver
+    streams = solver.pricer.prices.streams
     free = replace(solver.free, byte_seconds=0.0, saved=True)
-    weights = (1.0 - free.overlap, 1.0) if free.overlap else (1.0,)
-    corners = [replace(free, hidden_forward=f, hidden_backward=b) for f in weights for b in weights]
+    one_hot = [tuple(row) for row in np.vstack([np.zeros(streams - 1), np.eye(streams - 1)]).tolist()]
+    corners = [replace(free, links=links) for links in itertools.product(one_hot, repeat=len(free.links))]
     gradients = 1.0 if run.accumulates else 0.0  # those of earlier passes are there when the forward ends
     peaks = [replace(corners[0], byte_seconds=1.0 / solver.room_bytes, gradients=g) for g in (gradients, 1.0)]
     reruns = solver.blocks.reruns if is_limited else ()

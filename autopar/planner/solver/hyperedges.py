@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..objective.evaluate import Pricer
 from ..objective.modes import BACKWARD, BOTH, FORWARD, cost, modes_of, waits
-from ..problem.multipliers import Prices
+from ..objective.pricer import Pricer
+from ..problem.multipliers import PHASES, Prices
 from ..problem.problem import Problem
 
 
@@ -70,11 +70,11 @@ class HyperedgePrices:
         self.vertex = problem.vertices[hyperedge.example[0]]
         slots = [slot for _, slot, _ in hyperedge.consumers]
         self.is_hidden = pricer.is_bucketed(hyperedge.example[0], slots)
-        self.seconds = self._redistributions(slots)
-        times = [pricer.times(hyperedge.example[0], slots, p) for p in self.sources]
-        self.seconds = self.seconds * (np.array(times) / pricer.micro_batches)[:, None]
-        self.is_possible = np.isfinite(self.seconds)
-        self.seconds[~self.is_possible] = 0.0
+        times = np.array([pricer.times(hyperedge.example[0], slots, p) for p in self.sources])
+        self.is_once = (times < pricer.micro_batches)[:, None]
+        self.split = self._redistributions(slots) * (times / pricer.micro_batches)[:, None]
+        self.seconds = self.split.sum(0)
+        self.is_possible = pricer.is_possible(self.sources, self.targets)
         number = {layout: i for i, layout in enumerate(self.sources)}
         self.same_as = np.array([number.get(q, -1) for q in self.targets])  # the source that is a column's layout
         columns = np.flatnonzero(self.same_as >= 0)
@@ -86,23 +86,36 @@ class HyperedgePrices:
         self._base_bytes = np.array([pricer.local_bytes(*hyperedge.example, p) for p in self.sources])
 
     def _redistributions(self, slots: list[int]) -> np.ndarray:
-        """Return the seconds from every source to every target, inf where none leads there."""
+        """Return the seconds by stream from every source to every target, none where there is no way."""
         pricer, tensor = self.pricer, self.hyperedge.example
         bytes_ = [pricer.moved_bytes(*tensor, slots, p) for p in self.sources]
         whole = self.problem.tensor_bytes[tensor]
-        seconds = pricer.matrix(self.sources, self.targets, whole, self.is_hidden)
+        seconds = pricer.split(self.sources, self.targets, whole, self.is_hidden)
         for i, (p, moved) in enumerate(zip(self.sources, bytes_)):
             if moved != whole:
                 casts = [pricer.cast_seconds(*tensor, p, q, moved) for q in self.targets]
-                seconds[i] = pricer.matrix((p,), self.targets, moved, self.is_hidden)[0] + casts
+                seconds[:, i] = pricer.split((p,), self.targets, moved, self.is_hidden)[:, 0]
+                seconds[0, i] += casts
         return seconds
+
+    def _priced(self, prices: Prices, phase: str, is_once: bool = False) -> np.ndarray:
+        """Return the priced seconds from every source to every target, inf where there is no way."""
+        if not prices.links:
+            seconds = self.seconds
+        elif self.is_hidden and not is_once and self.is_once.any():
+            each, once = (np.tensordot(prices.hidden(phase, x), self.split, 1) for x in (False, True))
+            seconds = np.where(self.is_once, once, each)
+        else:
+            weights = prices.hidden(phase, is_once) if self.is_hidden else prices.blocking(phase)
+            seconds = np.tensordot(weights, self.split, 1)
+        return np.where(self.is_possible, seconds, np.inf)
 
     def modes(self, prices: Prices, keep_parameters: bool | None, reruns: Collection[int] = ()) -> list[PricedMode]:
         """Return the modes in which one copy of the hyperedge may be served, at these prices. `keep_parameters` says
         whether gathered parameters are kept for the backward (None: as prices say); classes of `reruns` may run
         again."""
-        weights = ((prices.hidden(phase) if self.is_hidden else 1.0) for phase in ("forward", "backward"))
-        early, late = (np.where(self.is_possible, self.seconds * weight, np.inf) for weight in weights)
+        early, late = (self._priced(prices, phase) for phase in PHASES)
+        once = self._priced(prices, "forward", True) / self.pricer.micro_batches
         is_priced, is_parameter = prices.saved and waits(self.vertex), self.vertex.kind == "parameter"
         held = prices.byte_seconds * self._copy_bytes if is_priced else 0.0
         base = np.zeros((2, len(self.sources)))
@@ -115,7 +128,7 @@ class HyperedgePrices:
                 continue  # what waits costs nothing
             block = {}
             for phases, ways in mode.ways.items():
-                costs = [cost(way, phases, early, late, held, self.pricer.micro_batches) for way in ways]
+                costs = [cost(way, phases, early, late, once, held) for way in ways]
                 block[phases] = np.minimum.reduce(costs) if costs else np.full_like(late, np.inf)
             if not mode.saves_base:
                 block[BOTH][self._unmoved] = np.inf

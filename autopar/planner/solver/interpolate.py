@@ -19,8 +19,9 @@ import networkx
 from ...frontend.repeated_blocks import FIRST
 from ..objective.checkpoint_blocks import block_of
 from ..objective.checkpoint_min_cut import FULL, key_of
-from ..objective.evaluate import Evaluation, Pricer, held
+from ..objective.evaluate import Evaluation, held
 from ..objective.modes import waits
+from ..objective.pricer import Pricer
 from ..problem.problem import Problem
 
 Evaluator = Callable[[dict[int, int], int], Evaluation]  # of a choice by vertex, and of `Evaluation.first`

@@ -28,7 +28,7 @@ from .ilp import Solution
 from .interpolate import between, keep_copies, mix
 from .local_search import LocalSearch
 from .minimize import ILP, BeyondCutoff, minimize
-from .search import Outcome, Run
+from .search import Outcome, Run, fastest_played
 
 MOST_PRICES = 9  # of one search; the cuts seldom ask for more
 MOST_PRICE = 64.0  # units, in which the whole memory costs as much as all compute
@@ -50,6 +50,8 @@ class WithinLimit:
 
     def __init__(self, run: Run, fastest: Outcome):
         self.run, self.solver, self.problem, self.limit_bytes = run, run.solver, run.problem, run.limit_bytes
+        self.first = fastest
+        self.kept = [e for e in run.cuts.plans if e.bytes_ <= self.limit_bytes]
         self.fast = fastest.evaluation  # the least memory among fast plans, so far
         self.bound, self.smallest = fastest.bound_seconds, self.fast
         self.best: Evaluation | None = None
@@ -65,13 +67,20 @@ class WithinLimit:
             for early, is_sure in ((first, False), (not first, True)):
                 if self._search(early, is_sure) and self.best is not None:
                     break
-        best = self.best or self.run.smallest(self.smallest)
+        if self.best is not None:
+            return fastest_played([replace(self.last, evaluation=e) for e in [self.best, *self.kept]])
+        best = self.run.smallest(self.smallest)
         if best.bytes_ > self.limit_bytes:
             kind = "" if self.run.restriction.name == "auto" else f" with strategy {self.run.restriction.name}"
             raise self.solver.refusal(
                 f"no plan{kind} fits {size(self.limit_bytes)} a device: the smallest found needs", best
             )
-        return Outcome(self.run.restriction, best, min(self.bound, best.seconds), True, tuple(self.run.found))
+        return replace(self.last, evaluation=best)
+
+    @property
+    def last(self) -> Outcome:
+        """Return the outcome of the search, with the first half's plan."""
+        return replace(self.first, bound_seconds=self.bound, fits=True, found=tuple(self.run.found))
 
     def _try_program(self) -> None:
         """Try what the full integer program chooses, at several prices of what it keeps and computes again."""
@@ -79,7 +88,7 @@ class WithinLimit:
         if found is not None:
             self.bound = max(self.bound, found.bound)
             choice = {cls: option % len(self.run.allowed[cls]) for cls, option in found.choice.items()}
-            free, weights = replace(self.solver.free, saved=True), (1.0 - self.solver.free.overlap,) * 2
+            free, weights = replace(self.solver.free, saved=True), (0.0,) * self.solver.weights
             for units in PROGRAM_PRICES:
                 self._try(self._prices(free, np.array([*weights, units])), choice)
 
@@ -102,7 +111,7 @@ class WithinLimit:
         """Return where the bound is highest, from the point of view of plans that may recompute, and the plans that
         meet there; None if memory peaks elsewhere. Raise BeyondCutoff if the bound reaches the cutoff."""
         run, cuts = self.run, self.run.cuts.copy()
-        cuts.high[2] = MOST_PRICE
+        cuts.high[-1] = MOST_PRICE
         reruns = self.solver.blocks.reruns if free.saved else ()
         dual = Dual(self.problem, self.solver.hyperedges, run.allowed, free, run.restriction.keep, reruns)
         for _ in range(MOST_PRICES):
@@ -140,9 +149,11 @@ class WithinLimit:
         self._keep(self._fitted(self.solver.with_peak(self.run.evaluate(prices, mixed.choice, mixed.first)), prices)[0])
 
     def _keep(self, e: Evaluation | None) -> None:
-        """Remember a plan that fits if it is the fastest."""
-        if e is not None and (self.best is None or e.seconds < self.best.seconds):
-            self.best = e
+        """Remember a plan that fits."""
+        if e is not None:
+            self.kept.append(e)
+            if self.best is None or e.seconds < self.best.seconds:
+                self.best = e
 
     def _joint(self, dual: Dual, e: Evaluation) -> dict[int, int]:
         """Return an evaluated plan as a choice of options."""
@@ -155,9 +166,9 @@ class WithinLimit:
         price: then neither more sharding nor more recomputation would be cheaper."""
         host = break_even(self.problem, free.gradients)
         low, high, seen = 0.0, None, []
-        price = max(point[2], FIRST_PRICE) if host is None else host / self.solver.unit_price
+        price = max(point[-1], FIRST_PRICE) if host is None else host / self.solver.unit_price
         for _ in range(MOST_PRICES if self.best is None else FEW_PRICES):
-            prices = self._prices(free, np.array([*point[:2], price]))
+            prices = self._prices(free, np.array([*point[:-1], price]))
             candidate, dearest = self._try(prices)
             if self._is_near() or self.best is not None and candidate.choice in seen:
                 break
@@ -174,10 +185,7 @@ class WithinLimit:
         return self.best is not None and self.run.is_near(self.best, self.bound)
 
     def _prices(self, free: Prices, point: np.ndarray) -> Prices:
-        forward, backward, units = point.tolist()
-        return replace(
-            free, hidden_forward=forward, hidden_backward=backward, byte_seconds=units * self.solver.unit_price
-        )
+        return replace(free.at(point), byte_seconds=float(point[-1]) * self.solver.unit_price)
 
     def _line(self, dual: Dual, free: Prices, point: np.ndarray, solution: Solution) -> tuple[float, np.ndarray]:
         """Return what a choice costs at a point, less what the limit is worth there, and its slopes. Around the point
@@ -186,11 +194,11 @@ class WithinLimit:
         def seconds(at: np.ndarray) -> float:
             dual.price(self._prices(free, at))
             return (
-                LocalSearch(dual).objective(solution.choice) - at[2] * self.solver.unit_price * self.solver.room_bytes
+                LocalSearch(dual).objective(solution.choice) - at[-1] * self.solver.unit_price * self.solver.room_bytes
             )
 
         here = seconds(point)
-        return here, np.array([(seconds(point + STEP * axis) - here) / STEP for axis in np.eye(3)])
+        return here, np.array([(seconds(point + STEP * axis) - here) / STEP for axis in np.eye(len(point))])
 
     def _try(self, prices: Prices, choice: dict[int, int] | None = None) -> tuple[Evaluation, float]:
         """Return the plan of a choice by class, by default of the one that costs least at these prices without

@@ -11,13 +11,15 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..objective.checkpoint_min_cut import FULL
 from ..objective.evaluate import Evaluation, evaluate
+from ..objective.player import played_seconds
+from ..objective.pricer import Pricer
 from ..problem.multipliers import Prices
 from ..problem.recipes import Restriction
 from . import full_program
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 Starts = Sequence[dict[int, int]]  # choices by class
 MOST_WEIGHTS = 10
 DEAREST_PRICE = 1e4  # units, at which nothing but memory counts
+MOST_PLAYED = 12  # of the plans that a search has found
 LIMITED_DOUBT, FAR = 0.05, 2.0  # of the bound, and times the limit, if no plan so far fits
 
 
@@ -43,13 +46,35 @@ class Outcome:
     evaluation: Evaluation
     bound_seconds: float
     fits: bool
+    pricer: Pricer
     found: Starts = ()  # choices by class that the search found on its way, the later the better
+
+    @cached_property
+    def seconds(self) -> float:
+        """Return the seconds of an average pass as it is played."""
+        return played_seconds(self.pricer.problem, self.evaluation, self.pricer)
+
+    @property
+    def hidden_seconds(self) -> float:
+        """Return what the parts of the pass take more than it does, because they run beside each other."""
+        return self.evaluation.apart_seconds - self.seconds
 
     @property
     def gap(self) -> float:
         """Return the relative gap between the plan's seconds and the bound."""
-        seconds = self.evaluation.seconds
+        seconds = self.seconds
         return max(0.0, 1.0 - self.bound_seconds / seconds) if seconds else 0.0  # a model may compute nothing
+
+
+def fastest_played(outcomes: Sequence[Outcome]) -> Outcome:
+    """Play the plans whose busiest streams need least, and return the one that takes least; of equal ones the first. A
+    plan whose streams need more than another one takes is not played."""
+    promising = sorted(outcomes, key=lambda one: one.evaluation.seconds)[:MOST_PLAYED]
+    best = promising[0]
+    for one in promising[1:]:
+        if one.evaluation.seconds < best.seconds and one.evaluation is not best.evaluation:
+            best = one if one.seconds < best.seconds else best
+    return best
 
 
 class Run:
@@ -63,8 +88,8 @@ class Run:
         self.problem, self.limit_bytes = solver.problem, solver.limit_bytes
         self.dual = Dual(solver.problem, solver.hyperedges, allowed, solver.free, restriction.keep)
         self.prices = solver.free
-        least = 1.0 - solver.free.overlap
-        self.cuts = Cuts((least, least, 0.0), (1.0, 1.0, 0.0))
+        weights, classes = solver.weights, solver.pricer.prices.streams - 1
+        self.cuts = Cuts((0.0,) * (weights + 1), (1.0,) * weights + (0.0,), classes)
         self.accumulates = solver.pricer.micro_batches > 1  # then gradients of earlier passes are there all the time
 
     def fastest(self, is_limited: bool = False) -> Outcome:
@@ -86,8 +111,12 @@ class Run:
             if doubt <= self.search.gap or self.cuts.is_known(point):
                 best = self._mixed(best, met)
                 break
-            self.prices = replace(self.prices, hidden_forward=float(point[0]), hidden_backward=float(point[1]))
+            self.prices = self.prices.at(point)
+        best = fastest_played([best, *(self._outcome(e, bound) for e in self.cuts.plans)])
         return replace(best, bound_seconds=min(bound, best.evaluation.seconds), found=tuple(self.found))
+
+    def _outcome(self, e: Evaluation, bound: float) -> Outcome:
+        return Outcome(self.restriction, e, bound, e.bytes_ <= self.limit_bytes, self.solver.pricer)
 
     def _of_program(self) -> Outcome:
         """Return the plan of the full integer program."""
@@ -96,7 +125,7 @@ class Run:
         if abs(evaluation.seconds - found.objective) > 1e-4 * found.objective + 1e-9:
             raise AssertionError(f"the program's {found.objective} s are not the plan's {evaluation.seconds} s")
         e = self.solver.with_peak(evaluation)
-        return Outcome(self.restriction, e, found.bound, e.bytes_ <= self.limit_bytes, (found.choice,))
+        return replace(self._outcome(e, found.bound), found=(found.choice,))
 
     def _far_from_limit(self, doubt: float) -> bool:
         """Return whether fast plans are so much too large that prices of memory will change everything."""
@@ -110,9 +139,9 @@ class Run:
 
     def _cut(self, e: Evaluation) -> None:
         """Add what the plan that was found last says of the bound for all prices."""
-        point = np.array([self.prices.hidden_forward, self.prices.hidden_backward, 0.0])
+        point = np.array([*itertools.chain(*self.prices.links), 0.0])
         held = e.resident_bytes + max(e.saved_bytes, e.gradient_bytes)
-        slope = [e.exposed("forward"), e.exposed("backward"), (held - self.solver.room_bytes) * self.solver.unit_price]
+        slope = [*e.slopes(), (held - self.solver.room_bytes) * self.solver.unit_price] if self.prices.links else [0.0]
         seconds = e.priced(replace(self.prices, byte_seconds=0.0))
         self.cuts.add(point, seconds, np.array(slope), e)
 
@@ -137,7 +166,7 @@ class Run:
         self._check(solution.objective, evaluation, prices)
         evaluation = self.solver.with_peak(evaluation)
         bound = solution.bound - prices.byte_seconds * self.solver.room_bytes
-        return Outcome(self.restriction, evaluation, bound, evaluation.bytes_ <= self.limit_bytes)
+        return self._outcome(evaluation, bound)
 
     def smallest(self, *found: Evaluation) -> Evaluation:
         """Return the smallest plan that recomputes all: of those found so far, and of two at a price above all seconds,

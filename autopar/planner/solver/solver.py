@@ -12,11 +12,12 @@ import numpy as np
 from ...errors import AutoparError, MemoryInfeasibleError, not_compared
 from ...utils.format import size
 from ..objective.checkpoint_blocks import Blocks
-from ..objective.evaluate import Evaluation, Pricer
+from ..objective.evaluate import Evaluation
 from ..objective.memory_timeline import live_bytes
+from ..objective.pricer import Pricer
 from ..problem.allowed import allowed_strategies
 from ..problem.hf_tp_plan import TensorPlan
-from ..problem.multipliers import Prices
+from ..problem.multipliers import Prices, spans_of
 from ..problem.problem import Problem
 from ..problem.recipes import Restriction
 from .hyperedges import HyperedgePrices, hyperedges_of
@@ -24,6 +25,7 @@ from .memory_limit import WithinLimit
 from .minimize import DUAL, BeyondCutoff, Search
 from .search import Outcome, Run, Starts
 
+MOST_TRIES = 4  # to make one plan fit
 BASELINE_GAP = 1e-2  # good enough for a plan that is only compared with
 
 
@@ -40,10 +42,12 @@ class Solver:
         fastest = sum(float(c.seconds.min()) * c.copies for c in problem.classes.values())
         room = self.room_bytes if self.room_bytes > 0 else limit_bytes
         self.unit_price = max(fastest, 1e-6) / room  # at which the whole memory costs as much as all compute
-        weight = 1.0 - overlap
+        spans, classes = len(spans_of(pricer.micro_batches)), pricer.prices.streams - 1
+        links = ((0.0,) * classes,) * spans if overlap else ()
+        self.weights = spans * classes if overlap else 0  # of links
         # among equally fast plans the smaller one
         self.free = Prices(
-            self.unit_price * 1e-5, gradients=0.0, hidden_forward=weight, hidden_backward=weight, overlap=overlap
+            self.unit_price * 1e-5, gradients=0.0, overlap=overlap, links=links, passes=pricer.micro_batches
         )
 
     def run(self, restriction: Restriction, pins: dict[str, str] | None = None, starts: Starts = ()) -> Run:
@@ -87,11 +91,25 @@ class Solver:
             fix=f"{devices}memory={enough} would fit",
         )  # fmt: skip
 
+    def _made_to_fit(self, outcome: Outcome) -> Outcome:
+        """Return the same sharding with as much computed again as the memory demands, or as it is if that is of no
+        use."""
+        limit = self.limit_bytes
+        for _ in range(MOST_TRIES):
+            fitted, _ = self.blocks.fit(outcome.evaluation, limit, self.free)
+            if fitted is None:
+                break
+            fitted = self.with_peak(fitted)
+            if fitted.bytes_ <= self.limit_bytes:
+                return replace(outcome, evaluation=fitted, fits=True)
+            limit -= fitted.bytes_ - self.limit_bytes  # more passes by than before
+        return outcome
+
     def baseline(
         self, name: str, styles: Mapping[str, str] | None = None, starts: Starts = ()
     ) -> Outcome | AutoparError:
         """Return the plan of an expert strategy as experts use it, or with `styles` of the model's own: the fastest
-        plan, whether it fits or not, or why there is none. For `starts` see `run`."""
+        plan, with as much computed again as makes it fit if anything does, or why there is none. For `starts` see `run`."""
         try:
             mesh = self.problem.mesh
             restriction = (
@@ -99,7 +117,7 @@ class Solver:
             )
             self.report(name)
             search = replace(self.search, gap=max(self.search.gap, BASELINE_GAP), solver=DUAL)
-            return Run(self, restriction, self.allowed(restriction), search, starts).fastest()
+            return self._made_to_fit(Run(self, restriction, self.allowed(restriction), search, starts).fastest())
         except Exception as error:
             return not_compared(error)
 

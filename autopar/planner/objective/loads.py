@@ -1,0 +1,69 @@
+"""How busy a pass keeps its streams, and the seconds that it takes at least for that.
+
+Stream 0 computes, each other one is a class of links (autopar/planner/problem/multipliers.py). No play of the pass
+(autopar/planner/objective/player.py) ends before its busiest stream does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..problem.multipliers import drag
+
+
+@dataclass(frozen=True)
+class Load:
+    """Seconds of one phase, by stream: of compute and of collectives that it waits for, and of those beside it."""
+
+    waited: np.ndarray
+    hidden: np.ndarray
+
+    @classmethod
+    def empty(cls, streams: int) -> Load:
+        return cls(np.zeros(streams), np.zeros(streams))
+
+    @property
+    def total(self) -> float:
+        return float(self.waited.sum() + self.hidden.sum())
+
+    def add(self, split: tuple[float, ...], seconds: float, is_hidden: bool) -> None:
+        """Add a transfer that spends these shares of its seconds on the streams."""
+        for stream, share in enumerate(split):
+            if share:
+                (self.hidden if is_hidden else self.waited)[stream] += seconds * share
+
+    def with_compute(self, seconds: float) -> Load:
+        waited = self.waited.copy()
+        waited[0] += seconds
+        return Load(waited, self.hidden)
+
+    def __add__(self, other: Load) -> Load:
+        return Load(self.waited + other.waited, self.hidden + other.hidden)
+
+    def rows(self, overlap: float) -> np.ndarray:
+        """Return the seconds that each stream needs: first the one that computes and waits, then the links."""
+        loss = drag(overlap)
+        main = self.waited.sum() + self.hidden[0] + loss * self.hidden[1:].sum()
+        return np.concatenate([[main], self.waited[1:] + self.hidden[1:]])
+
+    def seconds(self, overlap: float) -> float:
+        """Return what the busiest stream needs."""
+        return float(self.rows(overlap).max() if overlap else self.rows(overlap)[0])
+
+
+@dataclass
+class PhaseLoads:
+    """The load of a phase in every pass, and what one pass of a step carries besides (`once`, its seconds whole)."""
+
+    every: Load
+    once: Load
+
+    @classmethod
+    def empty(cls, streams: int) -> PhaseLoads:
+        return cls(Load.empty(streams), Load.empty(streams))
+
+    def of(self, is_once: bool) -> Load:
+        """Return the load of a pass; `is_once`: of the one that carries what is moved once a step."""
+        return self.every + self.once if is_once else self.every

@@ -1,0 +1,121 @@
+"""What redistributions of a problem's tensors cost, in seconds and in bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from ...cost.collectives import CollectiveCost
+from ...cost.redistribute import Redistributor
+from ...cost.transfer_prices import IMPOSSIBLE, TransferPrices
+from ...ir.graph import operand
+from ...ir.layout import Layout, largest_local_numel
+from ..problem.problem import Problem
+from ..problem.vertices import STATE
+
+
+class Pricer:
+    """Prices redistributions of a problem's tensors, for pairs of layouts and for whole lists of them. A step has
+    `micro_batches` passes; with `reduces_once` their gradients wait for one reduction
+    (autopar/planner/accumulation.py), with `gathers_once` they share the copies of parameters that are kept. Gradients
+    travel in `reduce_dtype`, if that is narrower than they are, while they are added up."""
+
+    def __init__(self, problem: Problem, redistribute: Redistributor, bucket_bytes: float,
+                 collectives: CollectiveCost | None = None, micro_batches: int = 1, reduces_once: bool = False,
+                 gathers_once: bool = False, reduce_dtype: torch.dtype | None = None,
+                 class_of: Mapping[str, int] | None = None):  # fmt: skip
+        self.reduce_dtype = reduce_dtype
+        self.problem, self.redistribute, self.bucket_bytes = problem, redistribute, bucket_bytes
+        self.micro_batches, self.reduces_once, self.gathers_once = micro_batches, reduces_once, gathers_once
+        self.prices = TransferPrices(redistribute, collectives, class_of)
+        self._local: dict[tuple, float] = {}
+        self._shares_of: dict[tuple[int, float], tuple[float, ...]] = {}
+
+    def is_bucketed(self, producer: int, slots) -> bool:
+        """Return whether the tensor is a parameter or a gradient: those travel in buckets and share the latency of
+        one."""
+        return self.problem.vertices[producer].kind == "parameter" or STATE in slots
+
+    def times(self, producer: int, slots, source: Layout) -> int:
+        """Return in how many passes of a step a tensor is redistributed."""
+        return 1 if self.reduces_once and self._is_reduced(producer, slots, source) else self.micro_batches
+
+    def _is_reduced(self, producer: int, slots, source: Layout) -> bool:
+        """Return whether a tensor is a gradient, and its redistribution a sum."""
+        is_gradient = self.problem.vertices[producer].phase == "backward" and all(slot == STATE for slot in slots)
+        return is_gradient and bool(source.partial) and all(reduction == "sum" for _, reduction in source.partial)
+
+    def moved_bytes(self, producer: int, output: int, slots, source: Layout) -> int:
+        """Return the global bytes of a tensor in the type in which it is redistributed."""
+        bytes_ = self.problem.tensor_bytes[producer, output]
+        if self.reduce_dtype is None or not self._is_reduced(producer, slots, source):
+            return bytes_
+        return min(bytes_, self.problem.vertices[producer].values[output].numel() * self.reduce_dtype.itemsize)
+
+    def cast_seconds(self, producer: int, output: int, source: Layout, target: Layout, bytes_: int) -> float:
+        """Return the seconds of the casts before and after a redistribution that moves `bytes_` global bytes."""
+        share = bytes_ / max(1, self.problem.tensor_bytes[producer, output])
+        if share == 1 or not any(self.redistribute.mesh.size(axis) > 1 for axis, _ in source.partial):
+            return 0.0
+        vertex = self.problem.vertices[producer]
+        is_narrow = output in vertex.casts and operand(vertex.casts[output]).meta["val"].dtype == self.reduce_dtype
+        cast = [target] if is_narrow else [source, target]  # of what was made in the type there is none before
+        read_and_written = (1 + share) * sum(self.local_bytes(producer, output, layout) for layout in cast)
+        return read_and_written / self.redistribute.memory_bytes_per_second
+
+    def seconds(self, source: Layout, target: Layout, bytes_: int, bucketed: bool) -> float:
+        """Return the seconds of one redistribution of a tensor of `bytes_` global bytes, inf if there is none."""
+        if bucketed and bytes_ < self.bucket_bytes:
+            return self.prices.pair(source, target, self.bucket_bytes) * (bytes_ / self.bucket_bytes)
+        return self.prices.pair(source, target, bytes_)
+
+    def moved(
+        self, producer: int, output: int, source: Layout, target: Layout, bytes_: int, bucketed: bool
+    ) -> tuple[float, tuple[float, ...]]:
+        """Return the seconds of one redistribution of a tensor that moves `bytes_` global bytes, casts included, and
+        their shares by stream."""
+        seconds = self.seconds(source, target, bytes_, bucketed)
+        split: tuple[float, ...] = (1.0,)
+        if 0.0 < seconds < np.inf:
+            split = self._shares(
+                source, target, self.bucket_bytes if bucketed and bytes_ < self.bucket_bytes else bytes_
+            )
+        cast = self.cast_seconds(producer, output, source, target, bytes_)
+        if cast:
+            split = tuple(share * seconds / (seconds + cast) for share in split)
+            split = (split[0] + cast / (seconds + cast), *split[1:])
+        return seconds + cast, split
+
+    def _shares(self, source: Layout, target: Layout, bytes_: float) -> tuple[float, ...]:
+        row = int(self.prices.rows((source,), (target,))[0, 0])
+        if (row, bytes_) not in self._shares_of:
+            seconds = self.prices.split(bytes_)[:, row]
+            self._shares_of[row, bytes_] = tuple((seconds / seconds.sum()).tolist())
+        return self._shares_of[row, bytes_]
+
+    def split(
+        self, sources: tuple[Layout, ...], targets: tuple[Layout, ...], bytes_: int, bucketed: bool
+    ) -> np.ndarray:
+        """Return the seconds by stream for every (source, target), none where impossible. A tensor that is smaller than
+        a bucket pays its share of one."""
+        rows = self.prices.rows(sources, targets)
+        if bucketed and bytes_ < self.bucket_bytes:
+            return self.prices.split(self.bucket_bytes)[:, rows] * (bytes_ / self.bucket_bytes)
+        return self.prices.split(bytes_)[:, rows]
+
+    def is_possible(self, sources: tuple[Layout, ...], targets: tuple[Layout, ...]) -> np.ndarray:
+        """Return whether there is a redistribution for every (source, target)."""
+        return self.prices.rows(sources, targets) != IMPOSSIBLE
+
+    def local_bytes(self, producer: int, output: int, layout: Layout) -> float:
+        """Return the bytes on the device that holds most of a tensor in this layout."""
+        return self.bytes_of(self.problem.vertices[producer].values[output], layout)
+
+    def bytes_of(self, value: torch.Tensor, layout: Layout) -> float:
+        """Return the bytes on the device that holds most of a tensor of any problem in this layout."""
+        key = (tuple(value.shape), value.element_size(), layout)
+        if key not in self._local:
+            self._local[key] = float(largest_local_numel(value.shape, layout, self.problem.mesh) * value.element_size())
+        return self._local[key]

@@ -1,0 +1,206 @@
+"""What is played of a plan: what the compute stream does one thing after the other, and which collectives run beside
+it.
+
+The compute stream works in the order of the step (autopar/planner/objective/step_order.py): ops, local copies, and
+collectives that it waits for, each where its first reader is. What is hidden is issued at one place of that order and
+waited for at another. Blocks of a deep model that a compact graph leaves out are written down as often as they run.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from ...cost.redistribute import MoveStep
+from ..problem.multipliers import PHASES
+from ..problem.problem import Problem
+from .checkpoint_blocks import block_of
+from .evaluate import Evaluation, Transfer
+from .module_table import module_of
+from .step_order import Execution, StepOrder, Travel, step_order
+
+COMPUTES = 0  # the stream; collectives are on those of their classes of links, from 1 on
+Source = Execution | tuple[Travel, MoveStep]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Something that takes a stream some time; `source`: what it is a part of."""
+
+    stream: int
+    seconds: float
+    source: Source
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Collectives that run beside compute, one after the other: issued before the piece `issued` of the compute stream,
+    and waited for before the piece `wanted`, if anything of the phase waits for them."""
+
+    pieces: tuple[Piece, ...]
+    issued: int
+    wanted: int | None
+
+
+@dataclass
+class Script:
+    """One phase of a pass, to be played."""
+
+    main: list[Piece] = field(default_factory=list)
+    beside: list[Beside] = field(default_factory=list)
+
+
+@dataclass
+class _Segment:
+    """A block in one phase: its pieces, in `copies` equal copies. Of what runs beside it: whether it is issued in the
+    block before, after which piece, and before which it is wanted."""
+
+    copies: int
+    main: list[Piece] = field(default_factory=list)
+    beside: list[tuple[bool, int, int | None, tuple[Piece, ...]]] = field(default_factory=list)
+
+
+def scripts_of(problem: Problem, e: Evaluation, streams: StreamOf, is_once: bool = True,
+               order: StepOrder | None = None) -> tuple[Script, Script]:  # fmt: skip
+    """Return the forward and the backward of a pass. `is_once`: with what one pass of a step alone moves."""
+    order = order or step_order(problem, e)
+    forward, backward = (_Writer(problem, e, streams, is_once, order, phase).script() for phase in PHASES)
+    return forward, backward
+
+
+class StreamOf:
+    """Says on which stream a move travels."""
+
+    def __init__(self, pricer):
+        self.stream_of = pricer.prices.stream_of
+
+    def pieces(self, travel: Travel, seconds: float) -> tuple[list[Piece], list[Piece], list[Piece]]:
+        """Return the pieces of a transfer that takes so many seconds: local work before its first collective, the
+        collectives, and local work after them. Steps share the seconds of their stream as their own prices do."""
+        t = travel.transfer
+        local: tuple[list[Piece], list[Piece]] = ([], [])
+        prices = [(s, self.stream_of(s.move.kind, s.move.axes), s.latency_seconds + s.seconds_per_byte * t.bytes_)
+                  for s in t.redistribution.steps]  # fmt: skip
+        by_stream: dict[int, float] = defaultdict(float)
+        for _, stream, price in prices:
+            by_stream[stream] += price
+        left = [share * seconds for share in t.split]
+        moves: list[Piece] = []
+        for step, stream, price in prices:
+            if stream < len(left) and by_stream[stream] > 0:
+                piece = Piece(stream, left[stream] * price / by_stream[stream], (travel, step))
+                (moves if stream != COMPUTES else local[bool(moves)]).append(piece)
+        if left[COMPUTES] > 0 and not by_stream[COMPUTES] > 0:  # casts
+            local[0].append(Piece(COMPUTES, left[COMPUTES], (travel, prices[0][0])))
+        return local[0], moves, local[1]
+
+
+class _Writer:
+    """Writes one phase of a step down."""
+
+    def __init__(self, problem: Problem, e: Evaluation, streams: StreamOf, is_once: bool, order: StepOrder,
+                 phase: str):  # fmt: skip
+        self.problem, self.e, self.streams, self.is_once, self.phase = problem, e, streams, is_once, phase
+        self.copies, self.passes = problem.copies(e.first), e.passes
+        own = [i for i, run in enumerate(order.runs) if run.phase == phase]
+        self.begin, self.end = (own[0], own[-1] + 1) if own else (len(order.runs), len(order.runs))
+        self.runs = order.runs[self.begin : self.end]
+        self.travels = [t for t in order.travels if t.phase == phase]
+        self.again = {v: n for levels in e.recomputed.values() for step, n in levels.values() for v in step.recomputed}
+
+    def script(self) -> Script:
+        segments = self._segments()
+        result, before = Script(), 0
+        for segment in segments:
+            for _ in range(segment.copies):
+                start = len(result.main)
+                result.main += segment.main
+                for is_before, issued, wanted, pieces in segment.beside:
+                    at = min(before + issued, start) if is_before else start + issued
+                    result.beside.append(Beside(pieces, at, None if wanted is None else start + wanted))
+                before = start
+        result.beside.sort(key=lambda b: (b.issued, len(result.main) if b.wanted is None else b.wanted))
+        return result
+
+    def _segments(self) -> list[_Segment]:
+        """Return the segments of the phase, with their pieces."""
+        grouped = [[i for i, _ in group] for _, group in groupby(enumerate(self.runs), self._group)]
+        of_run = [s for s, positions in enumerate(grouped) for _ in positions]
+        segments = [_Segment(self._copies_of(positions)) for positions in grouped] or [_Segment(1)]
+        of_run = of_run or [0]
+        waited: dict[int, list[tuple[Travel, float]]] = defaultdict(list)  # by run before which it is made
+        hidden: dict[int, list[tuple[Travel, float, int]]] = defaultdict(list)  # by run that it belongs to
+        last = max(0, len(self.runs) - 1)
+        for travel in self.travels:
+            seconds = self._seconds(travel.transfer)
+            if not seconds:
+                continue
+            first = min(max(0, travel.first - self.begin), len(self.runs))
+            if self.e.overlap and travel.transfer.is_hidden:
+                made = min(max(-1, travel.start - self.begin - 1), last)
+                hidden[first if travel.first < self.end else max(0, made)].append((travel, seconds, made))
+            else:
+                waited[first].append((travel, seconds))
+        at: list[int] = []  # by run, the piece of its segment that it is
+        read_at: list[int] = []  # and before which it reads what travels beside compute
+        for i, run in enumerate(self.runs):
+            segment = segments[of_run[i]]
+            for travel, seconds in waited.pop(i, ()):
+                segment.main += self._in_line(travel, seconds / segment.copies)
+            read_at.append(len(segment.main))
+            for travel, seconds, _ in hidden.get(i, ()):
+                if travel.first < self.end:  # local work of a hidden transfer
+                    segment.main += self._local(travel, seconds / segment.copies)
+            at.append(len(segment.main))
+            if op_seconds := self._op_seconds(run):
+                segment.main.append(Piece(COMPUTES, op_seconds / segment.copies, run))
+            for travel, seconds, _ in hidden.get(i, ()):
+                if travel.first >= self.end:
+                    segment.main += self._local(travel, seconds / segment.copies)
+        for travel, seconds in waited.pop(len(self.runs), ()):
+            segments[-1].main += self._in_line(travel, seconds / segments[-1].copies)
+        for i, travels in hidden.items():
+            for travel, seconds, made in travels:
+                own = of_run[min(i, last)]
+                pieces = tuple(self.streams.pieces(travel, seconds / segments[own].copies)[1])
+                is_wanted = travel.first < self.end
+                is_before = made < 0 or of_run[made] != own or grouped[own][0] == made + 1
+                if not is_wanted:
+                    is_before, issued = False, min(at[made] + 1, len(segments[own].main)) if at and made >= 0 else 0
+                elif is_before:
+                    is_start = made < 0 or made + 1 in (g[0] for g in grouped)
+                    issued = 0 if is_start else at[made] + 1
+                else:
+                    issued = at[made] + 1
+                if pieces:
+                    wanted = read_at[i] if is_wanted else None
+                    segments[own].beside.append((is_before, issued, wanted, pieces))
+        return segments
+
+    def _in_line(self, travel: Travel, seconds: float) -> list[Piece]:
+        before, moves, after = self.streams.pieces(travel, seconds)
+        return [*before, *moves, *after]
+
+    def _local(self, travel: Travel, seconds: float) -> list[Piece]:
+        before, _, after = self.streams.pieces(travel, seconds)
+        return [*before, *after]
+
+    def _group(self, item: tuple[int, Execution]) -> str:
+        module = module_of(self.problem.vertices[item[1].vertex])
+        return block_of(module) or module
+
+    def _copies_of(self, positions: Sequence[int]) -> int:
+        return self.copies[self.runs[positions[0]].vertex]
+
+    def _op_seconds(self, run: Execution) -> float:
+        """Return the seconds of an op in all its copies."""
+        times = self.again.get(run.vertex, 0) if run.recomputed else self.copies[run.vertex]
+        return float(self.problem.choices(run.vertex).seconds[self.e.choice[run.vertex]]) * times
+
+    def _seconds(self, t: Transfer) -> float:
+        """Return the seconds of a transfer in all its copies, in the pass that is written down."""
+        if t.times == self.passes:
+            return t.seconds * t.copies
+        return t.seconds * t.copies * self.passes if self.is_once else 0.0
