@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, cast
 
@@ -19,6 +19,7 @@ from torch.fx.node import Target
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from .compiling import compiler_errors, in_given_order
 from .regions import no_autocast, without_dispatch_modes
 from .sizes import OpenSize, export_open, open_size
 from .tracing import (
@@ -33,7 +34,7 @@ from .tracing import (
 )
 
 __all__ = [
-    "TorchDispatchMode", "tree_flatten", "tree_map", "tree_unflatten", "no_autocast",
+    "compiler_errors", "in_given_order", "TorchDispatchMode", "tree_flatten", "tree_map", "tree_unflatten", "no_autocast",
     "without_dispatch_modes", "OpenSize", "export_open", "open_size",
     "as_if_eager", "functionalized", "hooks_of_all_modules", "lazy_code", "move_hooks", "plain_checkpoints", "transforms",
     "without_prints",
@@ -332,26 +333,6 @@ def release_saved(ctx) -> None:
 def outside_dynamo(function: Callable) -> Callable:
     """Return a function that torch.compile leaves as it is, without loading the compiler before it is asked for."""
     return torch._disable_dynamo(function)
-
-
-def in_given_order(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments of torch.compile with which Inductor does not reorder the ops of a graph to save memory, unless
-    it is told to by these."""
-    from torch._inductor import list_mode_options
-
-    given = {name: value for name, value in options.items() if value is not None or name == "dynamic"}
-    mode, chosen = given.get("mode"), given.get("options")
-    if given.get("backend", "inductor") != "inductor" or (mode and chosen):
-        return given  # what torch does not take, it refuses itself
-    of_mode = list_mode_options(given.pop("mode"), given.get("dynamic")) if mode else {}
-    return {**given, "options": {"reorder_for_peak_memory": False, **of_mode, **(chosen or {})}}
-
-
-def compiler_errors() -> tuple[type[Exception], ...]:
-    """Return the errors that torch.compile raises of a graph that it cannot compile."""
-    from torch._dynamo.exc import TorchDynamoException
-
-    return (TorchDynamoException,)
 
 
 def set_group_timeout(group, seconds: float) -> None:
