@@ -19,7 +19,7 @@ from torch.fx.node import Target
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from .inductor import in_given_order
+from .compiling import compiler_errors, in_given_order
 from .regions import no_autocast, without_dispatch_modes
 from .sizes import OpenSize, export_open, open_size
 from .tracing import (
@@ -34,7 +34,7 @@ from .tracing import (
 )
 
 __all__ = [
-    "TorchDispatchMode", "tree_flatten", "tree_map", "tree_unflatten", "no_autocast", "in_given_order",
+    "compiler_errors", "in_given_order", "TorchDispatchMode", "tree_flatten", "tree_map", "tree_unflatten", "no_autocast",
     "without_dispatch_modes", "OpenSize", "export_open", "open_size",
     "as_if_eager", "functionalized", "hooks_of_all_modules", "lazy_code", "move_hooks", "plain_checkpoints", "transforms",
     "without_prints",
@@ -333,13 +333,6 @@ def release_saved(ctx) -> None:
 def outside_dynamo(function: Callable) -> Callable:
     """Return a function that torch.compile leaves as it is, without loading the compiler before it is asked for."""
     return torch._disable_dynamo(function)
-
-
-def compiler_errors() -> tuple[type[Exception], ...]:
-    """Return the errors that torch.compile raises of a graph that it cannot compile."""
-    from torch._dynamo.exc import TorchDynamoException
-
-    return (TorchDynamoException,)
 
 
 def set_group_timeout(group, seconds: float) -> None:

@@ -1,7 +1,7 @@
 """Attention on CUDA: which kernel serves a call, and what it wants to be given.
 
     kernel      types            serves
-    cudnn       fp16, bf16       what flash serves of heads up to 128 and 2048 keys or more, where torch prefers it
+    cudnn       fp16, bf16       where torch prefers it: 2048 keys or more, heads up to 128, not grouped, no mask
     flash       fp16, bf16       no mask; causal with as many queries as keys; heads up to 256, grouped ones as they are
     efficient   fp16, bf16, fp32 any mask; keys of grouped heads are repeated
     blocks      all              the rest
@@ -38,7 +38,7 @@ def form_of(q: Like, k: Like, v: Like, mask: Like | None, causal: bool) -> Form:
         return BLOCKS
     if mask is not None or q.dtype not in HALVES or width > WIDEST_FLASH or (causal and rows != columns):
         return EFFICIENT
-    is_long = columns >= FEWEST_KEYS_CUDNN and width <= WIDEST_CUDNN
+    is_long = columns >= FEWEST_KEYS_CUDNN and width <= WIDEST_CUDNN and h == k.shape[1]
     return CUDNN if is_long and kernels.prefers_cudnn() else FLASH
 
 

@@ -3,6 +3,8 @@ comes out of stand-ins for the kernels is attention."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -98,6 +100,28 @@ def test_choice(monkeypatch, rows, columns, dtype, name):
     assert attention_gpu.form_of(q, k, k, None, False).name == name
     monkeypatch.setattr(kernels, "prefers_cudnn", lambda: False)
     assert attention_gpu.form_of(q, k, k, None, False).name == ("flash" if name == "cudnn" else name)
+
+
+def test_grouped_heads_are_for_flash(monkeypatch):
+    monkeypatch.setattr(kernels, "prefers_cudnn", lambda: True)
+    q, k = (torch.empty(1, n, 4096, 64, dtype=BF16, device="meta") for n in (4, 2))
+    assert attention_gpu.form_of(q, k, k, None, True).name == "flash"
+
+
+def test_rows_that_pad_the_log_sum_exp(monkeypatch):
+    """The memory-efficient kernel reads its log-sum-exp in blocks of 32 rows; those it adds are of closed queries."""
+    given = []
+
+    def backward(grad, q, k, v, bias, out, lse, *rest, scale):
+        given.append(lse)
+        return q, k, v, None
+
+    kernel = SimpleNamespace(_scaled_dot_product_efficient_attention_backward=backward)
+    monkeypatch.setattr(kernels, "aten", kernel)
+    q, lse = torch.randn(1, 2, 33, 8), torch.randn(1, 2, 33)
+    kernels.efficient_backward(q, q, q, q, q, lse, None, True, 1.0)
+    assert given[0].shape == (1, 2, 64) and torch.equal(given[0][..., :33], lse)
+    assert (given[0][..., 33:] == float("inf")).all()
 
 
 # stand-ins for the kernels: they refuse what the kernels refuse, and compute in fp64

@@ -1,4 +1,4 @@
-"""What autopar says to torch.compile of its graphs."""
+"""torch.compile: what it is given so that it keeps the order of a graph, and what it raises."""
 
 from __future__ import annotations
 
@@ -17,3 +17,10 @@ def in_given_order(options: Mapping[str, Any]) -> dict[str, Any]:
         return given  # what torch does not take, it refuses itself
     of_mode = list_mode_options(given.pop("mode"), given.get("dynamic")) if mode else {}
     return {**given, "options": {"reorder_for_peak_memory": False, **of_mode, **(chosen or {})}}
+
+
+def compiler_errors() -> tuple[type[Exception], ...]:
+    """Return the errors that torch.compile raises of a graph that it cannot compile."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return (TorchDynamoException,)
