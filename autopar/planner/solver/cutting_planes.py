@@ -18,6 +18,7 @@ FIRST_PRICE, MOST_GROWTH = 0.05, 4.0
 LEAST_SHARE = 1e-3
 LITTLE_KNOWN = 0.05
 SAME = 2e-3
+REACH = 0.1  # of weights around a point
 
 
 class Cuts:
@@ -45,13 +46,20 @@ class Cuts:
         self._seconds.append(seconds)
         self._slopes.append(slope)
 
-    def highest(self, bound: float) -> tuple[np.ndarray, float, list[Evaluation]]:
+    def highest(
+        self, bound: float, around: np.ndarray | None = None, reach: float = 1.0
+    ) -> tuple[np.ndarray, float, list[Evaluation]]:
         """Return where to search next, how much more than `bound` other prices may prove (as a share of it), and the
-        plans that meet at the highest point, those with the largest shares first."""
+        plans that meet at the highest point, those with the largest shares first. Look no farther `around` a point than
+        REACH times `reach`, and than its price of memory times that."""
         from ortools.math_opt.python import mathopt
 
         model = mathopt.Model()
-        prices = [model.add_variable(lb=low, ub=high) for low, high in zip(self.low.tolist(), self.high.tolist())]
+        low, high = self.low, self.high
+        if around is not None:
+            far = reach * np.array([*(REACH for _ in around[:-1]), around[-1]])
+            low, high = np.maximum(low, around - far / 2), np.minimum(high, around + far)
+        prices = [model.add_variable(lb=least, ub=most) for least, most in zip(low.tolist(), high.tolist())]
         for span in range(0, len(prices) - 1, self.classes) if self.classes > 1 else ():
             model.add_linear_constraint(sum(prices[span : span + self.classes]) <= 1.0)
         most = model.add_variable()

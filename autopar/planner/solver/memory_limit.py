@@ -114,15 +114,19 @@ class WithinLimit:
         cuts.high[-1] = MOST_PRICE
         reruns = self.solver.blocks.reruns if free.saved else ()
         dual = Dual(self.problem, self.solver.hyperedges, run.allowed, free, run.restriction.keep, reruns)
+        # Far from where most was proved the search proves little: many plans cost the same where a weight is all.
+        around, proved, reach = None, -math.inf, 1.0
         for _ in range(MOST_PRICES):
-            point, doubt, met = cuts.highest(self.bound)
+            point, doubt, met = cuts.highest(self.bound, around, reach)
             if doubt <= SMALL_DOUBT or cuts.is_known(point) or self._is_near():
                 break
             prices = self._prices(free, point)
             dual.price(prices)
             starts = [*self.run.found, *([] if self.best is None else [self._joint(dual, self.best)])]
             solution = minimize(dual, starts, replace(run.search, gap=max(run.search.gap, min(doubt / 4, BOUND_GAP))))
-            self.bound = max(self.bound, solution.bound - prices.byte_seconds * self.solver.room_bytes)
+            here = solution.bound - prices.byte_seconds * self.solver.room_bytes
+            around, reach = (point, reach) if here > proved else (around, reach / 2)
+            proved, self.bound = max(proved, here), max(self.bound, here)
             if self.bound >= run.search.cutoff_seconds:
                 raise BeyondCutoff(self.bound)
             line = self._line(dual, free, point, solution)
