@@ -173,7 +173,7 @@ class Restriction:
 
 def reduces_once(strategy: str | None) -> bool | None:
     """Return what a strategy says of micro-batches: see Recipe. Of two it is the one of the data axes that says it."""
-    name = (ALIASES.get(strategy, strategy) or "").rpartition("+")[2]
+    name = (ALIASES.get(strategy or "", strategy) or "").rpartition("+")[2]
     recipe = RECIPES.get(ALIASES.get(name, name))
     return recipe.reduces_once if recipe else None
 
