@@ -40,6 +40,7 @@ from .passes.adapt.lora import check_gradients, lora
 from .passes.adapt.quantize import quantize
 from .passes.canonicalize.autocast_kernels import traced_as
 from .passes.canonicalize.clean import clean
+from .passes.canonicalize.dispatch import dispatch
 from .passes.canonicalize.explicit_casts import explicit_casts
 from .passes.canonicalize.grad_regions import grad_regions
 from .passes.canonicalize.rewrite import canonicalize
@@ -138,8 +139,9 @@ MODEL = (
     Pass("differentiate", _differentiate, _itself, takes=CAPTURE),
     Pass("upcast", upcast, when=lambda call: compute_dtype(call.precision) is not None),
     Pass("clean", clean),
+    Pass("dispatch", dispatch),
 )
-FORWARD, JOINT = MODEL[:-3], MODEL[-3:]
+FORWARD, JOINT = MODEL[:-4], MODEL[-4:]
 UNROLL = Pass("unroll", unroll, takes=CAPTURE)  # of a capture with few equal blocks
 MICRO_BATCHES = (Pass("micro_batch", micro_batch, lambda pipeline: (pipeline.micro_batches,), takes=CAPTURE),)
 STAGES = (Pass("cut", cut, lambda pipeline: (pipeline.cuts,), takes=CAPTURE),)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from . import batch_norm, counter_rng, ctc, fake_quant, matmul, nf4  # noqa: F401  (registers theirs)
+from . import batch_norm, counter_rng, ctc, expert_rows, fake_quant, matmul, nf4  # noqa: F401  (registers theirs)
 from .attention_forms import additive, by_formula, by_formula_backward, by_kernel, by_kernel_backward, lse_dtype
 
 aten = torch.ops.aten

@@ -17,7 +17,8 @@ from ...ir.graph import describe
 from ...ir.layout import Layout
 from ...ir.mesh import Mesh
 from ...ops import autopar
-from ...rules.rule import entries_of, name_of
+from ...rules import Rule
+from ...rules.rule import Rows, entries_of, name_of
 from .hf_tp_plan import inside
 from .problem import Problem
 from .recipes import DATA, FREE, TENSOR, TENSOR_SEQUENCE, WHOLE, Restriction, required_globs
@@ -52,6 +53,8 @@ def allowed_strategies(
             roles = restriction.roles
             if plan is not None and cls not in may_cut:
                 roles = roles | dict.fromkeys(restriction.tensor_axes, WHOLE)
+            if restriction.experts and _has_owner(problem.rule_of.get(cls)):  # the rows of experts: as prices say
+                roles = roles | {restriction.experts: FREE}
             if restriction.experts and expert[cls]:
                 roles = roles | {restriction.experts: FREE}
                 fits = fits & _expert_mask(options.strategies, mesh.names.index(restriction.experts), expert[cls], v)
@@ -116,6 +119,12 @@ def _op_mask(strategies, roles: dict[str, str], mesh: Mesh, batch: set[str], wei
             cuts = np.array([f in weight and f not in batch for f in factors]) & mask
             mask = cuts if cuts.any() else mask
     return mask
+
+
+def _has_owner(rule: Rule | None) -> bool:
+    return rule is not None and any(
+        isinstance(entry, Rows) for dims in rule.inputs for dim in dims for entry in entries_of(dim)
+    )
 
 
 def _expert_mask(strategies, axis: int, factors: Collection[str | int], v: Vertex) -> np.ndarray:
@@ -295,7 +304,7 @@ def _labels(problem: Problem) -> tuple[dict[int, set[str]], dict[int, set[str]],
     for cls in problem.classes:
         v = problem.vertices[cls]
         if v.kind == "op" and v.node.target in GROUPED:
-            expert.add(find(dim_of_factor[cls]["g"]))
+            expert |= {find(dim_of_factor[cls]["g"])} if "g" in dim_of_factor[cls] else set()
         elif v.kind == "input" and v.node.meta["val"].dim():
             batch.add(find((cls, 0, 0)))
         elif v.kind == "parameter":
@@ -305,6 +314,8 @@ def _labels(problem: Problem) -> tuple[dict[int, set[str]], dict[int, set[str]],
     of_expert: dict[int, set[str | int]] = {
         cls: {f for f, x in dim_of_factor[cls].items() if find(x) in expert} for cls in problem.classes
     }
+    for cls in problem.classes:
+        of_expert[cls] |= {"e"} if problem.vertices[cls].node.target in GROUPED else set()
     for cls, v in ((cls, problem.vertices[cls]) for cls in problem.classes):
         if v.kind == "parameter":
             of_expert[cls] = {d for d in range(v.node.meta["val"].dim()) if find((cls, 0, d)) in expert}
