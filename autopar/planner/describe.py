@@ -8,6 +8,8 @@ from collections import Counter
 import torch
 from torch import fx
 
+from ..cost.exchange import exchange_axes, exchange_bytes, exchange_seconds
+from ..hardware.schema import Hardware
 from ..ir.graph import PARTNERS, fingerprint, op_base_name, output_node
 from ..ops import autopar
 from ..plans.pipeline import Pipeline
@@ -48,7 +50,8 @@ def describe_plan(planned: Planned) -> Plan:
         simulated_seconds=planned.timeline.seconds + e.parameter_seconds,
         exposed_seconds=planned.timeline.exposed_seconds, bound=max(0.0, min(chosen.bound_seconds, e.seconds)),
         gap=chosen.gap, peak_bytes=planned.live_bytes.peak_bytes, memory=planned.live_bytes.most,
-        at_peak=planned.live_bytes.at_peak, collectives=_collectives(e), regions=regions_of(problem, e),
+        at_peak=planned.live_bytes.at_peak, collectives=_collectives(problem, e, options.hardware),
+        regions=regions_of(problem, e),
         alternatives=tuple(alternatives), recomputed=_recomputed(e, True),
         recomputed_selectively=_recomputed(e, False), recomputed_kinds=_recomputed_kinds(problem, e),
         warnings=planned.warnings, layouts=_layouts(problem, e), sharding=_sharding(problem, e, pricer),
@@ -93,8 +96,15 @@ def _elements(problem: Problem, trained: bool) -> int:
     return sum(n.meta["val"].numel() for n in {*(found - parts), *packed.values()})
 
 
-def _collectives(e: Evaluation) -> tuple[Collective, ...]:
+def _collectives(problem: Problem, e: Evaluation, hardware: Hardware) -> tuple[Collective, ...]:
     count, wire, seconds = Counter(), Counter(), Counter()
+    for v, copies in zip(problem.vertices, problem.copies(e.first)):
+        strategy = problem.choices(v.index).strategies[e.choice[v.index]]
+        if axes := exchange_axes(v.node, strategy, problem.mesh):
+            key = ("all_to_all", axes, v.node.meta["phase"])
+            count[key] += copies
+            wire[key] += copies * exchange_bytes(v.node, strategy, problem.mesh)
+            seconds[key] += copies * exchange_seconds(v.node, strategy, problem.mesh, hardware)
     for transfer in e.every_transfer:
         for step, charged in transfer.step_seconds:
             if step.move.kind == "slice":
