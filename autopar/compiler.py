@@ -112,6 +112,10 @@ def _differentiate(exported: Exported, call: ModelCall) -> Captured:
     return captured
 
 
+def _clean(graph_module: fx.GraphModule) -> fx.GraphModule:
+    return dispatch(clean(graph_module))
+
+
 def _adapts(name: str, call: ModelCall) -> bool:
     return any(adaptation.name == name for adaptation in call.adapt)
 
@@ -138,10 +142,9 @@ MODEL = (
     Pass("fake_quant", fake_quant, _model, partial(_adapts, "fake_quant"), CAPTURE),
     Pass("differentiate", _differentiate, _itself, takes=CAPTURE),
     Pass("upcast", upcast, when=lambda call: compute_dtype(call.precision) is not None),
-    Pass("clean", clean),
-    Pass("dispatch", dispatch),
+    Pass("clean", _clean),
 )
-FORWARD, JOINT = MODEL[:-4], MODEL[-4:]
+FORWARD, JOINT = MODEL[:-3], MODEL[-3:]
 UNROLL = Pass("unroll", unroll, takes=CAPTURE)  # of a capture with few equal blocks
 MICRO_BATCHES = (Pass("micro_batch", micro_batch, lambda pipeline: (pipeline.micro_batches,), takes=CAPTURE),)
 STAGES = (Pass("cut", cut, lambda pipeline: (pipeline.cuts,), takes=CAPTURE),)

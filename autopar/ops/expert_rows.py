@@ -80,6 +80,4 @@ def _(group, firsts):
 
 own_rows.register_fake(lambda group, firsts, device, expected: group.new_empty(expected, dtype=torch.int64))
 counts_on_host.register_fake(lambda sent, received: sent.new_empty(2, len(sent), device="cpu"))
-exchange_rows.register_fake(
-    lambda x, counts, is_way_back, expected, group_name: x.new_empty(expected, *x.shape[1:])
-)
+exchange_rows.register_fake(lambda x, counts, is_way_back, expected, group_name: x.new_empty(expected, *x.shape[1:]))

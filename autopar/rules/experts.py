@@ -27,12 +27,16 @@ def grouped(node: fx.Node) -> Rule:
 
 def dispatch(node: fx.Node) -> Rule:
     """Return the rule of rows on their way to their experts."""
-    return Rule(*_way(node, (BLOCKS, Rows("a")), (BLOCKS, Rows("a", by_owner=True), Rows("b", by_owner=True))))
+    return Rule(
+        *_way(node, (BLOCKS, Rows("a")), (BLOCKS, Rows("a", by_owner=True), Rows("b", by_owner=True, innermost=True)))
+    )
 
 
 def combine(node: fx.Node) -> Rule:
     """Return the rule of rows on their way back."""
-    inputs, outputs = _way(node, (BLOCKS, Rows("a", by_owner=True), Rows("b", by_owner=True)), (BLOCKS, Rows("a")))
+    inputs, outputs = _way(
+        node, (BLOCKS, Rows("a", by_owner=True), Rows("b", by_owner=True, innermost=True)), (BLOCKS, Rows("a"))
+    )
     return Rule(inputs, outputs, sets(([0],)))
 
 

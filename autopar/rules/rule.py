@@ -32,10 +32,11 @@ class Inner:
 @dataclass(frozen=True)
 class Rows:
     """A factor that cuts a dim of rows which another one may cut as well, over another axis: into blocks, or so that a
-    device has the rows of its own experts."""
+    device has the rows of its own experts. `innermost`: those of all rows of a block, whatever the mesh's order."""
 
     factor: str
     by_owner: bool = False
+    innermost: bool = False
 
 
 # What a tensor dim is to a rule: a factor, the inner part of one, not shardable (None), or a product of several
@@ -193,7 +194,8 @@ def _strategy(
                     return None
                 owned += [(axis, ROWS) for factor in owners for axis in sharded[factor]]
                 by = {axis for entry in cut for axis in sharded[name_of(entry)]}
-                axes.append(tuple(axis for axis in mesh.names if axis in by))
+                last = {axis for e in cut if isinstance(e, Rows) and e.innermost for axis in sharded[e.factor]}
+                axes.append(tuple(sorted(by, key=lambda axis: (axis in last, mesh.names.index(axis)))))
                 counts.append(1)
                 continue
             if len(cut) > 1:  # no layout says that two factors of one dim are cut

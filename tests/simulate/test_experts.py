@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from autopar import LoRA, compiler
+from autopar import compile as compile_
 from autopar.adapt import order
 from autopar.cost.compute import GROUPED, ComputeCost
 from autopar.errors import StrategyError
@@ -22,6 +23,7 @@ from autopar.rules import rule_of, strategies
 from autopar.simulate import step
 from autopar.simulate.compare import verify_plan
 from autopar.simulate.oracle import global_values, one_device_step, relative_error
+from tests.helpers import gloo
 from tests.planner.planning import toy
 
 EXACT = 1e-10
@@ -99,6 +101,7 @@ def experts_axis(plan, name: str) -> str:
     [
         ("ep=2", "expert", 3), ("ep=3", "expert", 8), ("ep=4", "expert", 4), ("ep=8", "expert", 8),
         ("dp=2,ep=2", "expert+zero1", 4), ("ep=2,tp=2", "expert+megatron_sp", 4), ("dp=2,ep=2", "expert+fsdp", 5),
+        ("ep=2,dp=2", "expert", 4),
     ],
 )  # fmt: skip
 def test_gradients(mesh, strategy, experts, routing):
@@ -173,3 +176,44 @@ def test_work_is_that_of_the_rows_of_a_devices_experts():
         shapes = [tuple(a.meta["val"].shape) for a in node.all_input_nodes], [tuple(node.meta["val"].shape)]
         found = {s.choice: cost.seconds(node, s, mesh, 0.0) for s in strategies(rule_of(node), *shapes, mesh)}
         assert found[("g",)] == pytest.approx(found[("",)] / 2, rel=0.1)
+
+
+def exchanges(plan, captured, rank: int = 0):
+    """The nodes of a rank's program that send rows, and what they say that they send."""
+    local = compiler.lower(captured, plan, rank).local
+    return [n for n in local.graph.nodes if n.target is autopar.exchange_rows.default]
+
+
+@pytest.mark.parametrize("ways", [2, 4])
+def test_rows_are_sent_to_their_experts(ways):
+    """Forward and back, and so do their gradients, and the rows once more for the gradient of the first matrices:
+    T k d (P - 1) / P bytes of all devices each time; the plan tells no less than the program says."""
+    tokens, active = 64 * 3, 2
+    model, given = Mixture(4, active), inputs(64)
+    plan, captured = step.plan_and_capture(
+        model, f"ep={ways}", given, hardware="cpu-gloo", baselines=False, strategy="expert"
+    )
+    sent = [node.meta["collective"].wire_bytes for node in exchanges(plan, captured)]
+    rows = tokens * active / ways * (ways - 1) / ways
+    assert sent.count(rows * 8 * HIDDEN) == 5 and {*sent} <= {rows * 8 * HIDDEN, rows * 8}
+    told = sum(c.wire_bytes for c in plan.collectives if c.kind == "all_to_all")
+    report = verify_plan(captured, plan, model, given)
+    assert max(report.errors.values()) <= EXACT
+    assert told >= sum(sent)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_no_row_is_lost_on_real_processes(routing):
+    gloo.run(2, _on_processes, routing, seconds=200)
+
+
+def _on_processes(rank: int, routing: str) -> None:
+    model, given = Mixture(3, 1, routing), inputs(4, 2)
+    reference = Mixture(3, 1, routing)
+    reference(*given).backward()
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    parallel = compile_(model, mesh, example_inputs=given, strategy="expert")
+    parallel(*given).backward()
+    wanted = dict(reference.named_parameters())
+    for name, parameter in parallel.named_parameters():
+        assert relative_error(parameter.grad.full_tensor(), wanted[name].grad) <= EXACT, name
