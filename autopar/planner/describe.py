@@ -3,7 +3,7 @@ lowering reads."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 
 import torch
 from torch import fx
@@ -97,7 +97,8 @@ def _elements(problem: Problem, trained: bool) -> int:
 
 
 def _collectives(problem: Problem, e: Evaluation, hardware: Hardware) -> tuple[Collective, ...]:
-    count, wire, seconds = Counter(), Counter(), Counter()
+    count: Counter[tuple] = Counter()
+    wire, seconds = defaultdict[tuple, float](float), defaultdict[tuple, float](float)
     for v, copies in zip(problem.vertices, problem.copies(e.first)):
         strategy = problem.choices(v.index).strategies[e.choice[v.index]]
         if axes := exchange_axes(v.node, strategy, problem.mesh):

@@ -32,7 +32,7 @@ def has_rows(node: fx.Node) -> bool:
         if not is_op(node) or not node.graph.find_nodes(op="call_function", target=autopar.dispatch.default):
             return False
         _mark(node.graph)
-    return node.meta["rows"]
+    return bool(node.meta["rows"])
 
 
 def by_owner(node: fx.Node, rule: Rule) -> Rule:

@@ -40,6 +40,6 @@ def combine(node: fx.Node) -> Rule:
     return Rule(inputs, outputs, sets(([0],)))
 
 
-def _way(node: fx.Node, before: Dim, after: Dim) -> tuple:
+def _way(node: fx.Node, before: Dim, after: Dim) -> tuple[tuple[tuple[Dim, ...], ...], tuple[tuple[Dim, ...], ...]]:
     rest = tuple(f"d{i}" for i in range(1, node.meta["val"].dim()))
     return ((before, *rest), ((BLOCKS, Rows("a")),)), ((after, *rest),)

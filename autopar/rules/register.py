@@ -83,8 +83,9 @@ def _seen(argument: object) -> object:
     if not isinstance(argument, fx.Node):
         return repr(argument)
     value = argument.meta.get("val")
-    is_tensor = isinstance(value, torch.Tensor)
-    return (tuple(value.shape), value.dtype, is_zero(argument), has_rows(argument)) if is_tensor else "other"
+    if not isinstance(value, torch.Tensor):
+        return "other"
+    return tuple(value.shape), value.dtype, is_zero(argument), has_rows(argument)
 
 
 def _names(op: object) -> list[str]:

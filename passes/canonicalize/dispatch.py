@@ -69,7 +69,8 @@ class _Region:
             flags = iter(self.inside[node])
             with self.graph.inserting_before(node):
                 swap = {a: self._rows(a) for a in tensor_arguments(node) if next(flags)}
-            node.args = fx.map_arg(node.args, lambda a, swap=swap: swap.get(a, a))
+            for value, rows in swap.items():
+                node.replace_input_with(value, rows)
         for node in list(self.inside):
             if node.target is autopar.grouped_mm_dw.default:
                 continue
@@ -83,7 +84,7 @@ class _Region:
             return value
         key = self.group if _origin(value) == _origin(self.group) else value
         if key not in self.dispatched:
-            if value.target is aten.index.Tensor and [_origin(i) for i in value.args[1]] == [_origin(self.group)]:
+            if value.target is aten.index.Tensor and value.all_input_nodes[1:] == [self.group]:
                 made = call(value, aten.index.Tensor, value.args[0], [self._rows(self.group)])
             else:
                 made = call(value, autopar.dispatch.default, value, self.group, self.experts)
