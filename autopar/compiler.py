@@ -40,6 +40,7 @@ from .passes.adapt.lora import check_gradients, lora
 from .passes.adapt.quantize import quantize
 from .passes.canonicalize.autocast_kernels import traced_as
 from .passes.canonicalize.clean import clean
+from .passes.canonicalize.dispatch import dispatch
 from .passes.canonicalize.explicit_casts import explicit_casts
 from .passes.canonicalize.grad_regions import grad_regions
 from .passes.canonicalize.rewrite import canonicalize
@@ -111,6 +112,10 @@ def _differentiate(exported: Exported, call: ModelCall) -> Captured:
     return captured
 
 
+def _clean(graph_module: fx.GraphModule) -> fx.GraphModule:
+    return dispatch(clean(graph_module))
+
+
 def _adapts(name: str, call: ModelCall) -> bool:
     return any(adaptation.name == name for adaptation in call.adapt)
 
@@ -137,7 +142,7 @@ MODEL = (
     Pass("fake_quant", fake_quant, _model, partial(_adapts, "fake_quant"), CAPTURE),
     Pass("differentiate", _differentiate, _itself, takes=CAPTURE),
     Pass("upcast", upcast, when=lambda call: compute_dtype(call.precision) is not None),
-    Pass("clean", clean),
+    Pass("clean", _clean),
 )
 FORWARD, JOINT = MODEL[:-3], MODEL[-3:]
 UNROLL = Pass("unroll", unroll, takes=CAPTURE)  # of a capture with few equal blocks

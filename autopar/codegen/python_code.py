@@ -16,6 +16,7 @@ from .._torch import compile_code
 from ..errors import MeshError
 from ..ir.graph import values_of
 from ..ir.layout import Layout
+from ..ops import autopar
 from ..passes.distribute.lower_ops import lower_ops
 from ..passes.distribute.partition import Parts, partition
 
@@ -66,6 +67,8 @@ def boxed(module: fx.GraphModule) -> fx.GraphModule:
 def is_collective(node: fx.Node) -> bool:
     """Return whether the node starts a collective; the wait that follows does not."""
     target = node.target
+    if target is autopar.exchange_rows.default:
+        return True
     return getattr(target, "namespace", "") == "_c10d_functional" and "wait_tensor" not in str(target)
 
 

@@ -19,6 +19,7 @@ from ..errors import VerifyError
 from ..ir.graph import OutputRole, describe, is_op, output_node, tensor_arguments, values_of
 from ..ir.layout import Layout, local_shape
 from ..ir.mesh import Mesh
+from ..ops import autopar
 from ..passes.distribute.partition import phase_of
 from ..plans.sharding import Sharding
 from ..rules import rule_of
@@ -155,7 +156,8 @@ def collective_call(node: fx.Node) -> tuple[str, str, str, str, tuple[int, ...]]
     reduction = next((a for a in node.args[1:-1] if isinstance(a, str)), "")
     dtype = str(value.dtype).removeprefix("torch.")
     op = node.target.overloadpacket.__name__.rstrip("_")  # in place or not is each rank's own business
-    return node.args[-1], op, reduction, dtype, tuple(value.shape)
+    rows = 1 if node.target is autopar.exchange_rows.default else 0  # their number is each rank's own business
+    return node.args[-1], op, reduction, dtype, tuple(value.shape[rows:])
 
 
 def _starts(local: fx.GraphModule) -> Iterable[fx.Node]:

@@ -183,6 +183,11 @@ class ComputeCost:
             q, k, v = local[:3] if forward else local[1:4]
             shape = Shape(q[0], q[1], q[2], k[2], q[3], v[3], bool(node.args[4 if forward else 7]))
             return attention_seconds(self.hardware, peak, shape, forward)
+        if work.kind == "grouped":
+            depth, columns = local[0][1], local[1 if node.target is autopar.grouped_mm_dw.default else 3][1]
+            local[0][0] = math.ceil(
+                work.flops / strategy.ways / (2 * depth * columns)
+            )  # rows of its groups, if balanced
         return sum(self._product_seconds(p, peak, work.element_bytes, work.kind) for p in work.products(*local))
 
 

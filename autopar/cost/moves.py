@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..ir.layout import Layout
+from ..ir.layout import ROWS, Layout
 
 
 class Move(NamedTuple):
@@ -61,6 +61,8 @@ class Core(NamedTuple):
         if len(dims) > 1:
             dims.sort(key=lambda d: (a[d], b[d], m[d], n[d]))
         before, after = source.partial, target.partial
+        if before and dims and any(reduction == ROWS for _, reduction in before):
+            after = (("", ROWS),)  # rows by owner stay as they are: nothing leads elsewhere
         core = Core(
             State(
                 tuple([a[d] for d in dims]), tuple([m[d] for d in dims]), tuple([p for p in before if p not in after])
@@ -94,6 +96,8 @@ class Core(NamedTuple):
 
     def _reductions(self, state: State) -> Iterator[tuple[Move, State]]:
         for axis, reduction in state.partial:
+            if reduction == ROWS:
+                continue
             rest = tuple([p for p in state.partial if p[0] != axis])
             yield Move("all_reduce", (axis,), reduction=reduction), State(state.dims, state.parts, rest)
             d = next((d for d, axes in enumerate(self.target.dims) if axis in axes), None)

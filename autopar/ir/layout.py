@@ -7,6 +7,10 @@ device without elements are not legal, so only the last block of a cut is ever s
 
 `parts[d] > 1` means that dim d is a row of that many equal parts (a fused query-key-value weight has 3) and that each
 part is sharded for itself: a device holds its block of every part.
+
+An axis may shard rows (dim 0) not by blocks but by *owner*: a device has the rows of its own experts, a number of them
+that run time says and that shapes put at its block's. Such an axis is also among the partial ones, as "rows". No move
+leads there or away; `autopar::dispatch` and `combine` do.
 """
 
 from __future__ import annotations
@@ -23,11 +27,13 @@ from .mesh import Mesh
 if TYPE_CHECKING:
     from torch import Tensor
 
+ROWS = "rows"  # how a tensor is partial over an axis on which rows are where their experts are
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One tensor's placement. `dims[d]`: axes that shard dim d, outermost first. `partial`: pairs of an axis and "sum"
-    or "max". `parts[d]`: see above, 1 if empty. Raises StrategyError on counts of parts for another number of dims."""
+    """One tensor's placement. `dims[d]`: axes that shard dim d, outermost first. `partial`: pairs of an axis and "sum",
+    "max" or "rows". `parts[d]`: see above, 1 if empty. Raises StrategyError on counts of parts for another number of dims."""
 
     dims: tuple[tuple[str, ...], ...]
     partial: tuple[tuple[str, str], ...] = ()
@@ -67,19 +73,26 @@ class Layout:
     def reduction_of(self, axis: str) -> str | None:
         """Return how the value is partial over `axis`: "sum" or "max", None if it is not."""
         for name, reduction in self.partial:
-            if name == axis:
+            if name == axis and reduction != ROWS:
                 return reduction
         return None
 
+    @property
+    def owned_axes(self) -> tuple[str, ...]:
+        """Return the axes over which rows are where their experts are."""
+        return tuple(axis for axis, reduction in self.partial if reduction == ROWS)
+
     def text(self, mesh: Mesh | None = None) -> str:
         """Write the layout as `dp:S(0) tp:P`, axes outermost first in a dim; `S(0/3)` is sharded inside each of 3
-        parts, `R` is replicated."""
+        parts, `E(0)` by the owner of a row's expert, `R` is replicated."""
+        owned = self.owned_axes
         words = [
-            (axis, f"{axis}:S({d}{'' if self.parts[d] == 1 else f'/{self.parts[d]}'})")
+            (axis, f"{axis}:{'E' if axis in owned else 'S'}({d}{'' if self.parts[d] == 1 else f'/{self.parts[d]}'})")
             for d, axes in enumerate(self.dims)
             for axis in axes
         ]
-        words += [(axis, f"{axis}:P" if op == "sum" else f"{axis}:P({op})") for axis, op in self.partial]
+        partial = [(axis, op) for axis, op in self.partial if op != ROWS]
+        words += [(axis, f"{axis}:P" if op == "sum" else f"{axis}:P({op})") for axis, op in partial]
         return " ".join(word for _, word in words) or "R"
 
     def __str__(self) -> str:
@@ -93,7 +106,7 @@ class Layout:
         for word in text.replace(",", " ").split():
             if word == "R" or word.endswith(":R"):
                 continue
-            match = re.fullmatch(r"(\w+):(?:S\((-?\d+)(?:/(\d+))?\)|P(?:\((sum|max)\))?)", word)
+            match = re.fullmatch(r"(\w+):(?:[SE]\((-?\d+)(?:/(\d+))?\)|P(?:\((sum|max)\))?)", word)
             if not match:
                 raise StrategyError(
                     f"cannot read {word!r} as a placement", fix='write "tp:S(0)", "dp:S(0) tp:S(1)" or "R"'
@@ -114,6 +127,7 @@ class Layout:
                     raise StrategyError(f"{text!r} cuts dim {d} inside several numbers of parts", fix="write one")
                 dims[d].append(axis)
                 parts[d] = count
+                partial += [(axis, ROWS)] if f"{axis}:E" in word else []
         return Layout(tuple(map(tuple, dims)), tuple(partial), tuple(parts))
 
 

@@ -23,6 +23,7 @@ from . import (  # noqa: F401  (most for their ops, which they register)
     batch_norm,
     counter_rng,
     ctc,
+    expert_rows,
     fake_quant,
     matmul,
     nf4,

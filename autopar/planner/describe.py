@@ -3,13 +3,15 @@ lowering reads."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import replace
 
 import torch
 from torch import fx
 
+from ..cost.exchange import exchange_axes, exchange_bytes, exchange_seconds
 from ..cost.orthogonalize import ELEMENT_BYTES
+from ..hardware.schema import Hardware
 from ..ir.graph import PARTNERS, fingerprint, op_base_name, output_node
 from ..ops import autopar
 from ..plans.pipeline import Pipeline
@@ -54,7 +56,8 @@ def describe_plan(planned: Planned) -> Plan:
         exposed_seconds=max(0.0, e.communication_seconds - chosen.hidden_seconds),
         bound=max(0.0, min(chosen.bound_seconds, chosen.seconds)),
         gap=chosen.gap, peak_bytes=planned.live_bytes.peak_bytes, memory=planned.live_bytes.most,
-        at_peak=planned.live_bytes.at_peak, collectives=_collectives(e) + _of_update(problem, e), regions=regions_of(problem, e),
+        at_peak=planned.live_bytes.at_peak,
+        collectives=_collectives(problem, e, options.hardware) + _of_update(problem, e), regions=regions_of(problem, e),
         alternatives=tuple(alternatives), recomputed=_recomputed(e, True),
         recomputed_selectively=_recomputed(e, False), recomputed_kinds=_recomputed_kinds(problem, e),
         warnings=planned.warnings, layouts=_layouts(problem, e), sharding=sharding,
@@ -101,8 +104,16 @@ def _elements(problem: Problem, trained: bool) -> int:
     return sum(n.meta["val"].numel() for n in {*(found - parts), *packed.values()})
 
 
-def _collectives(e: Evaluation) -> tuple[Collective, ...]:
-    count, wire, seconds = Counter(), Counter(), Counter()
+def _collectives(problem: Problem, e: Evaluation, hardware: Hardware) -> tuple[Collective, ...]:
+    count: Counter[tuple] = Counter()
+    wire, seconds = defaultdict[tuple, float](float), defaultdict[tuple, float](float)
+    for v, copies in zip(problem.vertices, problem.copies(e.first)):
+        strategy = problem.choices(v.index).strategies[e.choice[v.index]]
+        if axes := exchange_axes(v.node, strategy, problem.mesh):
+            key = ("all_to_all", axes, v.node.meta["phase"])
+            count[key] += copies
+            wire[key] += copies * exchange_bytes(v.node, strategy, problem.mesh)
+            seconds[key] += copies * exchange_seconds(v.node, strategy, problem.mesh, hardware)
     for transfer in e.every_transfer:
         for step, charged in transfer.step_seconds:
             if step.move.kind == "slice":

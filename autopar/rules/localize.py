@@ -95,6 +95,10 @@ def _embedding_dw(call: OpCall) -> dict[str, Any]:
     return {"offset": call.output_offset(0), "rows": call.output()[0]}
 
 
+def _grouped_mm_dw(call: OpCall) -> dict[str, Any]:
+    return {"offset": call.output_offset(0), "groups": call.output()[0]}
+
+
 def _unflatten(call: OpCall) -> dict[str, Any]:
     dim = call.arguments["dim"] % len(input_shapes(call.node)[0])
     return {"sizes": list(call.output()[dim : dim + len(call.arguments["sizes"])])}
@@ -176,6 +180,8 @@ def _groups(call: OpCall, local_channels: int, channels: int) -> int:
 LOCAL: dict[str, Localizer] = {
     "autopar.embedding.default": offset_of(0, 0),
     "autopar.embedding_dw.default": _embedding_dw,
+    "autopar.grouped_mm.default": offset_of(1, 0),
+    "autopar.grouped_mm_dw.default": _grouped_mm_dw,
     "autopar.vocab_loss.default": offset_of(0, -1),
     "autopar.vocab_loss_bw.default": offset_of(2, -1),
     "autopar.dropout.default": _drawn,

@@ -15,7 +15,7 @@ from torch import fx
 
 from ..ir.graph import tensor_arguments, values_of
 from .reading import is_zero
-from .rule import Dim, Inner, Rule, entries_of, name_of, names_in
+from .rule import Dim, Inner, Rows, Rule, entries_of, name_of, names_in
 
 INTEGER_SUMS = ("aten.sum.dim_IntList", "aten.sum.default")
 
@@ -72,6 +72,8 @@ def _sizes(node: fx.Node, rule: Rule) -> dict[str, set[int]]:
     for dims, value in zip(rule.inputs + rule.outputs, values):
         for dim, size in zip(dims, value.shape):
             for entry in entries_of(dim):
+                if isinstance(entry, Rows) and entry.by_owner:
+                    continue  # of experts, not of rows
                 whole = size // entry.parts if isinstance(entry, Inner) else size
                 sizes.setdefault(name_of(entry), set()).add(rule.even.get(name_of(entry), whole))
     return sizes

@@ -19,7 +19,7 @@ from torch import fx
 from ..ir.graph import tensor_arguments, tensor_of, values_of
 from .reading import input_shapes, output_indices, output_shapes
 from .register import rule_of
-from .rule import Inner, Rule, entries_of
+from .rule import Inner, Rows, Rule, entries_of
 
 Tensor = tuple[fx.Node, int]  # a producer and which of its outputs, as `tensor_of` says
 Candidates = Mapping[Tensor, tuple[frozenset[int], ...]]
@@ -78,7 +78,7 @@ class _Op:
         for tensor, dims, shape in self.tensors:
             for d, (dim, size) in enumerate(zip(dims, shape)):
                 for entry in entries_of(dim):
-                    if isinstance(entry, Inner):
+                    if isinstance(entry, (Inner, Rows)):
                         inner.add(entry.factor)
                     else:
                         self.plain_dims[entry].append((tensor, d))

@@ -12,6 +12,7 @@ from torch import fx
 from .. import _torch
 from ..errors import RuleError, check_new
 from ..ir.graph import describe, tensor_arguments, values_of
+from .expert_rows import by_owner, has_rows
 from .families import Builder, einsum
 from .normalize import contradiction, normalize
 from .reading import is_zero
@@ -64,7 +65,8 @@ def rule_of(node: fx.Node) -> Rule | None:
     if key not in _KNOWN:
         builder = TABLE.get(str(node.target))
         made = builder(node) if builder else None
-        _KNOWN[key] = normalize(node, made) if made else None
+        made = normalize(node, made) if made else None
+        _KNOWN[key] = by_owner(node, made) if made else None
     return _KNOWN[key]
 
 
@@ -81,7 +83,9 @@ def _seen(argument: object) -> object:
     if not isinstance(argument, fx.Node):
         return repr(argument)
     value = argument.meta.get("val")
-    return (tuple(value.shape), value.dtype, is_zero(argument)) if isinstance(value, torch.Tensor) else "other"
+    if not isinstance(value, torch.Tensor):
+        return "other"
+    return tuple(value.shape), value.dtype, is_zero(argument), has_rows(argument)
 
 
 def _names(op: object) -> list[str]:

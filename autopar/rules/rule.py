@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..errors import RuleError
-from ..ir.layout import Layout, is_legal
+from ..ir.layout import ROWS, Layout, is_legal
 from ..ir.mesh import Mesh
 
 
@@ -29,9 +29,20 @@ class Inner:
     parts: int
 
 
+@dataclass(frozen=True)
+class Rows:
+    """A factor that cuts a dim of rows which another one may cut as well, over another axis: into blocks, or so that a
+    device has the rows of its own experts. `innermost`: those of all rows of a block, whatever the mesh's order."""
+
+    factor: str
+    by_owner: bool = False
+    innermost: bool = False
+
+
 # What a tensor dim is to a rule: a factor, the inner part of one, not shardable (None), or a product of several
-# factors, outermost first, of which a strategy may shard one.
-Dim = str | Inner | None | tuple[str | Inner, ...]
+# factors, outermost first, of which a strategy may shard one; or rows.
+Entry = str | Inner | Rows
+Dim = Entry | None | tuple[Entry, ...]
 
 
 @dataclass(frozen=True)
@@ -57,14 +68,14 @@ class Rule:
         return list(dict.fromkeys(name for dims in self.inputs + self.outputs for name in names_in(dims)))
 
 
-def entries_of(dim: Dim) -> tuple[str | Inner, ...]:
+def entries_of(dim: Dim) -> tuple[Entry, ...]:
     """Return the factors of one dim, outermost first; none if it cannot be sharded."""
     return () if dim is None else dim if isinstance(dim, tuple) else (dim,)
 
 
-def name_of(entry: str | Inner) -> str:
+def name_of(entry: Entry) -> str:
     """Return the name of the factor of one entry."""
-    return entry.factor if isinstance(entry, Inner) else entry
+    return entry if isinstance(entry, str) else entry.factor
 
 
 def names_in(dims: Sequence[Dim]) -> list[str]:
@@ -174,9 +185,19 @@ def _strategy(
     in_inputs = {name for dims in rule.inputs for name in names_in(dims)}
 
     def layout(dims: tuple[Dim, ...], argument: int | None) -> Layout | None:
-        axes, counts = [], []
+        axes, counts, owned = [], [], []
         for dim in dims:
             cut = [entry for entry in entries_of(dim) if name_of(entry) in sharded]
+            if any(isinstance(entry, Rows) for entry in cut):
+                owners = [entry.factor for entry in cut if isinstance(entry, Rows) and entry.by_owner]
+                if len(owners) > 1 or any(parts[name_of(entry)] > 1 for entry in cut):
+                    return None
+                owned += [(axis, ROWS) for factor in owners for axis in sharded[factor]]
+                by = {axis for entry in cut for axis in sharded[name_of(entry)]}
+                last = {axis for e in cut if isinstance(e, Rows) and e.innermost for axis in sharded[e.factor]}
+                axes.append(tuple(sorted(by, key=lambda axis: (axis in last, mesh.names.index(axis)))))
+                counts.append(1)
+                continue
             if len(cut) > 1:  # no layout says that two factors of one dim are cut
                 return None
             axes.append(tuple(sharded[name_of(cut[0])]) if cut else ())
@@ -185,7 +206,7 @@ def _strategy(
         if argument is None:
             summed_away = in_inputs - set(names_in(dims))
             partial += [(a, rule.reduction) for f, fa in sharded.items() if f in summed_away for a in fa]
-        return Layout(tuple(axes), tuple(sorted(partial)), tuple(counts))
+        return Layout(tuple(axes), tuple(sorted(partial + owned)), tuple(counts))
 
     inputs = tuple([l for i, dims in enumerate(rule.inputs) if (l := layout(dims, i)) is not None])
     outputs = tuple([l for dims in rule.outputs if (l := layout(dims, None)) is not None])

@@ -7,7 +7,7 @@ several devices need counter-based random numbers.
 
 from __future__ import annotations
 
-from . import indexing, layers, views
+from . import experts, indexing, layers, views
 from .families import (
     affine,
     along,
@@ -89,9 +89,10 @@ enter("autopar.linear.default", einsum("... i, o i -> ... o", [0], [1]))
 enter("autopar.linear_dx.default", einsum("... o, o i -> ... i", [0], [1]))
 enter("autopar.linear_dw.default", einsum("... o, ... i -> o i", [0], [1]))
 
-# products of rows with the matrix of their group
-enter("autopar.grouped_mm.default", einsum("r k, _ k n, r -> r n", [0], [1]))
-enter("autopar.grouped_mm_dw.default", einsum("r k, r n, r -> _ k n", [0], [1]))
+# products of rows with the matrix of their group: a device may hold one range of the groups
+enter("autopar.grouped_mm.default autopar.grouped_mm_dw.default", experts.grouped)
+enter("autopar.dispatch.default", experts.dispatch)
+enter("autopar.combine.default", experts.combine)
 
 # quantized weights
 enter("autopar.dequantize.default", layers.dequantize)

@@ -20,6 +20,8 @@ from ..errors import VerifyError
 from ..ir.graph import bytes_of
 from ..ir.layout import Layout, dim_ranges, local_part
 from ..ir.mesh import Mesh
+from ..ops import autopar
+from ..ops.expert_rows import sizes
 from ..passes.distribute.partition import Parts
 
 REDUCE = {
@@ -28,6 +30,8 @@ REDUCE = {
     "max": lambda stack: stack.amax(0),
     "min": lambda stack: stack.amin(0),
 }
+
+EXCHANGES = (c10d.all_to_all_single.default, autopar.exchange_rows.default)
 
 
 @dataclass(frozen=True)
@@ -42,8 +46,8 @@ class CollectiveCall:
     @property
     def signature(self) -> tuple:
         """Return what all members must agree on. Rows that an all-to-all sends to each may differ."""
-        tail = self.tensor.shape[1:] if self.node.target is c10d.all_to_all_single.default else self.tensor.shape
-        args = () if self.node.target is c10d.all_to_all_single.default else self.args
+        tail = self.tensor.shape[1:] if self.node.target in EXCHANGES else self.tensor.shape
+        args = () if self.node.target in EXCHANGES else self.args
         return self.name, args, tuple(tail), self.tensor.dtype
 
     @property
@@ -129,6 +133,9 @@ def _steps(module: fx.GraphModule, inputs: Sequence) -> Generator[CollectiveCall
             values[node] = args[0]
         elif getattr(node.target, "namespace", "") == "_c10d_functional":
             values[node] = yield CollectiveCall(node, args[0], args[1:-1], tuple(args[-1].split(",")))
+        elif node.target is autopar.exchange_rows.default:
+            sent, received = sizes(*args[1:3])
+            values[node] = yield CollectiveCall(node, args[0], (received, sent), tuple(args[-1].split(",")))
         else:
             values[node] = node.target(*args, **kwargs)
         for used in node.all_input_nodes:
@@ -151,7 +158,7 @@ def _collective(members: Sequence[CollectiveCall]) -> tuple[list[torch.Tensor], 
     if op is c10d.reduce_scatter_tensor.default:
         total = REDUCE[args[0]](torch.stack(tensors))
         return [part.clone() for part in total.chunk(n)], [(n - 1) / n * b] * n
-    if op is c10d.all_to_all_single.default:
+    if op in EXCHANGES:
         return _exchange(members)
     if op is c10d.broadcast.default:
         return [tensors[args[0]].clone() for _ in members], [b if i == args[0] else 0.0 for i in range(n)]

@@ -42,6 +42,7 @@ from ...ir.graph import OutputRole, describe, is_tensor, operand, outputs_of, te
 from ...ir.layout import Layout, is_partial_sum, local_part, local_shape
 from ...plans.sharding import NodeSharding, Sharding
 from .emit import Builder, Emitter
+from .exchange_rows import WAYS, RowExchange
 
 aten = torch.ops.aten
 HOST = torch.device("cpu")
@@ -84,6 +85,7 @@ class _Localizer:
         self.root = torch.nn.Module()
         self.builder = Builder(fx.Graph())
         self.emitter = Emitter(self.builder, self.mesh, self.coordinate, reduce_scatter)
+        self.exchange = RowExchange(self.builder, self.mesh, self.coordinate, rank)
         self.own: dict[tuple[str, int], tuple[fx.Node, Layout]] = {}
         self.several: dict[str, fx.Node] = {}  # ops with several outputs
         self.copies: dict[tuple[str, int, Layout, str], fx.Node] = {}
@@ -151,6 +153,9 @@ class _Localizer:
         else:
             flat = [self._copy(a, next(layouts), node.meta["phase"], node) if is_tensor(a) else a for a in flat]
         args, kwargs = tree_unflatten(flat, spec)
+        if node.target in WAYS:
+            self._exchange(node, sharding, args)
+            return
         args, kwargs = rules.local_call(node, sharding, self.mesh, self.coordinate, args, kwargs)
         single = isinstance(node.meta["val"], torch.Tensor)
         self.builder.meta = {
@@ -168,6 +173,15 @@ class _Localizer:
             self.own[node.name, 0] = local, sharding.outputs[0]
         else:
             self.several[node.name] = local
+
+    def _exchange(self, node: fx.Node, sharding, args) -> None:
+        """Send rows to their experts or back."""
+        self.builder.meta = _origin(node)
+        local = self.exchange(node, sharding, *args)
+        self._check(node, local, sharding)
+        if local is not args[0]:
+            local.meta |= {"global": node.meta["val"], "layout": sharding.outputs[0]}
+        self.own[node.name, 0] = local, sharding.outputs[0]
 
     def _check(self, node: fx.Node, local: fx.Node, sharding) -> None:
         got, values = values_of(local), values_of(node)

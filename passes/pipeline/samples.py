@@ -11,7 +11,7 @@ from torch import fx
 from ...ir.graph import is_op, is_tensor, outputs_of, tensor_arguments, tensor_of
 from ...rules import Rule, cut_inside, rule_of
 from ...rules.reading import output_indices
-from ...rules.rule import Inner, entries_of, name_of
+from ...rules.rule import Entry, Inner, entries_of, name_of
 
 aten = torch.ops.aten
 MADE = (
@@ -69,5 +69,5 @@ def sample_dim_in(dims: tuple, factor: Factor) -> SampleDim | None:
     return next(found, None)
 
 
-def _parts(entry: str | Inner) -> int:
+def _parts(entry: Entry) -> int:
     return entry.parts if isinstance(entry, Inner) else 1

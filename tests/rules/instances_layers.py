@@ -14,6 +14,9 @@ aten = torch.ops.aten
 rows, matrices, group = real(7, 4), real(3, 4, 6), torch.tensor([2, 0, 0, 3, 2, 0, 2])  # none in 1, and one in no group
 op("autopar.grouped_mm.default", rows, matrices, group)
 op("autopar.grouped_mm_dw.default", rows, real(7, 6), group, 3)
+op("autopar.dispatch.default", rows, group, 3)
+op("autopar.dispatch.default", group, group, 3)
+op("autopar.combine.default", rows, group, 3)
 op("mm", real(5, 6), real(6, 7))
 op("mm", real(8, 4), real(4, 1))
 op("bmm", real(4, 5, 6), real(4, 6, 7))

@@ -12,12 +12,14 @@ import torch
 from torch import fx
 
 from ...adapt.lora_site import is_factor
+from ...cost.compute import GROUPED
 from ...errors import AutoparError, StrategyError
 from ...ir.graph import describe
 from ...ir.layout import Layout
 from ...ir.mesh import Mesh
 from ...ops import autopar
-from ...rules.rule import entries_of, name_of
+from ...rules import Rule
+from ...rules.rule import Rows, entries_of, name_of
 from .hf_tp_plan import inside
 from .problem import Problem
 from .recipes import DATA, FREE, TENSOR, TENSOR_SEQUENCE, WHOLE, Restriction, required_globs
@@ -39,7 +41,8 @@ def allowed_strategies(
     """Return a mask over the strategies of every class. Raise StrategyError for a pin that nothing can follow, or for a
     class that what is forbidden leaves nothing."""
     mesh = problem.mesh
-    batch, weight = _labels(problem) if any(r != FREE for r in restriction.roles.values()) else ({}, {})
+    is_restricted = any(r != FREE for r in restriction.roles.values()) or restriction.experts
+    batch, weight, expert = _labels(problem) if is_restricted else ({}, {}, {})
     plan = restriction.tensor_plan
     may_cut = inside(problem, plan) if plan else set()
     masks = {}
@@ -56,12 +59,18 @@ def allowed_strategies(
             roles = restriction.roles
             if plan is not None and cls not in may_cut:
                 roles = roles | dict.fromkeys(restriction.tensor_axes, WHOLE)
+            if restriction.experts and _has_owner(problem.rule_of.get(cls)):  # the rows of experts: as prices say
+                roles = roles | {restriction.experts: FREE}
+            if restriction.experts and expert[cls]:
+                roles = roles | {restriction.experts: FREE}
+                fits = fits & _expert_mask(options.strategies, mesh.names.index(restriction.experts), expert[cls], v)
             rows = v.node.target in ROW_OPS
             mask = _op_mask(options.strategies, roles, mesh, batch[cls], weight[cls], must_cut, fits, rows)
             if plan is not None:
                 mask &= _in_place_mask(problem, v, options.strategies, restriction)
         elif v.kind == "parameter":
-            mask = _parameter_mask(options.strategies, restriction, is_factor(v.node.meta["role"].name))
+            held = restriction.experts if 0 in expert.get(cls, ()) else ""
+            mask = _parameter_mask(options.strategies, restriction, is_factor(v.node.meta["role"].name), held)
             if plan is not None and not is_factor(v.node.meta["role"].name):
                 mask &= _planned_mask(options.strategies, restriction, v.node.meta["role"].name)
         elif v.kind == "input" and len(options.strategies) > 1:  # else the user's own tensors fix it
@@ -122,12 +131,33 @@ def _op_mask(strategies, roles: dict[str, str], mesh: Mesh, batch: set[str], wei
     return mask
 
 
-def _parameter_mask(strategies, restriction: Restriction, is_thin: bool) -> np.ndarray:
+def _has_owner(rule: Rule | None) -> bool:
+    return rule is not None and any(
+        isinstance(entry, Rows) for dims in rule.inputs for dim in dims for entry in entries_of(dim)
+    )
+
+
+def _expert_mask(strategies, axis: int, factors: Collection[str | int], v: Vertex) -> np.ndarray:
+    """Return a mask over the strategies of an op on experts: those that cut them over an axis. Raise StrategyError if
+    there are too few to cut."""
+    mask = np.array([bool(s.choice) and s.choice[axis] in factors for s in strategies])
+    if not mask.any():
+        raise StrategyError(
+            f"{v.name} has no expert for every device", node=v.name, source=v.node.meta.get("source") or None,
+            fix="make the axis of the experts smaller",
+        )  # fmt: skip
+    return mask
+
+
+def _parameter_mask(strategies, restriction: Restriction, is_thin: bool, experts: str = "") -> np.ndarray:
     """Return a mask over the strategies of a parameter. `is_thin` marks a factor of a LoRA adapter, which tensor
-    parallelism cuts only where its base is cut along the same dim."""
+    parallelism cuts only where its base is cut along the same dim; `experts` is the axis that cuts dim 0 if that is of
+    experts."""
     layouts = [s.outputs[0] for s in strategies]
-    used = [set(layout.sharding_axes) for layout in layouts]
+    used = [set(layout.sharding_axes) - {experts} for layout in layouts]
     mask = np.array([not (u & set(restriction.whole_axes)) for u in used])
+    if experts:
+        mask &= [layout.dim_of(experts) == 0 for layout in layouts]
     needed = set() if is_thin and restriction.tensor_axes else set(restriction.sharded_axes)
     if needed and (len(layouts[0].dims) > 1 or DATA in restriction.roles.values() and not restriction.tensor_axes):
         score = np.array([len(u & needed) if m else -1 for u, m in zip(used, mask)])
@@ -255,10 +285,10 @@ def _follows(layout: Layout, wanted: Layout, axes: set[str] | None) -> bool:
     return all(w == 1 or w == p for w, p in zip(wanted.parts, layout.parts))
 
 
-def _labels(problem: Problem) -> tuple[dict[int, set[str]], dict[int, set[str]]]:
-    """Return, by class, the factors that come from the batch dim of an input, and those that come from a parameter's
-    dim. Dims of tensors that share a factor of some op are one group; a dim of several factors joins its outermost one
-    only."""
+def _labels(problem: Problem) -> tuple[dict[int, set[str]], dict[int, set[str]], dict[int, set[str | int]]]:
+    """Return, by class, the factors that come from the batch dim of an input, those that come from a parameter's dim,
+    and those that come from the experts of a grouped product; of a parameter that has them instead the dim. Dims of
+    tensors that share a factor of some op are one group; a dim of several factors joins its outermost one only."""
     parent: dict = {}
 
     def find(x):
@@ -280,13 +310,23 @@ def _labels(problem: Problem) -> tuple[dict[int, set[str]], dict[int, set[str]]]
                     factor = name_of(entry)
                     here = dim_of_factor[cls].setdefault(factor, (*tensor, d))
                     parent[find((*tensor, d))] = find(here)
-    batch, weight = set(), set()
+    batch, weight, expert = set(), set(), set()
     for cls in problem.classes:
         v = problem.vertices[cls]
-        if v.kind == "input" and v.node.meta["val"].dim():
+        if v.kind == "op" and v.node.target in GROUPED:
+            expert |= {find(dim_of_factor[cls]["g"])} if "g" in dim_of_factor[cls] else set()
+        elif v.kind == "input" and v.node.meta["val"].dim():
             batch.add(find((cls, 0, 0)))
         elif v.kind == "parameter":
             weight |= {find((cls, 0, d)) for d in range(v.node.meta["val"].dim())}
     of_batch = {cls: {f for f, x in dim_of_factor[cls].items() if find(x) in batch} for cls in problem.classes}
     of_weight = {cls: {f for f, x in dim_of_factor[cls].items() if find(x) in weight} for cls in problem.classes}
-    return of_batch, of_weight
+    of_expert: dict[int, set[str | int]] = {
+        cls: {f for f, x in dim_of_factor[cls].items() if find(x) in expert} for cls in problem.classes
+    }
+    for cls in problem.classes:
+        of_expert[cls] |= {"e"} if problem.vertices[cls].node.target in GROUPED else set()
+    for cls, v in ((cls, problem.vertices[cls]) for cls in problem.classes):
+        if v.kind == "parameter":
+            of_expert[cls] = {d for d in range(v.node.meta["val"].dim()) if find((cls, 0, d)) in expert}
+    return of_batch, of_weight, of_expert

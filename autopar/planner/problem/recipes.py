@@ -2,7 +2,8 @@
 
 Axes get roles from the strategy. A *data* axis shards only factors that come from dim 0 of the inputs (the batch); a
 *tensor* axis only factors that come from a parameter's dim, with sequence parallelism any factor but the batch. ZeRO
-says whether parameters are stored sharded over data axes and whether a gathered copy is kept for the backward.
+says whether parameters are stored sharded over data axes and whether a gathered copy is kept for the backward. One axis
+may carry experts besides: stacked weights of experts are cut by expert over it, and their products with them.
 Everything else, such as which weight is cut by column and which by row, the same integer program decides as without a
 restriction (allowed.py).
 """
@@ -64,14 +65,16 @@ class Recipe:
 
     def roles_on(self, name: str, mesh: Mesh) -> dict[str, str]:
         """Return the role of every axis. Without roles by name, an axis named tp carries the tensors if one named dp
-        carries the batch; else the last axis does, and the others the batch. Raise StrategyError for a mesh with other
+        or ep is there; else the last axis does, and the others the batch. Raise StrategyError for a mesh with other
         axes."""
         if self.roles:
             if missing := [axis for axis in mesh.names if axis not in self.roles]:
                 raise StrategyError(f"{name} gives no role to the axis {missing[0]}", mesh=mesh,
                                     fix=f"name the axes {', '.join(self.roles)}")  # fmt: skip
             return {axis: self.roles[axis] for axis in mesh.names}
-        tensor = () if self.data else ("tp",) if {"dp", "tp"} <= set(mesh.names) else mesh.names[-1:]
+        names = set(mesh.names)
+        is_named = "tp" in names and names & {"dp", EXPERT_AXIS}
+        tensor = () if self.data else ("tp",) if is_named else mesh.names[-1:]
         return {axis: self.tensor if axis in tensor else DATA for axis in mesh.names}
 
     def on(self, name: str, mesh: Mesh) -> Restriction:
@@ -94,8 +97,9 @@ class Recipe:
 RECIPES: dict[str, Recipe] = {}
 BASELINES: list[str] = []  # names that plans are compared with
 COMBINED = ("megatron_sp+zero1", "megatron_sp+fsdp")  # compared with too, where a mesh has axes for both
+EXPERT, EXPERT_AXIS = "expert", "ep"  # the strategy of experts, and the axis that they are cut over if there is one
 MODELS_OWN = "hf_tp"  # the name of what a model itself says (see hf_tp_plan.py)
-ALIASES = {"zero3": "fsdp", "tp": "megatron", "tp_sp": "megatron_sp", "auto": None}
+ALIASES = {"zero3": "fsdp", "tp": "megatron", "tp_sp": "megatron_sp", "auto": None, EXPERT: f"{EXPERT}+ddp"}
 
 
 def register_strategy(name: str, recipe: Recipe, *, baseline: bool = False, replace: bool = False) -> None:
@@ -133,6 +137,7 @@ class Restriction:
     own: tuple[tuple[str, str, bool], ...] = ()
     required: tuple[tuple[int, int], ...] = ()
     tensor_plan: TensorPlan | None = None
+    experts: str = ""  # the axis that cuts experts, instead of what its role says of them
 
     @staticmethod
     def of(strategy: str | None, mesh: Mesh, forbid: Sequence[tuple[str, str]] = ()) -> Restriction:
@@ -141,13 +146,15 @@ class Restriction:
         name = ALIASES.get(strategy, strategy) if strategy is not None else None
         if name is None:
             found = Restriction("auto", dict.fromkeys(mesh.names, FREE))
+        elif str(name).startswith(f"{EXPERT}+"):
+            found = _with_experts(str(strategy), str(name).partition("+")[2], mesh)
         elif "+" in str(name):
             found = _both(str(name), mesh)
         elif name in RECIPES:
             found = RECIPES[name].on(name, mesh)
         else:
-            known = ", ".join(["auto", *RECIPES])
-            close = difflib.get_close_matches(str(strategy), list(RECIPES), 1)
+            known = ", ".join(["auto", *RECIPES, EXPERT])
+            close = difflib.get_close_matches(str(strategy), [*RECIPES, EXPERT], 1)
             raise StrategyError(
                 f"no strategy {strategy!r} is known", fix=f"use {close[0] if close else 'one of ' + known}"
             )
@@ -172,7 +179,7 @@ def compared_on(mesh: Mesh) -> list[str]:
 
 def reduces_once(strategy: str | None) -> bool | None:
     """Return what a strategy says of micro-batches: see Recipe. Of two it is the one of the data axes that says it."""
-    name = (strategy or "").rpartition("+")[2]
+    name = (ALIASES.get(strategy or "", strategy) or "").rpartition("+")[2]
     recipe = RECIPES.get(ALIASES.get(name, name))
     return recipe.reduces_once if recipe else None
 
@@ -193,6 +200,15 @@ def required_globs(strategy: str | None) -> dict[str, str]:
 
 def _recipes(names: Sequence[str]) -> list[Recipe]:
     return [recipe for name in names if (recipe := RECIPES.get(ALIASES.get(name, name)))]
+
+
+def _with_experts(strategy: str, others: str, mesh: Mesh) -> Restriction:
+    """Return the restriction of `"expert+zero1"`: what the other strategies say, with experts cut over the axis ep if
+    there is one, else over the last axis that carries the batch or the last of all."""
+    found = Restriction.of(others, mesh)
+    data = [axis for axis, role in found.roles.items() if role == DATA]
+    axis = EXPERT_AXIS if EXPERT_AXIS in mesh.names else (data or mesh.names)[-1]
+    return replace(found, name=strategy, experts=axis)
 
 
 def _both(strategy: str, mesh: Mesh) -> Restriction:

@@ -10,6 +10,7 @@ from torch import fx
 
 from ... import rules
 from ...cost.compute import ComputeCost, fraction, fused_inputs
+from ...cost.exchange import WAYS, exchange_seconds, moves_rows
 from ...cost.memory import Optimizer
 from ...cost.orthogonalize import OrthogonalizeCost
 from ...cost.update import UpdateCost
@@ -140,7 +141,7 @@ def _op_choices(node: fx.Node, rule: Rule | None, part_sets, mesh: Mesh, cost: C
         )
         options = [whole]
     else:
-        if node.target not in PASS_PARTIAL and not is_foreign(node):
+        if node.target not in (*PASS_PARTIAL, *WAYS) and not is_foreign(node):
             rule = replace(rule, linear=())
         parts = rules.factor_parts(node, rule, part_sets)
         options = rules.strategies(rule, [a.shape for a in arguments], [o.shape for o in outputs], mesh, parts)
@@ -162,7 +163,8 @@ def _op_choices(node: fx.Node, rule: Rule | None, part_sets, mesh: Mesh, cost: C
             traffic += 0.0 if skip else bytes_of(value) * fraction(layout, mesh)
         if not is_fused_away:
             traffic += sum(bytes_of(value) * fraction(layout, mesh) for value, layout in zip(outputs, option.outputs))
-        seconds.append(cost.seconds(node, option, mesh, traffic))
+        price = cost.seconds(node, option, mesh, traffic) if moves_rows(node, option) else 0.0
+        seconds.append(price + exchange_seconds(node, option, mesh, cost.hardware))
     choices = _free(options)
     choices.seconds = np.array(seconds)
     return choices

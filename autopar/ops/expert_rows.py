@@ -1,0 +1,83 @@
+"""Rows on their way to the devices that own their experts, and back.
+
+In the planned graph `dispatch` and `combine` change nothing: they are where rows may change between lying in their
+order and lying with their experts (a layout, "rows", of autopar/ir/layout.py). On a device that holds rows by expert
+their number is known at run time alone. The other ops here are what a device runs instead of the two: no row is
+dropped, whatever the routing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+c10d = torch.ops._c10d_functional
+
+
+@custom_op("autopar::dispatch", mutates_args=())
+def dispatch(x: Tensor, group: Tensor, experts: int) -> Tensor:
+    """Return rows (r, ...), each of which belongs to the expert `group` (r) of so many."""
+    return x.clone()
+
+
+@custom_op("autopar::combine", mutates_args=())
+def combine(y: Tensor, group: Tensor, experts: int) -> Tensor:
+    """Return rows in the order of `group` again."""
+    return y.clone()
+
+
+@custom_op("autopar::route", mutates_args=())
+def route(group: Tensor, firsts: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the order of rows by the device that owns their expert, that order's inverse and how many rows go to each
+    device. `firsts`: the first expert of every device but the first."""
+    owner = _owner(group, firsts)
+    order = owner.argsort(stable=True)
+    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    counts = torch.zeros(len(firsts) + 1, dtype=torch.int64, device=group.device)
+    return order, inverse, counts.scatter_add_(0, owner, torch.ones_like(owner))
+
+
+@custom_op("autopar::own_rows", mutates_args=())
+def own_rows(group: Tensor, firsts: list[int], device: int, expected: int) -> Tensor:
+    """Return which rows belong to the experts of one device, `expected` ones where a graph is made."""
+    return (_owner(group, firsts) == device).nonzero().squeeze(1)
+
+
+@custom_op("autopar::counts_on_host", mutates_args=())
+def counts_on_host(sent: Tensor, received: Tensor) -> Tensor:
+    """Return counts of rows (2, devices) on the host, which waits for the device once."""
+    return torch.stack([sent, received]).cpu()
+
+
+@custom_op("autopar::exchange_rows", mutates_args=())
+def exchange_rows(x: Tensor, counts: Tensor, is_way_back: bool, expected: int, group_name: str) -> Tensor:
+    """Send counts[0] rows of x to each device of a group and receive counts[1], on the way back the reverse;
+    `expected` ones where a graph is made."""
+    sent, received = sizes(counts, is_way_back)
+    return c10d.wait_tensor(c10d.all_to_all_single(x, received, sent, group_name))
+
+
+def sizes(counts: Tensor, is_way_back: bool) -> tuple[list[int], list[int]]:
+    """Return how many rows go to each device, and come from each."""
+    sent, received = counts.tolist()
+    return (received, sent) if is_way_back else (sent, received)
+
+
+def _owner(group: Tensor, firsts: list[int]) -> Tensor:
+    return torch.bucketize(group, torch.tensor(firsts, dtype=group.dtype, device=group.device), right=True)
+
+
+dispatch.register_fake(lambda x, group, experts: torch.empty_like(x))
+combine.register_fake(lambda y, group, experts: torch.empty_like(y))
+
+
+@route.register_fake
+def _(group, firsts):
+    order = group.new_empty(group.shape, dtype=torch.int64)
+    return order, torch.empty_like(order), group.new_empty(len(firsts) + 1, dtype=torch.int64)
+
+
+own_rows.register_fake(lambda group, firsts, device, expected: group.new_empty(expected, dtype=torch.int64))
+counts_on_host.register_fake(lambda sent, received: sent.new_empty(2, len(sent), device="cpu"))
+exchange_rows.register_fake(lambda x, counts, is_way_back, expected, group_name: x.new_empty(expected, *x.shape[1:]))

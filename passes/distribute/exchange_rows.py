@@ -1,0 +1,107 @@
+"""`autopar::dispatch` and `combine` on one device: rows to the devices that own their experts, and back.
+
+Where a device has a block of the rows, it sends each to its owner: the devices tell each other how many, once for each
+grouping, and an all-to-all of run-time sizes carries them. Where it has all rows it picks its own, and on the way back
+puts what it made of them between zeros. Where no axis has rows by owner nothing happens.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping
+
+import torch
+from torch import fx
+
+from ..._torch import c10d
+from ...ir.graph import bytes_of
+from ...ir.layout import Layout, local_offset, local_shape
+from ...ir.mesh import Mesh
+from ...ops import autopar
+from ...plans.sharding import NodeSharding
+from .emit import Builder, Collective
+
+aten = torch.ops.aten
+WAYS = (autopar.dispatch.default, autopar.combine.default)
+
+
+class RowExchange:
+    """Adds these ops to one device's graph. Routes are made once for each grouping and layout."""
+
+    def __init__(self, builder: Builder, mesh: Mesh, coordinate: Mapping[str, int], rank: int):
+        self.builder, self.mesh, self.coordinate, self.rank = builder, mesh, coordinate, rank
+        self.routes: dict[tuple, tuple[fx.Node, ...]] = {}
+
+    def __call__(self, node: fx.Node, sharding: NodeSharding, x: fx.Node, group: fx.Node, experts: int) -> fx.Node:
+        """Return the local value of a dispatch or combine."""
+        is_way_back = node.target is autopar.combine.default
+        layout = sharding.inputs[0] if is_way_back else sharding.outputs[0]
+        axes = tuple(a for a in layout.owned_axes if self.mesh.size(a) > 1)
+        axes = tuple(a for a in self.mesh.names if a in axes)
+        if not axes:
+            return x
+        shape = local_shape(node.meta["val"].shape, sharding.outputs[0], self.mesh, self.coordinate)
+        if set(axes) & set(sharding.inputs[1].sharding_axes):
+            return self._sent(node, x, self._route(group, axes, experts), axes, is_way_back, shape[0])
+        owned = (*layout.dims[0],)
+        rows = local_shape(group.meta["global"].shape, Layout((owned,)), self.mesh, self.coordinate)[0]
+        picked = self._picked(group, axes, experts, rows)
+        if not is_way_back:
+            return self.builder.call(aten.index_select.default, x, 0, picked, name=node.name)
+        zeros = self.builder.call(aten.new_zeros.default, x, list(shape), name=f"{node.name}_zeros")
+        return self.builder.call(aten.index_copy.default, zeros, 0, picked, x, name=node.name)
+
+    def _firsts(self, axes: tuple[str, ...], experts: int) -> list[int]:
+        """Return the first expert of every device along some axes but the first."""
+        places = [self.mesh.coordinate(rank) for rank in self.mesh.group(axes, self.rank)]
+        return [local_offset((experts,), Layout((axes,)), self.mesh, place, 0) for place in places[1:]]
+
+    def _picked(self, group: fx.Node, axes: tuple[str, ...], experts: int, rows: int) -> fx.Node:
+        key = (group, axes, "picked")
+        if key not in self.routes:
+            place = self.mesh.group(axes, self.rank).index(self.rank)
+            firsts = self._firsts(axes, experts)
+            self.routes[key] = (self._helper(group, autopar.own_rows.default, group, firsts, place, rows),)
+        return self.routes[key][0]
+
+    def _route(self, group: fx.Node, axes: tuple[str, ...], experts: int) -> tuple[fx.Node, ...]:
+        """Return the order of rows by owner, its inverse, and the counts of rows that are sent and received."""
+        key = (group, axes, "sent")
+        if key not in self.routes:
+            firsts, ways, name = self._firsts(axes, experts), [1] * math.prod(map(self.mesh.size, axes)), ",".join(axes)
+            route = self._helper(group, autopar.route.default, group, firsts)
+            order, inverse, sent = (self._helper(group, operator.getitem, route, i) for i in range(3))
+            started = self._helper(group, c10d.all_to_all_single.default, sent, ways, ways, name)
+            self._mark(started, sent, axes, f"{group.name}_counts")
+            received = self._helper(group, c10d.wait_tensor.default, started)
+            counts = self._helper(group, autopar.counts_on_host.default, sent, received)
+            self.routes[key] = order, inverse, counts
+        return self.routes[key]
+
+    def _sent(self, node, x, route, axes: tuple[str, ...], is_way_back: bool, rows: int) -> fx.Node:
+        """Send rows and receive others."""
+        order, inverse, counts = route
+        if not is_way_back:
+            x = self.builder.call(aten.index_select.default, x, 0, order, name=f"{node.name}_sorted")
+        arguments = (x, counts, is_way_back, rows, ",".join(axes))
+        y = self.builder.call(autopar.exchange_rows.default, *arguments, name=f"{node.name}_exchange")
+        self._mark(y, x, axes, node.name)
+        if is_way_back:
+            y = self.builder.call(aten.index_select.default, y, 0, inverse, name=node.name)
+        return y
+
+    def _mark(self, started: fx.Node, x: fx.Node, axes: tuple[str, ...], tensor: str) -> None:
+        """Say what a collective sends if experts get equal numbers of rows."""
+        ways, phase = math.prod(map(self.mesh.size, axes)), started.meta.get("phase", "forward")
+        sent = bytes_of(x.meta["val"]) * (ways - 1) / ways
+        started.meta["collective"] = Collective("all_to_all", axes, sent, tensor, phase)
+        started.meta["tensor_bytes"] = bytes_of(x.meta["val"]) * ways
+
+    def _helper(self, group: fx.Node, target, *args) -> fx.Node:
+        """Add an op beside the value that is moved, with neither its layout nor its global shape."""
+        before = self.builder.meta
+        self.builder.meta = {key: before[key] for key in ("phase", "module", "source") if key in before}
+        made = self.builder.call(target, *args, name=f"{group.name}_{getattr(target, '_opname', 'item')}")
+        self.builder.meta = before
+        return made
