@@ -56,7 +56,7 @@ def test_command_line(tmp_path, capsys):
     out = str(tmp_path / "plan.json")
     asked = ["--model", MODEL, "--mesh", "dp=2", "--batch", "8", "--seq", "16", "--no-baselines", "--json", out]
     assert main(["plan", *asked, "--state-dtype", "bf16"]) == 0
-    assert "fp32, adamw with state in bf16, strategy auto" in capsys.readouterr().out
+    assert "bf16, adamw with state in bf16, strategy auto" in capsys.readouterr().out
     assert json.loads(open(out).read())["state_dtype"] == "bf16"
     assert main(["plan", *asked, "--state-dtype", "fp16"]) == 2
     assert "cannot be kept in 'fp16'" in capsys.readouterr().err
