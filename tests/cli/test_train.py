@@ -285,6 +285,7 @@ def test_train_goes_on_after_a_kill(tmp_path, monkeypatch, capsys, alone):
     assert all((tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes() for name in names)
 
 
+@pytest.mark.slow
 def test_two_runs_in_one_folder(tmp_path, capsys, alone):
     """The checkpoints of the earlier run stay, however far it came, and the later one is resumed."""
     words = ["train", *MLP, "--mesh", "dp=1", "--every", "1", "--keep", "1", "--checkpoint", str(tmp_path)]

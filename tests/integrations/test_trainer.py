@@ -217,6 +217,7 @@ def _own_loss(rank: int, mesh: str, parts: int, folder, options) -> list[dict[st
     return _trained(Mine, _compiled(mesh, parts), folder, parts, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize("mesh", ["dp=2", pytest.param("dp=2,tp=2", marks=pytest.mark.slow)])

@@ -153,6 +153,7 @@ def _pinned(random: Random, captured, module) -> Plan:
             return make_plan(captured, mesh, options, "mlp")
 
 
+@pytest.mark.slow
 def test_a_small_tensor_over_three_axes():
     """BERT's two token types on eight devices: the bucket of the second gather takes results of two first ones."""
     module, inputs = FAMILIES["bert"](8, 16)

@@ -54,6 +54,7 @@ def test_a_small_limit_makes_the_planner_recompute():
     assert report.loss_error < 1e-5 and max(report.gradient_errors.values()) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("model", "mesh", "strategy"), [
     ("gpt2-tiny", "tp=2", "megatron_sp"), ("llama-tiny:layers=2", "dp=2,tp=2", None),

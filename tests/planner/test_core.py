@@ -39,6 +39,7 @@ def test_the_objective_is_the_unfolded_cost_at_any_price_of_memory(price, link, 
     assert e.priced(Prices(price, True)) == pytest.approx(found.objective, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_the_dual_bound_holds_for_expert_plans():
     for mesh in ("a=2", "a=2,b=2"):
         free = Instance(TINY_LLAMA, mesh)

@@ -84,6 +84,7 @@ def test_heads_and_embeddings_are_not_muons(model, others, precision):
     assert {n.meta["role"].name for n in hidden_matrices(graph)} == matrices - others
 
 
+@pytest.mark.slow
 def test_the_search_weighs_the_gathers():
     """Where links are slow a plan for Muon gathers less in its step than what AdamW's plan would make it gather."""
     slow = replace(MACHINE, links=tuple(replace(x, bytes_per_second=x.bytes_per_second / 100) for x in MACHINE.links))

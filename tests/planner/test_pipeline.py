@@ -181,6 +181,7 @@ def test_what_does_not_fit_names_the_stage_and_what_is_missing():
     assert "h." in str(error) and "activations" in error.breakdown
 
 
+@pytest.mark.slow
 def test_less_memory_is_met_by_other_cuts_or_by_computing_again():
     free = planned(GPT, "pp=2", schedule="gpipe", micro_batches=8).plan
     limit = 0.75 * free.peak_bytes

@@ -308,6 +308,7 @@ def _stashing_on_four(rank: int) -> tuple[int, list]:
     return pipeline.most_versions, losses
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_two_stages_on_gloo():
     assert gloo.run(2, _buffered_on_two, seconds=240) == [1, 1]

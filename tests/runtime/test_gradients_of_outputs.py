@@ -355,6 +355,7 @@ def test_which_outputs_have_gradients(alone, gradient):
             assert not gradient or not assert_close(inputs[0].grad, inputs[1].grad)
 
 
+@pytest.mark.slow
 def test_mixed_precision(alone):
     """Outputs in the type that the model computes in take gradients of that type."""
     model, tokens = tiny.gpt2(n_layer=1)

@@ -72,6 +72,7 @@ def _training(rank: int, mesh_text: str, side: str, strategy: str | None) -> Non
         assert_close(parallel.eval()(**batches[mine]).logits * 1, logits[mine][:, kept])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize("mesh, side, strategy", [
     ("dp=2", "right", "ddp"), ("dp=2,tp=2", "left", "megatron"),
