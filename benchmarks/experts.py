@@ -91,9 +91,8 @@ def main() -> None:
                 multiprocessing.spawn(run, (args, f"file://{folder}/store", strategy, rows), args.ranks)
         found = list(rows)
     whole = found[0].expert_bytes
-    print(
-        f"{args.experts} experts, 2 a token, {args.ranks} gloo processes, {2 * args.ranks * args.seq} tokens, routing {args.routing}"
-    )
+    tokens = 2 * args.ranks * args.seq
+    print(f"{args.experts} experts, 2 a token, {args.ranks} gloo processes, {tokens} tokens, routing {args.routing}")
     cells = [
         [r.strategy, f"{r.expert_bytes / MIB:.1f}", f"{r.expert_bytes / whole:.2f}", f"{r.sent_bytes / MIB:.1f}",
          f"{r.cpu_seconds:.3f}"] for r in found
