@@ -82,9 +82,7 @@ def test_kernels_of_a_gpu(dtype, kv_heads, columns, kernel):
     q, *kv = (seq_major(2, h, n, 64, dtype, "meta") for h, n in ((4, 64), (kv_heads, columns), (kv_heads, columns)))
 
     def cuda(*values):
-        return lambda: [
-            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda") for x in values
-        ]
+        return lambda: [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda") for x in values]
 
     tail = None, True, None, first
     for body, op, values in (
