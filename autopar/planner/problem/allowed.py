@@ -328,7 +328,9 @@ def _labels(problem: Problem, has_sequence: bool) -> dict[int, Factors]:
                     factor = name_of(entry)
                     here = dim_of_factor[cls].setdefault(factor, (*tensor, d))
                     parent[find((*tensor, d))] = find(here)
-    batch, weight, of_integers, of_numbers = set(), set(), set(), set()
+    batch, weight = set(), set()
+    of_integers: set[tuple] = set()
+    of_numbers: set[tuple] = set()
     for cls in problem.classes:
         v = problem.vertices[cls]
         if v.kind == "input" and v.node.meta["val"].dim():

@@ -77,7 +77,7 @@ class Recipe:
                                     fix=f"name the axes {', '.join(self.roles)}")  # fmt: skip
             return {axis: self.roles[axis] for axis in mesh.names}
         if self.sequence:
-            return {axis: self.sequence if axis == sequence_axis(mesh) else DATA for axis in mesh.names}
+            return dict.fromkeys(mesh.names, DATA) | {sequence_axis(mesh): self.sequence}
         tensor = () if self.data else ("tp",) if {"dp", "tp"} <= set(mesh.names) else mesh.names[-1:]
         return {axis: self.tensor if axis in tensor else DATA for axis in mesh.names}
 
@@ -214,9 +214,10 @@ def _both(strategy: str, mesh: Mesh) -> Restriction:
     """Return the restriction of two strategies, as of `"megatron_sp+zero1"`: a tensor-parallel recipe, and what a
     data-parallel one says of the parameters on its data axes; or of one that cuts the sequence, and what another says of
     the other axes. Raise StrategyError for any other two."""
-    names = [ALIASES.get(name, name) for name in strategy.split("+")]
-    if (outer := RECIPES.get(names[0])) is not None and outer.sequence:
+    outer = RECIPES.get(strategy.partition("+")[0])
+    if outer is not None and outer.sequence:
         return _beside_sequence(outer, strategy, mesh)
+    names = [ALIASES.get(name, name) for name in strategy.split("+")]
     first, second = Restriction.of(names[0], mesh), RECIPES.get(names[1])
     if len(names) != 2 or not first.tensor_axes or second is None or not second.data or second.replicates:
         raise _not_together(strategy)
@@ -231,7 +232,7 @@ def _beside_sequence(outer: Recipe, strategy: str, mesh: Mesh) -> Restriction:
     name gives the other axes; parameters stored over all data axes are stored over this one as well."""
     axis, rest = sequence_axis(mesh), strategy.partition("+")[2]
     last = rest.rpartition("+")[2]
-    data = RECIPES.get(ALIASES.get(last, last))
+    data = RECIPES.get(ALIASES.get(last, last) or "")
     sizes = {name: size for name, size in mesh.axis_sizes.items() if name != axis}
     if data is None or not (sizes or data.data and not data.replicates):
         raise _not_together(strategy)
