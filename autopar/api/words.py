@@ -9,7 +9,10 @@ Offload = Literal["none", "auto", "optimizer"]
 Recompute = Literal["auto", "none", "selective", "full"]
 Solver = Literal["dual", "ilp"]
 MicroBatches = int | Literal["auto"]
-Strategy = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp", "megatron", "megatron_sp", "hf_tp"] | str
+Strategy = (
+    Literal["ddp", "zero1", "zero2", "fsdp", "hsdp", "megatron", "megatron_sp", "all_gather_kv", "ulysses", "hf_tp"]
+    | str
+)
 Optimizer = Literal["adamw", "adam", "muon", "sgd", "sgd_momentum", "none"] | str
 Schedule = (
     Literal[

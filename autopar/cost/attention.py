@@ -6,6 +6,9 @@ mask those up to its own place. With the constants of a profile (Attention)
     start + max(all pairs of blocks / multiprocessors, pairs of the longest block of queries) * seconds of a pair
           + max(1, blocks of queries / multiprocessors) * block
 
+Of devices that share the queries of a causal attention the last ones have most keys to go over: with a share f of the
+queries 1 - f / 2 of all pairs, where one device has a half.
+
 FlashAttention-2, arXiv 2307.08691, section 3: forward two products a pair, backward five.
 """
 
@@ -23,7 +26,8 @@ PRODUCTS = {True: (1, 1), False: (3, 2)}  # by direction: with the width of quer
 
 @dataclass(frozen=True)
 class Shape:
-    """Attention on one device: `batch` times `heads` of so many queries and keys. Fields may be arrays."""
+    """Attention on one device: `batch` times `heads` of so many queries and keys. `share`: of all queries, those that the
+    device has, the last ones. Fields may be arrays."""
 
     batch: float | np.ndarray
     heads: float | np.ndarray
@@ -32,12 +36,18 @@ class Shape:
     key_dim: float | np.ndarray
     value_dim: float | np.ndarray
     causal: bool = True
+    share: float = 1.0
+
+    @property
+    def open_share(self) -> float:
+        """Return the share of the pairs of a query and a key that the mask leaves open."""
+        return 1.0 - self.share / 2 if self.causal else 1.0
 
     def flops(self, forward: bool) -> float | np.ndarray:
-        """Return the FLOPs that count: half under a causal mask."""
+        """Return the FLOPs that count: half of all under a causal mask."""
         with_keys, with_values = PRODUCTS[forward]
         widths = with_keys * self.key_dim + with_values * self.value_dim
-        return 2.0 * self.batch * self.heads * self.queries * self.keys * widths * (0.5 if self.causal else 1.0)
+        return 2.0 * self.batch * self.heads * self.queries * self.keys * widths * self.open_share
 
 
 def blocked_seconds(
@@ -50,7 +60,7 @@ def blocked_seconds(
         return constants.start_seconds + shape.flops(forward) / speed
     rows, columns = np.ceil(shape.queries / BLOCK), np.ceil(shape.keys / BLOCK)
     blocks = shape.batch * shape.heads * rows
-    pairs = blocks * ((columns + 1) / 2 if shape.causal else columns)
+    pairs = blocks * (columns * shape.open_share + 0.5 if shape.causal else columns)
     with_keys, with_values = PRODUCTS[forward]
     widths = with_keys * shape.key_dim + with_values * shape.value_dim
     pair_seconds = 2.0 * BLOCK**2 * widths * multiprocessors / speed

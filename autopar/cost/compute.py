@@ -181,7 +181,8 @@ class ComputeCost:
         if work.is_attention:
             forward = node.target is autopar.attention.default
             q, k, v = local[:3] if forward else local[1:4]
-            shape = Shape(q[0], q[1], q[2], k[2], q[3], v[3], bool(node.args[4 if forward else 7]))
+            share = q[2] / work.shapes[0][2]  # queries are the first argument, or have the length of the gradient
+            shape = Shape(q[0], q[1], q[2], k[2], q[3], v[3], bool(node.args[4 if forward else 7]), share)
             return attention_seconds(self.hardware, peak, shape, forward)
         if work.kind == "grouped":
             depth, columns = local[0][1], local[1 if node.target is autopar.grouped_mm_dw.default else 3][1]

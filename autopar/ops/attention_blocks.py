@@ -22,9 +22,12 @@ BLOCK = 256  # queries, and keys
 INF = float("inf")
 
 
-def forward(q, k, v, mask: Tensor | None, causal: bool, scale: float, block: int = BLOCK) -> tuple[Tensor, Tensor]:
-    """Return (output, log-sum-exp); 0 and -inf for a query whose keys are all closed."""
-    problem = _Problem(q, k, mask, causal, scale, block)
+def forward(
+    q, k, v, mask: Tensor | None, causal: bool, scale: float, block: int = BLOCK, first: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Return (output, log-sum-exp); 0 and -inf for a query whose keys are all closed. `first`: the number of the first
+    query, for a causal mask."""
+    problem = _Problem(q, k, mask, causal, scale, block, first)
     out, lse = q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=problem.wide)
     for rows in problem.row_blocks():
         top, total, sum_ = problem.start(rows, v.shape[-1])
@@ -41,10 +44,10 @@ def forward(q, k, v, mask: Tensor | None, causal: bool, scale: float, block: int
 
 
 def backward(
-    grad, q, k, v, out, lse, mask: Tensor | None, causal: bool, scale: float, block: int = BLOCK
+    grad, q, k, v, out, lse, mask: Tensor | None, causal: bool, scale: float, block: int = BLOCK, first: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v."""
-    problem = _Problem(q, k, mask, causal, scale, block)
+    problem = _Problem(q, k, mask, causal, scale, block, first)
     dq, dk, dv = torch.empty_like(q), *(torch.zeros_like(x, dtype=problem.wide) for x in (k, v))
     for rows in problem.row_blocks():
         query, grad_rows = problem.rows_of(q, rows), problem.rows_of(grad, rows)
@@ -80,6 +83,7 @@ class _Problem:
     causal: bool
     scale: float
     block: int
+    first: int
 
     @property
     def wide(self) -> torch.dtype:
@@ -103,11 +107,11 @@ class _Problem:
 
     def scores(self, rows: slice) -> Iterator[tuple[slice, Tensor]]:
         """Yield the blocks of keys of a block of queries with their scores, scaled and masked."""
-        query = self.rows_of(self.q, rows)
-        for columns in _slices(min(self.k.shape[2], rows.stop if self.causal else self.k.shape[2]), self.block):
+        query, places = self.rows_of(self.q, rows), range(self.first + rows.start, self.first + rows.stop)
+        for columns in _slices(min(self.k.shape[2], places.stop if self.causal else self.k.shape[2]), self.block):
             scores = self.times(query, _part(self.k, columns).transpose(-1, -2)).mul_(self.scale)
-            if self.causal and columns.stop > rows.start + 1:
-                at = [torch.arange(x.start, x.stop, device=scores.device) for x in (rows, columns)]
+            if self.causal and columns.stop > places.start + 1:
+                at = [torch.arange(x.start, x.stop, device=scores.device) for x in (places, columns)]
                 scores.masked_fill_(at[0].unsqueeze(-1) < at[1], -INF)
             if self.mask is not None:
                 scores += self._mask_of(self.mask, rows, columns)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from . import attention_blocks, attention_gpu
+from . import attention_blocks, attention_gpu, attention_rows
 from .attention_forms import Like, lse_dtype
 from .vocab_loss import chunk_rows
 
@@ -25,9 +25,12 @@ def workspace_bytes(op: object, *arguments) -> int:
     return 0 if count is None else count(*arguments)
 
 
-def _attention(q: Like, k: Like, v: Like, mask: Like | None, causal: bool, scale: float | None) -> int:
+def _attention(q: Like, k: Like, v: Like, mask: Like | None, causal: bool, scale: float | None, first: int = 0) -> int:
     (b, h, s, d), t, item = q.shape, k.shape[2], q.dtype.itemsize
     form = attention_gpu.form_of(q, k, v, mask, causal).name
+    if causal and first and form != "blocks":
+        joined = b * h * s * v.shape[-1] * (2 * item + 3 * lse_dtype(q.dtype).itemsize)
+        return joined + max(_attention(q, *part, scale) for part in _parts(q, k, v, mask, first))
     lse = b * h * s * lse_dtype(q.dtype).itemsize
     if form == "blocks":
         return lse + _out(q, v) + 6 * _block_bytes(q, k)
@@ -42,9 +45,12 @@ def _attention(q: Like, k: Like, v: Like, mask: Like | None, causal: bool, scale
 
 
 def _attention_bw(grad: Like, q: Like, k: Like, v: Like, out: Like, lse: Like, mask: Like | None, causal: bool,
-                  scale: float | None) -> int:  # fmt: skip
+                  scale: float | None, first: int = 0) -> int:  # fmt: skip
     (b, h, s, d), t, item = q.shape, k.shape[2], q.dtype.itemsize
     form = attention_gpu.form_of(q, k, v, mask, causal).name
+    if causal and first and form != "blocks":
+        whole, parts = (_numel(q) + _numel(k) + _numel(v)) * item, _parts(q, k, v, mask, first)
+        return 2 * whole + max(_attention_bw(grad, q, *p[:2], out, lse, *p[2:], scale) for p in parts)
     if form == "blocks":
         wide = lse_dtype(q.dtype).itemsize
         return 9 * _block_bytes(q, k) + (_numel(k) + _numel(v)) * (wide + item) + _numel(q) * item
@@ -57,6 +63,13 @@ def _attention_bw(grad: Like, q: Like, k: Like, v: Like, out: Like, lse: Like, m
         padded = b * h * (-(-s // 32) * 32) * 4
         total += 2 * padded + _mask_bytes(mask, q, t, causal=False)
     return total + _inside(form, b, h, s, t, width, item, grouped=k.shape[1] != h)
+
+
+def _parts(q: Like, k: Like, v: Like, mask: Like | None, first: int) -> list[attention_rows.Part]:
+    """Return the calls that serve a range of the queries, on tensors without memory."""
+    q, k, v = (torch.empty(tuple(x.shape), dtype=x.dtype, device="meta") for x in (q, k, v))
+    mask = None if mask is None else torch.empty(tuple(mask.shape), dtype=mask.dtype, device="meta")
+    return attention_rows.parts(q, k, v, mask, first)
 
 
 def _inside(form: str, b: int, h: int, s: int, t: int, width: int, item: int, grouped: bool) -> int:

@@ -214,7 +214,7 @@ def _higher_stages(request: Refused) -> Iterator[_Change]:
     name = ALIASES.get(request.options.strategy, request.options.strategy) or ""
     tensor, plus, data = name.rpartition("+")
     if data in RECIPES and not RECIPES[data].data:
-        tensor, plus, data = data, "+", "ddp"
+        tensor, plus, data = name, "+", "ddp"
     for stage in STAGES.get(data, ()):
         strategy = f"{tensor}{plus}{stage}"
         yield request.change(f'strategy="{strategy}"', f"--strategy {strategy}", strategy=strategy)

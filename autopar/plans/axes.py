@@ -12,11 +12,12 @@ from ..utils.format import ms
 from .plan import Plan
 
 BATCH, INPUTS, PARAMETERS, VALUES = "the batch", "another dim of the inputs", "parameters", "values between ops"
+SEQUENCE = "the sequence"
 PROMISES = {
     "ep": "experts",
-    "cp": "the sequence",
-    "sp": "the sequence",
-}  # by the names of axes, what nothing gives them
+    "cp": SEQUENCE,
+    "sp": SEQUENCE,
+}  # by the names of axes, what they need not carry
 
 
 def carried(plan: Plan) -> dict[str, tuple[str, ...]]:
@@ -48,7 +49,7 @@ def axis_lines(plan: Plan) -> list[str]:
     for axis, kinds in carried(plan).items():
         if not kinds:
             lines.append(f"axis {axis} carries nothing: its {plan.mesh.size(axis)} devices all do the same")
-        elif axis in PROMISES:
+        elif axis in PROMISES and not (PROMISES[axis] == SEQUENCE and INPUTS in kinds):
             lines.append(f"axis {axis} carries {' and '.join(kinds)}: its name gives it no part of {PROMISES[axis]}")
     return lines
 

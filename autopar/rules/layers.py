@@ -13,26 +13,33 @@ from .rule import Dim, Rule, rule
 
 
 def attention(node: fx.Node) -> Rule | None:
-    """Return the rule of attention, forward and backward: batch and heads, not sequences or head dims; None with
-    dropout. With grouped queries (fewer key heads) heads are cut between groups; a single key head belongs to all
-    devices, so its gradient is Partial over the heads."""
+    """Return the rule of attention, forward and backward: batch, heads and the queries' sequence s, not keys nor head
+    dims; None with dropout. Where s is cut keys and values are whole, and their gradients Partial; an op cuts s that
+    takes the number of its first query. With grouped queries (fewer key heads) heads are cut between groups; a single
+    key head belongs to all devices, so its gradient is Partial over the heads."""
     arguments = bound(node)
     if arguments.get("dropout_p", 0.0) != 0.0:
         return None
     grouped = {shape_of(arguments[name])[1] for name in ("q", "k", "query", "key") if name in arguments} - {1}
+    of_queries: tuple[Dim, ...] = ("b", "h", "s" if "first" in arguments else None, None)
+    of_keys: tuple[Dim, ...] = ("b", "h", None, None)
 
-    def dims(shape: tuple[int, ...], skipped: int = 0) -> tuple[Dim, ...]:
-        return tuple(None if size == 1 else factor for factor, size in zip(("b", "h", None, None)[skipped:], shape))
+    def dims(shape: tuple[int, ...], names: tuple[Dim, ...]) -> tuple[Dim, ...]:
+        return tuple(None if size == 1 else factor for factor, size in zip(names, shape))
 
     def argument(name: str, shape: tuple[int, ...]) -> tuple[Dim, ...]:
-        return dims(shape, 4 - len(shape) if "mask" in name else 0)  # a mask broadcasts, so it may lack the first dims
+        if "mask" in name:  # a mask broadcasts, so it may lack the first dims
+            return dims(shape, of_queries[4 - len(shape) :])
+        return dims(shape, of_keys if name in ("k", "v", "key", "value") else of_queries)
 
     is_backward = len(output_shapes(node)) == 3
+    outputs = (of_queries, of_keys, of_keys) if is_backward else (of_queries, of_queries)
     return Rule(
         tuple(argument(name, shape) for name, shape in _named_inputs(node)),
-        tuple(map(dims, output_shapes(node))),
+        tuple(map(dims, output_shapes(node), outputs)),
         sets(([0],)) if is_backward else (),
         even={"h": math.gcd(*grouped)} if len(grouped) > 1 else {},
+        contiguous=frozenset({"s"}),
     )
 
 

@@ -99,6 +99,17 @@ def _grouped_mm_dw(call: OpCall) -> dict[str, Any]:
     return {"offset": call.output_offset(0), "groups": call.output()[0]}
 
 
+def _attention(position: int) -> Localizer:
+    """Make `first` the number of the device's first query, where a causal attention is cut along its queries, which are
+    the tensor argument at `position`."""
+
+    def localize(call: OpCall) -> dict[str, Any]:
+        start = call.input_offset(position, 2) if call.arguments["causal"] else 0
+        return {"first": call.arguments["first"] + start} if start else {}
+
+    return localize
+
+
 def _unflatten(call: OpCall) -> dict[str, Any]:
     dim = call.arguments["dim"] % len(input_shapes(call.node)[0])
     return {"sizes": list(call.output()[dim : dim + len(call.arguments["sizes"])])}
@@ -178,6 +189,8 @@ def _groups(call: OpCall, local_channels: int, channels: int) -> int:
 
 
 LOCAL: dict[str, Localizer] = {
+    "autopar.attention.default": _attention(0),
+    "autopar.attention_bw.default": _attention(1),
     "autopar.embedding.default": offset_of(0, 0),
     "autopar.embedding_dw.default": _embedding_dw,
     "autopar.grouped_mm.default": offset_of(1, 0),

@@ -27,7 +27,7 @@ def lower_ops(local: fx.GraphModule) -> fx.GraphModule:
         builder = builder or Builder(graph, values_of(node)[0].fake_mode)
         builder.meta = {k: node.meta[k] for k in ("phase", "module", "source") if k in node.meta}
         with graph.inserting_before(node):
-            new = lower(builder.call, node, *node.args)
+            new = lower(builder.call, node, *node.args, **node.kwargs)
         if new is not None and _same_form(node, new):
             # The node keeps its name and its fake value, with which views of it share storage (the partition looks).
             node.target, node.args, node.kwargs = new.target, new.args, new.kwargs
@@ -84,14 +84,14 @@ def _embedding_dw(call, node, grad, index, padding_idx, offset, rows):
         return call(aten.embedding_dense_backward.default, grad, index, rows, padding_idx, False)
 
 
-def _attention(call, node, q, k, v, mask, causal, scale):
-    if _is_plain(q, k, v, mask):
+def _attention(call, node, q, k, v, mask, causal, scale, first=0):
+    if _is_plain(q, k, v, mask) and not first:
         flash = aten._scaled_dot_product_flash_attention_for_cpu.default
         return call(flash, q, k, v, 0.0, causal, scale=scale)
 
 
-def _attention_bw(call, node, grad, q, k, v, out, lse, mask, causal, scale):
-    if _is_plain(q, k, v, mask):
+def _attention_bw(call, node, grad, q, k, v, out, lse, mask, causal, scale, first=0):
+    if _is_plain(q, k, v, mask) and not first:
         flash = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
         return call(flash, grad, q, k, v, out, lse, 0.0, causal, scale=scale)
 

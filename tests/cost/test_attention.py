@@ -32,6 +32,18 @@ def test_few_heads_leave_multiprocessors_idle():
     assert blocked_seconds(starts, 10, 1e12, ten) == pytest.approx(21.0, rel=0.1)
 
 
+@pytest.mark.parametrize("multiprocessors", [0, 1])
+def test_the_last_of_several_devices_has_most_keys(multiprocessors):
+    """A causal attention of n blocks of queries over as many of keys: the last quarter has 7 / 8 of its pairs."""
+    whole = Shape(2, 5, 2**14, 2**14, 128, 128)
+    last = replace(whole, queries=2**12, share=0.25)
+    assert last.flops(True) == whole.flops(True) / 4 * (7 / 8) / (1 / 2)
+    seconds = [blocked_seconds(PLAIN, multiprocessors, 1e12, shape) for shape in (last, whole)]
+    assert seconds[0] / seconds[1] == pytest.approx(7 / 16, rel=0.01)
+    uncut = replace(last, causal=False)
+    assert uncut.flops(True) == replace(whole, causal=False).flops(True) / 4
+
+
 def test_a_profile_without_attention_takes_the_speed_of_products():
     hardware = replace(load("h100"), attention=None)
     assert attention_seconds(hardware, 1e12, SHAPE, True) == pytest.approx(

@@ -49,7 +49,7 @@ EXPECTED = {
     ),
     "grouped attention": (
         ops.attention.default, (real(2, 8, 3, 4), real(2, 4, 5, 4), real(2, 4, 5, 4), real(1, 1, 3, 5), False, None),
-        ["S(0), S(0), S(0), R -> S(0), S(0)", "S(1), S(1), S(1), R -> S(1), S(1)"],
+        ["S(0), S(0), S(0), R -> S(0), S(0)", "S(1), S(1), S(1), R -> S(1), S(1)", "S(2), R, R, S(2) -> S(2), S(2)"],
     ),
     "fused split": (
         aten.split.Tensor, (real(5, 12), 4, 1),

@@ -6,6 +6,7 @@ import difflib
 import fnmatch
 from collections import defaultdict
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,10 +20,11 @@ from ...ir.layout import Layout
 from ...ir.mesh import Mesh
 from ...ops import autopar
 from ...rules import Rule
+from ...rules.reading import bound
 from ...rules.rule import Rows, entries_of, name_of
 from .hf_tp_plan import inside
 from .problem import Problem
-from .recipes import DATA, FREE, TENSOR, TENSOR_SEQUENCE, WHOLE, Restriction, required_globs
+from .recipes import DATA, FREE, SEQUENCE, SEQUENCE_HEADS, TENSOR, TENSOR_SEQUENCE, WHOLE, Restriction, required_globs
 from .vertices import Vertex
 
 aten = torch.ops.aten
@@ -32,7 +34,10 @@ ROW_OPS = {  # that stand between blocks, where sequence parallelism cuts the se
     aten.native_layer_norm.default, aten.native_layer_norm_backward.default,
     aten._fused_rms_norm.default, aten._fused_rms_norm_backward.default,
 }  # fmt: skip
-TENSOR_OPS = LINEAR_OPS | {autopar.attention.default, autopar.attention_bw.default, autopar.matmul.default}
+TENSOR_ROLES = (TENSOR, TENSOR_SEQUENCE)
+SEQUENCE_ROLES = (SEQUENCE, SEQUENCE_HEADS)
+ATTENTION_OPS = {autopar.attention.default, autopar.attention_bw.default}
+TENSOR_OPS = LINEAR_OPS | ATTENTION_OPS | {autopar.matmul.default}
 
 
 def allowed_strategies(
@@ -41,15 +46,16 @@ def allowed_strategies(
     """Return a mask over the strategies of every class. Raise StrategyError for a pin that nothing can follow, or for a
     class that what is forbidden leaves nothing."""
     mesh = problem.mesh
-    is_restricted = any(r != FREE for r in restriction.roles.values()) or restriction.experts
-    batch, weight, expert = _labels(problem) if is_restricted else ({}, {}, {})
+    given = {role for role in restriction.roles.values() if role != FREE}
+    is_restricted = given or restriction.experts
+    factors = _labels(problem, bool(given & {*SEQUENCE_ROLES})) if is_restricted else {}
     plan = restriction.tensor_plan
     may_cut = inside(problem, plan) if plan else set()
     masks = {}
     for cls, options in problem.classes.items():
         v = problem.vertices[cls]
         mask = fits = problem.fits.get(cls, np.ones(len(options.strategies), bool))
-        if v.kind == "op" and batch:
+        if v.kind == "op" and factors:
             module = v.node.meta["module"]
             must_cut = v.node.target in TENSOR_OPS and not is_factor(module)
             if (
@@ -61,15 +67,21 @@ def allowed_strategies(
                 roles = roles | dict.fromkeys(restriction.tensor_axes, WHOLE)
             if restriction.experts and _has_owner(problem.rule_of.get(cls)):  # the rows of experts: as prices say
                 roles = roles | {restriction.experts: FREE}
-            if restriction.experts and expert[cls]:
+            if restriction.experts and factors[cls].expert:
                 roles = roles | {restriction.experts: FREE}
-                fits = fits & _expert_mask(options.strategies, mesh.names.index(restriction.experts), expert[cls], v)
+                fits = fits & _expert_mask(
+                    options.strategies, mesh.names.index(restriction.experts), factors[cls].expert, v
+                )
             rows = v.node.target in ROW_OPS
-            mask = _op_mask(options.strategies, roles, mesh, batch[cls], weight[cls], must_cut, fits, rows)
+            if v.node.target not in ATTENTION_OPS:
+                roles = {axis: SEQUENCE if role == SEQUENCE_HEADS else role for axis, role in roles.items()}
+            elif SEQUENCE_HEADS in roles.values():
+                _check_heads(v, options.strategies, restriction, mesh, fits)
+            mask = _op_mask(options.strategies, roles, mesh, factors[cls], must_cut, fits, rows)
             if plan is not None:
                 mask &= _in_place_mask(problem, v, options.strategies, restriction)
         elif v.kind == "parameter":
-            held = restriction.experts if 0 in expert.get(cls, ()) else ""
+            held = restriction.experts if cls in factors and 0 in factors[cls].expert else ""
             mask = _parameter_mask(options.strategies, restriction, is_factor(v.node.meta["role"].name), held)
             if plan is not None and not is_factor(v.node.meta["role"].name):
                 mask &= _planned_mask(options.strategies, restriction, v.node.meta["role"].name)
@@ -101,8 +113,34 @@ def _nothing_left(problem: Problem, v: Vertex, restriction: Restriction) -> Stra
     )  # fmt: skip
 
 
-def _op_mask(strategies, roles: dict[str, str], mesh: Mesh, batch: set[str], weight: set[str], must_cut: bool,
-             fits: np.ndarray, cuts_rows: bool = False) -> np.ndarray:  # fmt: skip
+@dataclass(frozen=True)
+class Factors:
+    """The factors of an op that come from the batch dim of an input, from a parameter's dim, from an input's sequence,
+    and from the experts of a grouped product; of a parameter that has experts, the dim."""
+
+    batch: set[str]
+    weight: set[str]
+    sequence: set[str]
+    expert: set[str | int]
+
+
+def _check_heads(v: Vertex, strategies, restriction: Restriction, mesh: Mesh, fits: np.ndarray) -> None:
+    """Raise StrategyError for an attention whose heads cannot be cut over an axis that is to cut them."""
+    axes = [i for i, axis in enumerate(mesh.names) if restriction.roles[axis] in (*TENSOR_ROLES, SEQUENCE_HEADS)]
+    if any(fit and s.choice and all(s.choice[i] == "h" for i in axes) for s, fit in zip(strategies, fits)):
+        return
+    given = bound(v.node)
+    heads, kv_heads = (given[name].meta["val"].shape[1] for name in ("q", "k"))
+    where = ", ".join(f"{mesh.names[i]}={mesh.sizes[i]}" for i in axes)
+    raise StrategyError(
+        f"{restriction.name} shares the heads of an attention among {where}: {heads} of queries and {kv_heads} of keys "
+        "cannot be", node=v.name, source=v.node.meta.get("source") or None, mesh=mesh,
+        fix="use all_gather_kv, or sizes whose product divides the heads of keys",
+    )  # fmt: skip
+
+
+def _op_mask(strategies, roles: dict[str, str], mesh: Mesh, of: Factors, must_cut: bool, fits: np.ndarray,
+             cuts_rows: bool = False) -> np.ndarray:  # fmt: skip
     """Return a mask over the strategies of an op: those that keep to the roles of the axes. With `must_cut` a tensor
     axis shards a factor of the weight where it can, as Megatron cuts every linear and the heads; with `cuts_rows` one
     that takes the sequence too cuts something where it can. `fits` are the
@@ -115,18 +153,23 @@ def _op_mask(strategies, roles: dict[str, str], mesh: Mesh, batch: set[str], wei
         chosen = [(s.choice[i] if s.choice else "") for s in strategies]
         factors = [c.split("/")[0] for c in chosen]
         if role == DATA:
-            fits = np.array([f in batch for f in factors]) & mask
+            fits = np.array([f in of.batch for f in factors]) & mask
             mask &= fits if fits.any() else np.array([not f or f.startswith("+") for f in factors])
+        elif role == SEQUENCE:  # what has lost the sequence, as rows of samples and places together, is free
+            fits = np.array([f in of.sequence for f in factors]) & mask
+            mask &= fits if fits.any() else np.array([f not in of.weight for f in factors])
+        elif role == SEQUENCE_HEADS:
+            mask &= np.array([f == "h" for f in factors])
         elif role == WHOLE:
             mask &= np.array([not f or f.startswith("+") for f in factors])
         elif role == TENSOR:
-            mask &= np.array([not f or f.startswith("+") or (f in weight and f not in batch) for f in factors])
+            mask &= np.array([not f or f.startswith("+") or (f in of.weight and f not in of.batch) for f in factors])
         else:
-            mask &= np.array([f not in batch for f in factors])
+            mask &= np.array([f not in of.batch for f in factors])
             rows = mask & np.array([bool(f) and not f.startswith("+") for f in factors])
             mask = rows if cuts_rows and rows.any() else mask
-        if must_cut and role in (TENSOR, TENSOR_SEQUENCE):
-            cuts = np.array([f in weight and f not in batch for f in factors]) & mask
+        if must_cut and role in TENSOR_ROLES:
+            cuts = np.array([f in of.weight and f not in of.batch for f in factors]) & mask
             mask = cuts if cuts.any() else mask
     return mask
 
@@ -191,8 +234,8 @@ def _in_place_mask(problem: Problem, v: Vertex, strategies, restriction: Restric
 
 
 def _input_mask(strategies, restriction: Restriction, fits: np.ndarray) -> np.ndarray:
-    """Return a mask over the strategies of an input: dim 0 is cut over data axes only, and over as many as it can be
-    where the layout `fits`."""
+    """Return a mask over the strategies of an input: dim 0 is cut over data axes only, dim 1 over those that cut the
+    sequence, each over as many as it can be where the layout `fits`."""
     data = {a for a, role in restriction.roles.items() if role == DATA}
     fixed = {a for a, role in restriction.roles.items() if role != FREE}
     layouts = [s.outputs[0] for s in strategies]
@@ -200,9 +243,18 @@ def _input_mask(strategies, restriction: Restriction, fits: np.ndarray) -> np.nd
     mask = fits & np.array([(f & fixed) <= data for f in first])
     if data:
         mask &= np.array([not (set(x.sharding_axes) & data) - f for x, f in zip(layouts, first)])
-        score = np.array([len(f & data) if m else -1 for f, m in zip(first, mask)])
-        mask &= score == score.max()
+        mask = _most(mask, [f & data for f in first])
+    if sequence := {a for a, role in restriction.roles.items() if role in SEQUENCE_ROLES}:
+        second = [set(layout.dims[1]) if len(layout.dims) > 1 else set() for layout in layouts]
+        mask &= np.array([not (set(x.sharding_axes) & sequence) - f for x, f in zip(layouts, second)])
+        mask = _most(mask, [f & sequence for f in second])
     return mask
+
+
+def _most(mask: np.ndarray, axes: list[set[str]]) -> np.ndarray:
+    """Return those of the strategies in a mask that have most axes."""
+    score = np.array([len(found) if m else -1 for found, m in zip(axes, mask)])
+    return mask & (score == score.max())
 
 
 def _pin(problem: Problem, masks: dict[int, np.ndarray], pattern: str, text: str) -> None:
@@ -285,10 +337,10 @@ def _follows(layout: Layout, wanted: Layout, axes: set[str] | None) -> bool:
     return all(w == 1 or w == p for w, p in zip(wanted.parts, layout.parts))
 
 
-def _labels(problem: Problem) -> tuple[dict[int, set[str]], dict[int, set[str]], dict[int, set[str | int]]]:
-    """Return, by class, the factors that come from the batch dim of an input, those that come from a parameter's dim,
-    and those that come from the experts of a grouped product; of a parameter that has them instead the dim. Dims of
-    tensors that share a factor of some op are one group; a dim of several factors joins its outermost one only."""
+def _labels(problem: Problem, has_sequence: bool) -> dict[int, Factors]:
+    """Return, by class, where factors come from. Dims of tensors that share a factor of some op are one group; a dim of
+    several factors joins its outermost one only. If asked for, the sequence is dim 1 of integers (b, s), of whatever
+    else has that size, and of numbers (b, s, h), unless a parameter has it: then it is a dim of images or the like."""
     parent: dict = {}
 
     def find(x):
@@ -311,22 +363,29 @@ def _labels(problem: Problem) -> tuple[dict[int, set[str]], dict[int, set[str]],
                     here = dim_of_factor[cls].setdefault(factor, (*tensor, d))
                     parent[find((*tensor, d))] = find(here)
     batch, weight, expert = set(), set(), set()
+    of_integers: set[tuple] = set()
+    of_numbers: set[tuple] = set()
     for cls in problem.classes:
         v = problem.vertices[cls]
         if v.kind == "op" and v.node.target in GROUPED:
             expert |= {find(dim_of_factor[cls]["g"])} if "g" in dim_of_factor[cls] else set()
         elif v.kind == "input" and v.node.meta["val"].dim():
             batch.add(find((cls, 0, 0)))
+            is_number = v.node.meta["val"].is_floating_point()
+            if v.node.meta["val"].dim() == (3 if is_number else 2):
+                (of_numbers if is_number else of_integers).add(find((cls, 0, 1)))
         elif v.kind == "parameter":
             weight |= {find((cls, 0, d)) for d in range(v.node.meta["val"].dim())}
-    of_batch = {cls: {f for f, x in dim_of_factor[cls].items() if find(x) in batch} for cls in problem.classes}
-    of_weight = {cls: {f for f, x in dim_of_factor[cls].items() if find(x) in weight} for cls in problem.classes}
-    of_expert: dict[int, set[str | int]] = {
-        cls: {f for f, x in dim_of_factor[cls].items() if find(x) in expert} for cls in problem.classes
-    }
+    sequence = (of_integers | (of_numbers - weight)) - batch if has_sequence else set()
+    groups = batch, weight - sequence, sequence
+    made = {}
     for cls in problem.classes:
-        of_expert[cls] |= {"e"} if problem.vertices[cls].node.target in GROUPED else set()
-    for cls, v in ((cls, problem.vertices[cls]) for cls in problem.classes):
+        v = problem.vertices[cls]
+        of = [{f for f, x in dim_of_factor[cls].items() if find(x) in group} for group in groups]
         if v.kind == "parameter":
-            of_expert[cls] = {d for d in range(v.node.meta["val"].dim()) if find((cls, 0, d)) in expert}
-    return of_batch, of_weight, of_expert
+            experts: set[str | int] = {d for d in range(v.node.meta["val"].dim()) if find((cls, 0, d)) in expert}
+        else:
+            experts = {f for f, x in dim_of_factor[cls].items() if find(x) in expert}
+            experts |= {"e"} if v.node.target in GROUPED else set()
+        made[cls] = Factors(*of, experts)
+    return made

@@ -1,7 +1,8 @@
 """Strategies by name: recipes, autopar's own and a user's, and the restriction that one is on a mesh.
 
 Axes get roles from the strategy. A *data* axis shards only factors that come from dim 0 of the inputs (the batch); a
-*tensor* axis only factors that come from a parameter's dim, with sequence parallelism any factor but the batch. ZeRO
+*tensor* axis only factors that come from a parameter's dim, with sequence parallelism any factor but the batch; a *sequence*
+axis the sequence of the inputs wherever an op has it, with "heads in attention" heads there. ZeRO
 says whether parameters are stored sharded over data axes and whether a gathered copy is kept for the backward. One axis
 may carry experts besides: stacked weights of experts are cut by expert over it, and their products with them.
 Everything else, such as which weight is cut by column and which by row, the same integer program decides as without a
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
     from .hf_tp_plan import TensorPlan
 
 DATA, TENSOR, TENSOR_SEQUENCE, WHOLE, FREE = "data", "tensor", "tensor with sequence", "whole", "free"
-ROLES = (DATA, TENSOR, TENSOR_SEQUENCE, WHOLE, FREE)
+SEQUENCE, SEQUENCE_HEADS = "sequence", "sequence, heads in attention"
+ROLES = (DATA, TENSOR, TENSOR_SEQUENCE, SEQUENCE, SEQUENCE_HEADS, WHOLE, FREE)
 
 
 @dataclass(frozen=True)
@@ -31,8 +33,10 @@ class Recipe:
 
     data: all axes carry the batch.
     tensor: what the tensor axis does, "tensor" or "tensor with sequence"; the others carry the batch.
-    roles: instead of these two, the role of each axis by its name: "data", "tensor", "tensor with sequence", "whole" (the
-        axis cuts no op) or "free" (the planner says).
+    sequence: what the axis named cp does, else the last one, "sequence" or "sequence, heads in attention"; the others
+        carry the batch.
+    roles: instead of these three, the role of each axis by its name: one of those, "data", "whole" (the axis cuts no op)
+        or "free" (the planner says).
     shard: the data axes over which parameters are stored sharded: "none", "last", "all".
     keep: whether gathered copies stay for the backward (None: as memory's price says).
     replicates: over all data axes but those that shard, so that there must be two.
@@ -43,6 +47,7 @@ class Recipe:
 
     data: bool = False
     tensor: str | None = None
+    sequence: str | None = None
     roles: Mapping[str, str] = field(default_factory=dict)
     shard: str = "none"
     keep: bool | None = None
@@ -53,13 +58,13 @@ class Recipe:
     optional: Sequence[str] = ()
 
     def __post_init__(self):
-        kinds = self.data + (self.tensor is not None) + bool(self.roles)
-        roles = {*self.roles.values(), self.tensor or TENSOR}
+        kinds = self.data + (self.tensor is not None) + (self.sequence is not None) + bool(self.roles)
+        roles = {*self.roles.values(), self.tensor or TENSOR, self.sequence or SEQUENCE}
         if kinds != 1 or not roles <= set(ROLES) or self.shard not in ("none", "last", "all"):
             raise StrategyError(
-                f"cannot read data={self.data}, tensor={self.tensor!r}, roles={dict(self.roles)} and "
-                f"shard={self.shard!r} as a recipe",
-                fix=f'give one of data=True, tensor="tensor" and roles={{"dp": "data", ...}} with roles '
+                f"cannot read data={self.data}, tensor={self.tensor!r}, sequence={self.sequence!r}, "
+                f"roles={dict(self.roles)} and shard={self.shard!r} as a recipe",
+                fix=f'give one of data=True, tensor="tensor", sequence="sequence" and roles={{"dp": "data", ...}} with roles '
                 f'{", ".join(ROLES)}; shard is "none", "last" or "all"',
             )  # fmt: skip
 
@@ -72,6 +77,8 @@ class Recipe:
                 raise StrategyError(f"{name} gives no role to the axis {missing[0]}", mesh=mesh,
                                     fix=f"name the axes {', '.join(self.roles)}")  # fmt: skip
             return {axis: self.roles[axis] for axis in mesh.names}
+        if self.sequence:
+            return dict.fromkeys(mesh.names, DATA) | {sequence_axis(mesh): self.sequence}
         names = set(mesh.names)
         is_named = "tp" in names and names & {"dp", EXPERT_AXIS}
         tensor = () if self.data else ("tp",) if is_named else mesh.names[-1:]
@@ -87,11 +94,17 @@ class Recipe:
                 mesh=mesh, fix="give the mesh two axes, such as dp_replicate=2,dp_shard=4, or use fsdp",
             )  # fmt: skip
         stored = {"none": (), "last": data[-1:], "all": data}[self.shard]
+        kept = *data, *(axis for axis, role in roles.items() if role in (SEQUENCE, SEQUENCE_HEADS))
         return Restriction(
             name, roles, tuple(a for a, role in roles.items() if a in stored or role in (TENSOR, TENSOR_SEQUENCE)),
-            tuple(a for a in data if a not in stored), self.keep,
+            tuple(a for a in kept if a not in stored), self.keep,
             own=(*((g, x, True) for g, x in self.pin.items()), *((g, x, False) for g, x in self.forbid.items())),
         )  # fmt: skip
+
+
+def sequence_axis(mesh: Mesh) -> str:
+    """Return the axis that a recipe cuts the sequence over."""
+    return "cp" if "cp" in mesh.names else mesh.names[-1]
 
 
 RECIPES: dict[str, Recipe] = {}
@@ -119,6 +132,8 @@ register_strategy("fsdp", Recipe(data=True, shard="all", keep=False), baseline=T
 register_strategy("hsdp", Recipe(data=True, shard="last", keep=False, replicates=True), baseline=True)
 register_strategy("megatron", Recipe(tensor=TENSOR, reduces_once=True), baseline=True)
 register_strategy("megatron_sp", Recipe(tensor=TENSOR_SEQUENCE, reduces_once=True), baseline=True)
+register_strategy("all_gather_kv", Recipe(sequence=SEQUENCE, reduces_once=True))
+register_strategy("ulysses", Recipe(sequence=SEQUENCE_HEADS, reduces_once=True))
 
 
 @dataclass(frozen=True)
@@ -213,15 +228,46 @@ def _with_experts(strategy: str, others: str, mesh: Mesh) -> Restriction:
 
 def _both(strategy: str, mesh: Mesh) -> Restriction:
     """Return the restriction of two strategies, as of `"megatron_sp+zero1"`: a tensor-parallel recipe, and what a
-    data-parallel one says of the parameters on its data axes. Raise StrategyError for any other two."""
+    data-parallel one says of the parameters on its data axes; or of one that cuts the sequence, and what another says of
+    the other axes. Raise StrategyError for any other two."""
+    outer = RECIPES.get(strategy.partition("+")[0])
+    if outer is not None and outer.sequence:
+        return _beside_sequence(outer, strategy, mesh)
     names = [ALIASES.get(name, name) for name in strategy.split("+")]
     first, second = Restriction.of(names[0], mesh), RECIPES.get(names[1])
     if len(names) != 2 or not first.tensor_axes or second is None or not second.data or second.replicates:
-        raise StrategyError(
-            f"cannot read {strategy!r} as two strategies",
-            fix="write a tensor-parallel and a data-parallel one, megatron_sp+zero1",
-        )
+        raise _not_together(strategy)
     both = replace(first, name=strategy, own=(*first.own, *second.on(strategy, mesh).own))
     if second.shard == "none":
         return both
     return replace(both, sharded_axes=mesh.names, whole_axes=(), keep=second.keep)
+
+
+def _beside_sequence(outer: Recipe, strategy: str, mesh: Mesh) -> Restriction:
+    """Return the restriction of a recipe that cuts the sequence over an axis and of the strategy that the rest of the
+    name gives the other axes; parameters stored over all data axes are stored over this one as well."""
+    axis, rest = sequence_axis(mesh), strategy.partition("+")[2]
+    last = rest.rpartition("+")[2]
+    data = RECIPES.get(ALIASES.get(last, last) or "")
+    sizes = {name: size for name, size in mesh.axis_sizes.items() if name != axis}
+    if data is None or not (sizes or data.data and not data.replicates):
+        raise _not_together(strategy)
+    restriction = outer.on(strategy, mesh)
+    if sizes:
+        other = Restriction.of(rest, Mesh(tuple(sizes), tuple(sizes.values())))
+        roles = {name: other.roles.get(name, role) for name, role in restriction.roles.items()}
+        restriction = replace(other, name=strategy, roles=roles, whole_axes=(*other.whole_axes, axis),
+                              own=(*restriction.own, *other.own))  # fmt: skip
+    if data.shard != "all":
+        return restriction
+    stored = {*restriction.sharded_axes, axis}
+    return replace(restriction, keep=data.keep, sharded_axes=tuple(name for name in mesh.names if name in stored),
+                   whole_axes=tuple(name for name in restriction.whole_axes if name != axis))  # fmt: skip
+
+
+def _not_together(strategy: str) -> StrategyError:
+    return StrategyError(
+        f"cannot read {strategy!r} as two strategies",
+        fix="write a tensor-parallel and a data-parallel one, megatron_sp+zero1; before them one that cuts the sequence, "
+        "where the mesh has an axis for it: all_gather_kv+megatron_sp+zero1",
+    )

@@ -1,0 +1,47 @@
+"""Small models whose attention may be cut along the sequence, in fp64, and batches for them."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+VOCABULARY = 24
+
+
+class Decoder(nn.Module):
+    """A layer of attention of some kind, with a loss of shifted labels: of logits cut by one, or labels padded by one."""
+
+    def __init__(self, kind: str, heads: int, kv_heads: int, shift: str = "pad"):
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind, self.heads, self.kv_heads, self.shift = kind, heads, kv_heads, shift
+        self.tokens, self.places = nn.Embedding(VOCABULARY, 8 * heads), nn.Embedding(32, 8 * heads)
+        self.norm, self.qkv = nn.LayerNorm(8 * heads), nn.Linear(8 * heads, 8 * (heads + 2 * kv_heads))
+        self.out, self.head = nn.Linear(8 * heads, 8 * heads), nn.Linear(8 * heads, VOCABULARY, bias=False)
+        self.double()
+
+    def forward(self, input_ids, labels, attention_mask):
+        place = torch.arange(input_ids.shape[1])
+        x = self.tokens(input_ids) + self.places(place)
+        q, k, v = self.qkv(self.norm(x)).split([8 * self.heads, 8 * self.kv_heads, 8 * self.kv_heads], -1)
+        q, k, v = (t.unflatten(-1, (-1, 8)).transpose(1, 2) for t in (q, k, v))
+        is_causal, mask = self.kind == "causal", None
+        if self.kind == "padded":
+            mask = (place[:, None] >= place) & attention_mask[:, None, None, :].bool()
+        if self.kind == "window":
+            mask = (place[:, None] >= place) & (place[:, None] - place < 3)
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, enable_gqa=True)
+        logits = self.head(x + self.out(y.transpose(1, 2).flatten(2)))
+        labels = labels[:, 1:] if self.shift == "cut" else F.pad(labels, (0, 1), value=-100)[:, 1:]
+        logits = logits[:, :-1] if self.shift == "cut" else logits
+        return F.cross_entropy(logits.reshape(-1, VOCABULARY), labels.reshape(-1))
+
+
+def batch(length: int, padded: str = "", samples: int = 2, vocabulary: int = VOCABULARY) -> dict[str, torch.Tensor]:
+    """Ids, labels and the mask of samples, the last of them padded "left" or "right" by 3."""
+    ids = torch.randint(0, vocabulary, (samples, length), generator=torch.Generator().manual_seed(length))
+    keep = torch.ones_like(ids)
+    if padded:
+        keep[-1, slice(0, 3) if padded == "left" else slice(-3, None)] = 0
+    return dict(input_ids=ids, labels=ids.masked_fill(keep == 0, -100), attention_mask=keep)

@@ -1,0 +1,85 @@
+"""Strategies that cut the sequence: the roles of axes, what is sent, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import transformers as hf
+
+from autopar.errors import StrategyError
+from autopar.ir.mesh import Mesh
+from autopar.planner.problem.recipes import Restriction
+
+from ..helpers.sequences import batch
+from ..runtime.parity import planned
+
+LAYERS, HEADS, KV_HEADS, WIDTH, SAMPLES, LENGTH = 2, 8, 2, 4, 2, 16
+
+
+def llama() -> hf.LlamaForCausalLM:
+    return hf.LlamaForCausalLM(hf.LlamaConfig(
+        vocab_size=24, hidden_size=HEADS * WIDTH, intermediate_size=48, num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, max_position_embeddings=32,
+        bos_token_id=None, eos_token_id=None,
+    ))  # fmt: skip
+
+
+def sent(plan, phase: str, kind: str) -> float:
+    return sum(c.wire_bytes for c in plan.collectives if (c.phase, c.kind) == (phase, kind))
+
+
+def inputs():
+    found = batch(LENGTH, samples=SAMPLES)
+    return {name: found[name] for name in ("input_ids", "labels")}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_gathered_keys_send_what_the_formula_says(size):
+    """2 N d_kv (P - 1) / P elements a layer forward, as much of gradients, and at most as much again backward."""
+    plan = planned(llama(), f"cp={size}", inputs(), strategy="all_gather_kv")
+    keys = LAYERS * 2 * SAMPLES * LENGTH * KV_HEADS * WIDTH * (size - 1) // size * 4
+    labels = SAMPLES * LENGTH * (size - 1) // size * 8
+    assert sent(plan, "forward", "all_gather") == keys + labels
+    assert sent(plan, "backward", "reduce_scatter") == keys
+    assert sent(plan, "backward", "all_gather") <= keys
+    assert all(layout == "R" for name, layout in plan.layouts.items() if name.endswith("weight"))
+    assert plan.layouts["input_ids"] == "cp:S(1)" and "its name gives it no part" not in str(plan)
+
+
+def test_exchanged_heads_send_what_the_formula_says():
+    """(2 d_q + 2 d_kv) N / P (P - 1) / P elements a layer and direction; backward keys and values at most once more."""
+    plan, size = planned(llama(), "cp=2", inputs(), strategy="ulysses"), 2
+    row_bytes = LAYERS * 2 * WIDTH * SAMPLES * LENGTH / size * (size - 1) / size * 4
+    assert sent(plan, "forward", "all_to_all") == (HEADS + KV_HEADS) * row_bytes
+    assert 0 <= sent(plan, "backward", "all_to_all") - (HEADS + KV_HEADS) * row_bytes <= KV_HEADS * row_bytes
+
+
+@pytest.mark.parametrize("mesh, strategy, roles, sharded", [
+    ("dp=2,cp=4", "all_gather_kv", ["data", "sequence"], ()),
+    ("cp=2,x=2", "ulysses", ["sequence, heads in attention", "data"], ()),
+    ("x=2,y=2", "all_gather_kv", ["data", "sequence"], ()),
+    ("dp=2,cp=2,tp=2", "all_gather_kv+megatron_sp", ["data", "sequence", "tensor with sequence"], ("tp",)),
+    ("dp=2,cp=2,tp=2", "all_gather_kv+megatron+fsdp", ["data", "sequence", "tensor"], ("dp", "cp", "tp")),
+    ("dp=2,cp=2", "ulysses+zero1", ["data", "sequence, heads in attention"], ("dp", "cp")),
+    ("cp=2", "all_gather_kv+fsdp", ["sequence"], ("cp",)),
+    ("dp=2,cp=2", "all_gather_kv+ddp", ["data", "sequence"], ()),
+])  # fmt: skip
+def test_roles(mesh, strategy, roles, sharded):
+    found = Restriction.of(strategy, Mesh.parse(mesh))
+    assert [*found.roles.values()] == roles and found.sharded_axes == sharded and found.name == strategy
+    assert {*found.whole_axes} == {*found.roles} - {*sharded} and list(found.roles) == list(Mesh.parse(mesh).names)
+
+
+@pytest.mark.parametrize("mesh, strategy", [
+    ("cp=2", "all_gather_kv+megatron"), ("cp=2", "ulysses+hsdp"), ("dp=2,cp=2", "fsdp+ulysses"),
+    ("dp=2,cp=2", "ulysses+"), ("dp=2,cp=2", "all_gather_kv+none"),
+])  # fmt: skip
+def test_what_does_not_go_together(mesh, strategy):
+    with pytest.raises(StrategyError, match="as two strategies"):
+        Restriction.of(strategy, Mesh.parse(mesh))
+
+
+def test_too_few_heads_of_keys():
+    with pytest.raises(StrategyError, match="among cp=4: 8 of queries and 2 of keys"):
+        planned(llama(), "cp=4", inputs(), strategy="ulysses")
+    with pytest.raises(StrategyError, match="among cp=2, tp=2: 8 of queries and 2 of keys"):
+        planned(llama(), "cp=2,tp=2", inputs(), strategy="ulysses+megatron")

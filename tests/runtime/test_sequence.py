@@ -1,0 +1,57 @@
+"""The sequence cut over processes: shifted labels, padding, lengths that the axis does not divide, and LoRA."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.func import functional_call
+
+import autopar
+
+from ..helpers import gloo
+from ..helpers.sequences import Decoder, batch
+from .parity import assert_close, assert_same_gradients, device_mesh, full, pair
+
+
+def _step(rank: int, mesh: str, strategies: tuple[str, ...]) -> None:
+    for strategy in strategies:
+        inputs = batch(13, "left", samples=4)
+        mine, whole = pair(Decoder("padded", 4, 4), device_mesh(mesh), inputs, strategy=strategy)
+        for model in (mine, whole):
+            model(**inputs).backward()
+        assert_close(mine(**inputs), whole(**inputs), strategy, 1e-10)
+        assert_same_gradients(mine, whole, 1e-10)
+
+
+@pytest.mark.parametrize("mesh, strategies", [
+    ("cp=4", ("all_gather_kv", "ulysses")), ("dp=2,cp=2", ("all_gather_kv", "ulysses+fsdp")),
+])  # fmt: skip
+def test_gradients(mesh, strategies):
+    gloo.run(4, _step, mesh, strategies)
+
+
+def _lora(rank: int, strategy: str) -> None:
+    """Against the eager model whose weights are the sums W + B A."""
+    inputs, whole = batch(12, "right", samples=4), Decoder("padded", 4, 2, shift="cut")
+    lora = autopar.LoRA(r=2, lora_alpha=2, target_modules=["qkv", "out"], init_lora_weights=False)
+    mine = autopar.compile(Decoder("padded", 4, 2, shift="cut"), device_mesh("cp=2"), inputs, adapt=[lora],
+                           strategy=strategy)  # fmt: skip
+    mine(**inputs).backward()
+    factors = {name: full(p).detach().requires_grad_() for name, p in mine.named_parameters() if "lora_" in name}
+    assert len(factors) == 4
+    weights = {
+        f"{layer}.weight": whole.get_submodule(layer).weight.detach()
+        + factors[f"{layer}.lora_B.weight"] @ factors[f"{layer}.lora_A.weight"]
+        for layer in ("qkv", "out")
+    }
+    loss = functional_call(whole, weights, kwargs=inputs)
+    wanted = torch.autograd.grad(loss, list(factors.values()))
+    assert_close(mine(**inputs), loss, strategy, 1e-10)
+    found = dict(mine.named_parameters())
+    for name, gradient in zip(factors, wanted, strict=True):
+        assert_close(found[name].grad, gradient, name, 1e-10)
+
+
+@pytest.mark.parametrize("strategy", ["all_gather_kv", "ulysses"])
+def test_lora(strategy):
+    gloo.run(2, _lora, strategy)
