@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import transformers as hf
 
+import autopar
+from autopar import models
 from autopar.errors import StrategyError
+from autopar.hardware.profile import load
 from autopar.ir.mesh import Mesh
 from autopar.planner.problem.recipes import Restriction
 
@@ -76,6 +79,29 @@ def test_roles(mesh, strategy, roles, sharded):
 def test_what_does_not_go_together(mesh, strategy):
     with pytest.raises(StrategyError, match="as two strategies"):
         Restriction.of(strategy, Mesh.parse(mesh))
+
+
+@pytest.mark.parametrize("kv_heads, size", [(8, 2), (8, 4), (2, 4)])
+def test_long_sequences_are_cut_without_a_strategy(kv_heads, size):
+    """One sample has no batch to cut. The price of a causal attention cut along its queries is that of its last rows,
+    2 - 1 / P times that of heads."""
+    model = f"llama:hidden=1024,layers=1,heads=8,kv_heads={kv_heads},ffn=2048,vocab=1024,seq=16384"
+    made, tokens = models.build(model, batch=1, seq=16384, device="meta")
+
+    def plan(strategy):
+        return autopar.plan(made, f"cp={size}", tokens, strategy=strategy, hardware="h100", precision="bf16",
+                            baselines=False)  # fmt: skip
+
+    free, gathered = plan(None), plan("all_gather_kv")
+    values = [node.outputs[0].dims for node in free.sharding.nodes.values() if node.outputs]
+    assert any(len(dims) == 3 and dims[1] == ("cp",) for dims in values)
+    assert free.step_seconds <= gathered.step_seconds
+    if kv_heads % size == 0:
+        exchanged = plan("ulysses")
+        assert free.step_seconds <= exchanged.step_seconds
+        more = gathered.compute_seconds - exchanged.compute_seconds
+        flops = 7 * 2 * 16384**2 * 1024 / size / 2
+        assert more > (1 - 1 / size) * flops / load("h100").peak_flops_per_second("bf16")
 
 
 def test_too_few_heads_of_keys():
