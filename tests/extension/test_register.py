@@ -191,7 +191,7 @@ def test_a_pin_that_a_parameter_cannot_follow_is_named(layout, complaint):
         ("fsdp", dict(data=True), "a strategy fsdp already"),
         ("auto", dict(data=True), "a strategy auto already"),
         ("a+b", dict(data=True), "no name"),
-        ("mine", dict(), "^cannot read data=False, tensor=None, roles={} and shard='none' as a recipe"),
+        ("mine", dict(), "^cannot read data=False, tensor=None, sequence=None, roles={} and shard='none' as a recipe"),
         ("mine", dict(data=True, tensor="tensor"), "as a recipe"),
         ("mine", dict(roles={"dp": "batch"}), "as a recipe"),
     ],
