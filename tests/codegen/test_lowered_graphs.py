@@ -64,7 +64,7 @@ def test_graphs(name, golden):
     golden("\n".join(texts))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("model", (GPT, LLAMA, MOE, VIT, MLP), ids=lambda model: model.partition(":")[0])
 def test_plans(model, golden):
     """Layouts of parameters and inputs as a hash, with what the step costs to three digits."""

@@ -18,10 +18,10 @@ from .run import outcomes
 
 QUICK = (
     "classifier", "class_weights_and_label_smoothing", "tasks_weighted_by_their_uncertainty",
-    "focal_loss_with_penalties", "gan", "vae", "q_learning_with_a_target", "two_towers_in_batch_negatives",
+    "gan", "two_towers_in_batch_negatives",
     "distillation_from_a_parallel_teacher", "momentum_encoder_with_a_queue", "matrix_factorization",
-    "accumulation_without_reduction", "clipping_and_schedules", "average_by_torch", "frozen_encoder_thawed_later",
-    "early_stopping", "saved_and_resumed", "low_rank_adapters", "distributed_sampler", "loss_inside_by_rank",
+    "accumulation_without_reduction", "clipping_and_schedules", "frozen_encoder_thawed_later",
+    "saved_and_resumed", "low_rank_adapters", "distributed_sampler", "loss_inside_by_rank",
     "lengths_by_rank", "stochastic_weight_averaging",
 )  # fmt: skip
 

@@ -51,6 +51,7 @@ def _packed(rank: int, mesh_text: str, inputs: str, strategy: str) -> None:
         assert_same_gradients(parallel, reference, 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize("mesh, inputs, strategy", [

@@ -113,7 +113,7 @@ def plain(tmp_path):
 @pytest.mark.parametrize(
     ("mesh", "parts", "options"),
     [
-        ("dp=2", 2, dict(max_steps=STEPS)),
+        pytest.param("dp=2", 2, dict(max_steps=STEPS), marks=pytest.mark.slow),
         ("dp=2,tp=2", 2, dict(max_steps=8, gradient_accumulation_steps=2)),
         # a loss outside of the model
         pytest.param("dp=2", 2, dict(max_steps=4, label_smoothing_factor=0.1), marks=pytest.mark.slow),

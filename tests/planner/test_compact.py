@@ -101,6 +101,7 @@ def test_classes_are_those_of_the_whole_graph():
     assert hyperedges[0] == hyperedges[1]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("mesh", "limit"), [("a=2,b=2", None), ("a=4", 0.6)])
 def test_plans_are_those_of_the_whole_graph(mesh, limit):

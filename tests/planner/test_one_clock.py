@@ -151,6 +151,7 @@ def test_gradients_of_stages_hide_behind_their_last_backward():
     assert all(0 < p.once_seconds - p.parameter_seconds < p.once_moved for p in parts)
 
 
+@pytest.mark.slow
 def test_recipes_are_made_to_fit_and_combined_ones_stand_beside():
     roomy = planned(SMALL, "dp=4,tp=2", 64, ())
     need = roomy.others["megatron_sp"].evaluation.bytes_

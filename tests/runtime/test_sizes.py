@@ -108,6 +108,7 @@ def test_lengths_that_need_captures(alone, way, captured):
     assert _captured(parallel) == captured
 
 
+@pytest.mark.slow
 def test_dropout_draws_what_a_capture_of_the_length_draws(alone):
     model = tiny.gpt2(seq=12, resid_pdrop=0.3, embd_pdrop=0.3, attn_pdrop=0.3)[0]
     other = autopar.compile(copy.deepcopy(model), alone, _tokens(17))

@@ -95,6 +95,7 @@ def experts_axis(plan, name: str) -> str:
     return " ".join(Layout.parse(plan.layouts[name], 3).dims[0])
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize(
     ("mesh", "strategy", "experts"),

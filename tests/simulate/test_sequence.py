@@ -25,7 +25,7 @@ def assert_same(model, inputs, mesh: str, strategy: str | None, **options) -> No
     assert report.match and max(report.errors.values()) <= 1e-10, report
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize(
     "kind, heads, size, length", itertools.product(KINDS, HEADS, (2, 3, 4), (12, 13, 7))
 )  # fmt: skip
@@ -35,7 +35,7 @@ def test_keys_gathered(kind, heads, size, length):
     assert_same(model, batch(length, padded), f"cp={size}", "all_gather_kv")
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("kind, heads, size, length", itertools.product(KINDS, HEADS, (2, 3, 4), (12, 13, 7)))
 def test_heads_exchanged(kind, heads, size, length):
     padded, (many, few) = kind if kind in ("left", "right") else "", HEADS[heads]
@@ -93,7 +93,7 @@ MODELS = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("strategy", ["all_gather_kv", "ulysses", None])
 @pytest.mark.parametrize(
     "mesh, length, padded", [("cp=2", 12, "left"), ("cp=2", 13, "right"), ("dp=2,cp=2", 8, "left")]
