@@ -85,10 +85,10 @@ def plan_key(
 
 
 def program_key(traced: Traced, plan: Plan, rank: int, device: torch.device) -> str | None:
-    """Return the key of what a rank runs of a plan. None for stages, where passes or rules of the user's take part, and
-    where somebody looks at the passes."""
+    """Return the key of what a rank runs of a plan. None where passes or rules of the user's take part, and where
+    somebody looks at the passes."""
     captured, is_looked_at = traced.captured, pass_manager.is_watched() or os.environ.get("AUTOPAR_CHECK") == "1"
-    if traced.content is None or errors.added or captured.passes or is_looked_at or not plan.pipeline.is_one_program:
+    if traced.content is None or errors.added or captured.passes or is_looked_at:
         return None
     tensors = [getattr(captured.graph_module, n.target) for n in captured.graph.nodes if n.op == "get_attr"]
     constants = content_hash(traced.content.encode(), tensors)

@@ -185,7 +185,7 @@ class CallCompiler:
     def _options_of_later(self, traced: Traced, first: Plan, layouts: Mapping[str, Layout] | None) -> PlanOptions:
         """Return what is asked of the plan of a later call, in which parameters stay where they are."""
         captured = traced.captured
-        known = {"parameter": layouts or {}} | ({"input": traced.fixed} if first.pipeline.is_one_program else {})
+        known = {"parameter": layouts or {}, "input": traced.fixed}
         leaves = {n.meta["role"]: n.name for n in captured.graph.nodes if n.op == "placeholder"}
         # gradients and optimizer state stay in memory when a graph has no backward
         trains = any(role.kind == "parameter" and role.trainable for role in leaves)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from ..plans.pipeline_text import pipeline_line, pipeline_lines
-from ..plans.text import batch_lines, in_order, parts_of
+from ..plans.pipeline_text import pipeline_lines
+from ..plans.text import in_order, parts_of
+from ..plans.wording import wording
 from ..utils.format import byte_column, ms, number, percent, size, table
 from .estimate import Estimate
 
@@ -11,11 +12,10 @@ from .estimate import Estimate
 def estimate_text(e: Estimate) -> str:
     """Return the text of an estimate: the result, then memory by kind."""
     p = e.plan
-    staged = p.pipeline.is_staged
     lines = [
         f"{p.model} on mesh {p.mesh} ({p.mesh.devices} devices, {p.hardware}), {p.precision_text}, "
         f"{p.optimizer_text}, strategy {p.strategy}, recomputation {e.recompute}",
-        pipeline_line(p) if staged else "".join(batch_lines(p)) or f"one pass of {p.samples} samples a step",
+        wording(p).passes(p),
         f"step {ms(p.step_seconds)} = {parts_of(p)}",
         _rates(e),
         f"peak {size(p.peak_bytes)} a device, {percent(p.peak_bytes, p.memory_limit_bytes)} of "

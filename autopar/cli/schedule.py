@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _of_plan(path: str):
     plan = Plan.load(path)
-    if not plan.pipeline.is_staged:
+    if not plan.pipeline.costs:
         raise PipelineError(
             f"the plan {path} has no pipeline", fix="plan for a mesh with an axis pp, such as pp=4,dp=2"
         )

@@ -58,7 +58,7 @@ def unsharded_lines(plan: Plan) -> list[str]:
     """Return a line that says why, if a plan of several devices cuts neither the batch nor a parameter, by the fastest
     of the plans beside it that are known."""
     cut = {kind for kinds in carried(plan).values() for kind in kinds}
-    if plan.mesh.devices == 1 or plan.strategy != "auto" or plan.pipeline.is_staged or cut - {VALUES}:
+    if plan.mesh.devices == 1 or plan.strategy != "auto" or cut - {VALUES}:
         return []
     steps = {a.step_seconds: a for a in reversed(plan.alternatives) if a.step_seconds is not None and a.fits}
     why = f"of {ms(plan.compute_seconds)} of compute it would save less than its collectives take"

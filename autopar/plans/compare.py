@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from ..utils.format import byte_column, column, percent, table
+from ..utils.format import byte_column, column, table
 from .file import MEMORY_KINDS
-from .pipeline import Pipeline
 from .plan import Plan
 from .text import waiting_seconds
+from .wording import BOUND_ROWS, wording
 
 
 def side_by_side(plans: Sequence[Plan], names: Sequence[str]) -> str:
@@ -26,12 +26,6 @@ def side_by_side(plans: Sequence[Plan], names: Sequence[str]) -> str:
 
 
 MOST_STAGES = 16  # that are listed
-STAGED: dict[str, Callable[[Pipeline], str]] = {
-    "schedule": lambda p: p.schedule,
-    "ranks x stages each": lambda p: f"{p.ranks} x {p.stages_per_rank}",
-    "bubble": lambda p: percent(p.played().bubble, 1.0),
-    "slowest stage by the mean": lambda p: f"{p.balance:.2f}",
-}
 Rows = list[tuple[str, list[str]]]
 
 
@@ -41,17 +35,17 @@ def _made_for(plans: Sequence[Plan]) -> Rows:
         "precision": lambda p: p.precision, "optimizer": lambda p: p.optimizer_text, "strategy": lambda p: p.strategy,
         "recomputed blocks": _recomputed,
     }  # fmt: skip
-    if any(not p.pipeline.is_one_program for p in plans):
+    if any(p.micro_batches > 1 for p in plans):
         what["micro-batches"] = lambda p: str(p.micro_batches)
-    if any(p.pipeline.is_staged for p in plans):
-        what |= {label: partial(_staged, read=read) for label, read in STAGED.items()}
-        most = max(len(p.pipeline.costs) for p in plans)
-        what |= {f"stage {i}": partial(_stage, i=i) for i in range(min(most, MOST_STAGES))}
+    what |= {label: partial(_figure, label=label) for p in plans for label in wording(p).figures}
+    most = max(len(p.pipeline.costs) for p in plans)
+    what |= {f"stage {i}": partial(_stage, i=i) for i in range(min(most, MOST_STAGES))}
     return [(label, list(map(read, plans))) for label, read in what.items()]
 
 
-def _staged(plan: Plan, read: Callable[[Pipeline], str]) -> str:
-    return read(plan.pipeline) if plan.pipeline.is_staged else "-"
+def _figure(plan: Plan, label: str) -> str:
+    read = wording(plan).figures.get(label)
+    return read(plan.pipeline) if read else "-"
 
 
 def _stage(plan: Plan, i: int) -> str:
@@ -77,8 +71,7 @@ def _costs(plans: Sequence[Plan]) -> Rows:
         "optimizer": [p.update_seconds for p in plans],
         "offload": [p.offloaded.seconds for p in plans],
         "waiting of the mean rank": [waiting_seconds(p) for p in plans],
-        "bound of the strategy": [0.0 if p.pipeline.is_staged else p.bound for p in plans],
-        "even and without waiting": [p.bound if p.pipeline.is_staged else 0.0 for p in plans],
+        **{row: [p.bound if row == wording(p).bound_row else 0.0 for p in plans] for row in BOUND_ROWS},
     }
     return _aligned(seconds, lambda values: column([1e3 * v for v in values]), len(plans))
 

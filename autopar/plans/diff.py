@@ -60,7 +60,7 @@ def _costs(plan: Plan) -> dict[str, str]:
 def _pipeline(plan: Plan) -> dict[str, str]:
     """Return the schedule, and for each stage where it runs, what it holds and how long a micro-batch takes there."""
     p = plan.pipeline
-    if not p.is_staged:
+    if not p.costs:
         return {}
     found = {
         "schedule": p.schedule, "micro-batches": str(p.micro_batches),

@@ -13,10 +13,8 @@ COLUMNS, FEWEST = 40, 20
 
 
 def pipeline_line(plan: Plan) -> str:
-    """Return the schedule, how much of it is idle, and how even the stages are, in one line; "" for one stage."""
+    """Return the schedule, how much of it is idle, and how even the stages are, in one line."""
     p = plan.pipeline
-    if not p.is_staged:
-        return ""
     stages = f"{p.ranks} ranks along {p.axis}" + (
         f" with {p.stages_per_rank} stages each" if p.stages_per_rank > 1 else ""
     )

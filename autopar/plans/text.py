@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..utils.format import byte_column, byte_unit, column, ms, number, percent, size, table
-from .axes import axis_lines, unsharded_lines
+from .axes import axis_lines
 from .file import MEMORY_KINDS
-from .pipeline_text import batches_text, pipeline_line, pipeline_lines
+from .pipeline_text import pipeline_lines
 from .plan import Alternative, Plan, Region
+from .wording import wording
 
 MOST_KINDS = 6  # that a line names
 
@@ -28,18 +29,18 @@ def summary(plan: Plan) -> str:
 
 
 def _result(plan: Plan) -> list[str]:
-    devices = f"{plan.mesh.devices} device{'s' if plan.mesh.devices > 1 else ''}"
+    devices, words = f"{plan.mesh.devices} device{'s' if plan.mesh.devices > 1 else ''}", wording(plan)
     return [
         f"plan of {plan.model} on mesh {plan.mesh} ({devices}, {plan.hardware}), {plan.precision_text}, "
         f"{plan.optimizer_text}, strategy {plan.strategy}",
-        f"step {ms(plan.step_seconds)} = {parts_of(plan)}; {bound_text(plan)} (gap {plan.gap:.2%})",
-        pipeline_line(plan) or f"{ms(plan.exposed_seconds)} of communication exposed",
+        f"step {ms(plan.step_seconds)} = {parts_of(plan)}; {words.bound(plan)} (gap {plan.gap:.2%})",
+        words.progress(plan),
         f"peak {size(plan.peak_bytes)} a device, {percent(plan.peak_bytes, plan.memory_limit_bytes)} of "
         f"{size(plan.memory_limit_bytes)}",
         *utilization_lines(plan),
-        *unsharded_lines(plan),
+        *words.unsharded(plan),
         *axis_lines(plan),
-        *batch_lines(plan),
+        *words.batches(plan),
         *_trained(plan),
     ]
 
@@ -56,21 +57,6 @@ def utilization_lines(plan: Plan) -> list[str]:
         f"MFU {percent(plan.utilization, 1.0)}: {number(reached)} of {number(f.peak_per_second / 1e12)} TFLOP/s in "
         f"{f.dtype} a device" + (above if 0 < f.published < plan.utilization else "")
     ]
-
-
-def bound_text(plan: Plan) -> str:
-    """Say what the bound of a plan is: of a strategy's plans alone, if the plan is one's."""
-    if plan.pipeline.is_staged:
-        return f"an even split without waiting takes {ms(plan.bound)} or more"
-    of_these = "" if plan.strategy == "auto" else f" of {plan.strategy}"
-    return f"no plan{of_these} takes less than {ms(plan.bound)}"
-
-
-def batch_lines(plan: Plan) -> list[str]:
-    """Return a line on the micro-batches and how often gradients are reduced, none if a step has a single one."""
-    how = "once a step" if plan.reduces_once else "in each of them"
-    is_said = plan.micro_batches > 1 and not plan.pipeline.is_staged  # of stages by `pipeline_line`
-    return [f"{batches_text(plan)}, gradients reduced {how}"] if is_said else []
 
 
 def parts_of(plan: Plan) -> str:
@@ -98,10 +84,11 @@ def _parts(plan: Plan) -> dict[str, float]:
 
 
 def waiting_seconds(plan: Plan) -> float:
-    """Return what the mean rank of a pipeline waits in a step."""
+    """Return what the mean rank waits in a step: nothing without stages, nor where it is mere rounding."""
     busy = plan.compute_seconds + plan.recompute_seconds + plan.exposed_seconds + plan.offloaded.seconds
     busy += plan.update_seconds
-    return max(0.0, plan.step_seconds - busy) if plan.pipeline.is_staged else 0.0
+    waits = plan.step_seconds - busy
+    return waits if waits > 1e-6 * plan.step_seconds else 0.0
 
 
 def _trained(plan: Plan) -> list[str]:
@@ -156,8 +143,7 @@ def _collectives(plan: Plan) -> list[str]:
         sent,
         column([c.seconds * 1e3 for c in plan.collectives]),
     )
-    what = "collectives of all stages" if plan.pipeline.is_staged else "collectives"
-    return table([what, "axes", "count", f"{unit} sent by a device", "ms"], list(rows), left=2)
+    return table([wording(plan).collectives, "axes", "count", f"{unit} sent by a device", "ms"], list(rows), left=2)
 
 
 def _outputs(plan: Plan) -> list[str]:
@@ -175,7 +161,7 @@ def _outputs(plan: Plan) -> list[str]:
 
 def _memory(plan: Plan) -> list[str]:
     header, rows = memory_table(plan)
-    return table(["memory of the fullest device" if plan.pipeline.is_staged else "memory of a device", *header], rows)
+    return table([wording(plan).memory, *header], rows)
 
 
 def memory_table(plan: Plan) -> tuple[list[str], list[list[str]]]:

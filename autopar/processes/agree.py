@@ -146,12 +146,12 @@ def check_captures(inputs: Sequence[str], fingerprint: str) -> None:
 
 def check_programs(plan: Plan, program: Sequence[tuple[str, str, tuple[int, ...]]]) -> None:
     """Raise DesyncError with both lines of the first collective, or with both plans, in which ranks differ. `program`
-    as RankProgram.collectives gives it; without stages, ranks that share no group have the same collectives too. Only
+    as RankProgram.collectives gives it; ranks of the same stages that share no group have the same collectives too. Only
     digests travel unless they differ."""
     groups = sorted({group for group, _, _ in program})
-    digests = {} if plan.pipeline.is_staged else {"": _digest([what for _, what, _ in program])}
+    digests = {"": _digest([what for _, what, _ in program])}
     digests |= {group: _digest([entry for entry in program if entry[0] == group]) for group in groups}
-    everyone = _gather((plan.hash, digests))
+    everyone, alike = _gather((plan.hash, digests)), tuple(a for a in plan.mesh.names if a != plan.pipeline.axis)
     for rank, (other_hash, theirs) in enumerate(everyone):
         if other_hash != everyone[0][0]:
             raise DesyncError(
@@ -159,7 +159,7 @@ def check_programs(plan: Plan, program: Sequence[tuple[str, str, tuple[int, ...]
                 fix="pass the same plan on every rank",
             )
         for group, digest in theirs.items():
-            first = plan.mesh.group(tuple(group.split(",")), rank)[0] if group else 0
+            first = plan.mesh.group(tuple(group.split(",")) if group else alike, rank)[0]
             if digest != everyone[first][1].get(group):
                 programs = _gather(list(program))
                 raise _first_difference(group, (first, programs[first]), (rank, programs[rank]))

@@ -42,7 +42,7 @@ from .ambient import Ambient
 from .call import Call
 from .capture import Capture, Traced
 from .following import Dims, nearest
-from .inputs import Inputs, WholeInputs, data_axes, global_example
+from .inputs import Inputs, data_axes, global_example
 from .modes import Modes
 from .outputs import Kind, OutputForms
 from .parameters import table_of
@@ -127,8 +127,7 @@ class Captures:
         signature, leaves = traced.captured.signature, plan.sharding.leaves
         nodes = {n.meta["role"].name: n.name for n in traced.captured.graph.nodes if n.op == "placeholder"}
         layouts = {name: leaves[nodes[name]] for name in signature.tensor_names if nodes.get(name) in leaves}
-        form = Inputs if plan.pipeline.is_one_program else WholeInputs
-        inputs = form(signature, self.mode, layouts, traced.fixed, self.mesh, self.device_mesh)
+        inputs = step.takes(signature, self.mode, layouts, traced.fixed, self.mesh, self.device_mesh)
         call = f"{inputs.text()}; {self._modes_text()}{changed}"
         captured = traced.captured
         around = self.modes.now(), self.hooks.now(), self._trainable(), ambient, gradients

@@ -119,7 +119,7 @@ def _check(optimizer: Optimizer, module: nn.Module) -> None:
     mine = {name: p for name, p in module.named_parameters() if id(p) in ids}
     if type(optimizer) is Muon:
         check_parts(optimizer)
-    if isinstance(optimizer, LBFGS) and module.plan.pipeline.is_staged:
+    if isinstance(optimizer, LBFGS) and module.elsewhere:
         raise OptimizerError(
             f"{kind} searches along all parameters at once, and a rank of a pipeline has those of its stages only",
             mesh=module.plan.mesh,

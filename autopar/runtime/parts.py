@@ -62,4 +62,4 @@ def _can_run_parts(module: OfSource) -> bool:
     source = module._source
     hooks = [*source._forward_hooks.values(), *source._forward_pre_hooks.values()]
     has_more = module._captures.compiler.loss_fn is not None or not all(isinstance(hook, CallRefusal) for hook in hooks)
-    return not has_more and module.plan.pipeline.is_one_program
+    return not has_more and module._captures.last.step.runs_layers

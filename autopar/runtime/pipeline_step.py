@@ -41,6 +41,7 @@ from ..schedule.played import Played
 from .accumulation import Accumulation
 from .backward import refuse_second_derivatives
 from .call import Call
+from .inputs import WholeInputs
 from .lengths import OwnLengths
 from .outputs import OutputForm, OutputForms
 from .parameters import table_of
@@ -55,6 +56,9 @@ from .walk import walk
 class PipelineStep:
     """Runs the stages of `program` on the parameters and buffers of `module`. `everywhere`: all outputs are on all
     ranks. Raises StageError for a call that trains without a scalar loss."""
+
+    takes = WholeInputs
+    runs_layers = False
 
     def __init__(self, program: PipelineProgram, captured: Captured, plan: Plan, module: nn.Module, stage: StageMesh,
                  groups: ProcessGroups, accumulation: Accumulation, trains: bool, everywhere: bool,

@@ -41,6 +41,9 @@ class Step:
     `complete` gives, for a step and the inputs of a call, the step in whose program all differentiable outputs have tangents, for
     a backward that comes from one that has none here; all ranks call it together. `forms`: of the outputs."""
 
+    takes = Inputs
+    runs_layers = True  # by themselves, as calls of their own
+
     def __init__(self, program: RankProgram, captured: Captured, plan: Plan, module: nn.Module, device_mesh,
                  groups: ProcessGroups, accumulation: Accumulation, complete: Callable[[Step, Inputs], Step],
                  forms: OutputForms):  # fmt: skip

@@ -61,7 +61,7 @@ class VerifyReport:
     there is no loss); `gradient_errors` has the largest of each group of parameters ("h.*.attn.c_attn.weight") and
     inputs ("input x"), `buffer_errors` that of buffers and of parameters and inputs that the forward writes to; bytes
     are what a rank sends in a step, under a pipeline what one rank of every stage sends inside of it. `sends`: between
-    stages, how many values, forward and backward.
+    stages, how many values, forward and backward. `diverging`: where the ranks differ first, or why that is not known.
 
     Rounding may hide a mistake or look like one: mixed precision rounds by more than most mistakes are large, and what
     cancels out is nothing but rounding. So such a step is run once more in the next wider type, where only a mistake
@@ -82,7 +82,7 @@ class VerifyReport:
     rounding: dict[str, float] = field(default_factory=dict)
     capture_errors: dict[str, float] = field(default_factory=dict)
     wide: VerifyReport | None = None
-    diverging: Divergence | None = None
+    diverging: Divergence | str | None = None
     sends: Counter = field(default_factory=Counter)
 
     @property
@@ -248,6 +248,7 @@ def _compared_pipeline(
         plan, precision, None if loss is None else outputs[loss].item(), *_errors(captured, reference, mine, precision),
         _wire_bytes(plan), tuple(map(sum, zip(*step.bytes_sent))),
         sum(step.collectives, Counter()), sends=sends,
+        diverging="the first node that differs is looked for without stages and micro-batches only",
     )  # fmt: skip
 
 

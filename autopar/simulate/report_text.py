@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..plans.wording import wording
 from ..utils.format import size, table
 from .compare import CAPTURED, TOLERANCE, VerifyReport
 
@@ -10,9 +11,9 @@ def verify_text(report: VerifyReport) -> str:
     """Return a table of relative errors, the traffic, and on the last line `match` or what differs first."""
     plan, names = report.plan, _names(report)
     loss = "" if report.loss is None else f", loss {report.loss:.6g}"
-    staged = f", {plan.pipeline.schedule} with {plan.micro_batches} micro-batches" if plan.pipeline.is_staged else ""
+    schedule = wording(plan).schedule(plan)
     lines = [
-        f"one step of {plan.model} simulated on mesh {plan.mesh}, strategy {plan.strategy}{staged}, against eager "
+        f"one step of {plan.model} simulated on mesh {plan.mesh}, strategy {plan.strategy}{schedule}, against eager "
         f"torch{loss}",
         "",
         *(_errors(report, names) if report.wide is None else _mixed_errors(report, names)),
@@ -74,23 +75,19 @@ def _traffic(report: VerifyReport) -> list[str]:
     least, most = min(report.sent_bytes), max(report.sent_bytes)
     sent = size(most) if least == most else f"{size(least)} to {size(most)}"
     calls = " ".join(f"{kind}[{','.join(axes)}]:{n}" for (kind, axes), n in sorted(report.collectives.items()))
-    if not report.plan.pipeline.is_staged:
-        return [
-            f"sent by a rank: {sent}, predicted {size(report.predicted_bytes)}",
-            f"collectives of rank 0: {calls or 'none'}",
-        ]
+    words, sends = wording(report.plan), report.sends
+    between = f"sent between stages, values of {report.plan.micro_batches} micro-batches: "
     return [
-        f"sent inside of stages, by one rank of each: {sent}, predicted {size(report.predicted_bytes)}",
-        f"collectives inside of stages, of one rank of each: {calls or 'none'}",
-        f"sent between stages, values of {report.plan.micro_batches} micro-batches: {report.sends['forward']} forward, "
-        f"{report.sends['backward']} back",
+        f"{words.sent}: {sent}, predicted {size(report.predicted_bytes)}",
+        f"{words.called}: {calls or 'none'}",
+        *([f"{between}{sends['forward']} forward, {sends['backward']} back"] if sends else []),
     ]
 
 
 def _divergence(report: VerifyReport) -> list[str]:
     at = report.diverging
-    if not report.plan.pipeline.is_one_program:
-        return ["the first node that differs is looked for without stages and micro-batches only"]
+    if isinstance(at, str):
+        return [at]
     if at is None:
         return ["every node of the graph has the value of the unsharded graph, which is not that of eager torch"]
     where = " ".join(filter(None, (at.module, at.source)))

@@ -12,8 +12,6 @@ from ..planner.plan import Planned
 from ..plans.plan import Plan, Region
 from ..plans.text import (
     alternatives_table,
-    batch_lines,
-    bound_text,
     costed,
     hidden_seconds,
     in_tree_order,
@@ -23,6 +21,7 @@ from ..plans.text import (
     recomputed_lines,
     without_price,
 )
+from ..plans.wording import wording
 from ..utils.format import byte_column, column, ms, percent, size
 from .charts import legend_of, memory_chart, timeline_chart
 from .html import Html, bar, joined, rows_of, tag
@@ -61,7 +60,15 @@ def whole_page(plan: Plan, sections: list[tuple[str, Html | None]]) -> str:
     devices = f"{plan.mesh.devices} device{'s' if plan.mesh.devices > 1 else ''}"
     made = f"{devices}, {plan.hardware}, {plan.precision_text}, {plan.optimizer_text}, strategy {plan.strategy}"
     step = tag("p", tag("b", ms(plan.step_seconds)), f" a step of {samples_text(plan)}, predicted", class_="headline")
-    main = [tag("header", tag("h1", title), tag("p", made), step, tag("p", f"{bound_text(plan)} (gap {plan.gap:.2%})"))]
+    main = [
+        tag(
+            "header",
+            tag("h1", title),
+            tag("p", made),
+            step,
+            tag("p", f"{wording(plan).bound(plan)} (gap {plan.gap:.2%})"),
+        )
+    ]
     main += [tag("section", tag("h2", name), content) for name, content in sections if content]
     body = tag("body", tag("main", *main), tag("script", Html((FOLDER / "report.js").read_text())))
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
@@ -311,5 +318,8 @@ def _runners_up(planned: Planned) -> dict[str, tuple[str, float]]:
 
 def notes_section(plan: Plan) -> Html | None:
     """List what is said of passes and of offloading, and the plan's warnings; None if there is nothing."""
-    notes = [f"{line[0].upper()}{line[1:]}" for line in (*batch_lines(plan), *offloaded_lines(plan), *plan.warnings)]
+    notes = [
+        f"{line[0].upper()}{line[1:]}"
+        for line in (*wording(plan).batches(plan), *offloaded_lines(plan), *plan.warnings)
+    ]
     return tag("ul", *(tag("li", note) for note in notes)) if notes else None

@@ -12,6 +12,7 @@ import autopar
 from autopar.api import kept_program
 from autopar.errors import AdaptError, CaptureError, InputError, StrategyError
 from autopar.ir.mesh import Mesh
+from autopar.plans.pipeline import Pipeline
 from autopar.processes import agree
 from tests.helpers import gloo
 
@@ -55,7 +56,7 @@ CALLED = [("tp", "a", (2,)), ("dp", "b", (3,))]
 
 def _with_hash(plan_hash: str) -> SimpleNamespace:
     """Return what the check of programs reads of a plan."""
-    return SimpleNamespace(hash=plan_hash, mesh=Mesh.parse("dp=2,tp=2"), pipeline=SimpleNamespace(is_staged=False))
+    return SimpleNamespace(hash=plan_hash, mesh=Mesh.parse("dp=2,tp=2"), pipeline=Pipeline())
 
 
 def _to_max(node):

@@ -15,7 +15,6 @@ from ...ir.graph import fingerprint, is_op
 from ...ir.stage_placement import StagePlacement
 from ...passes.pipeline.micro_batch import MicroBatched, micro_batch
 from ...passes.pipeline.stages import cut
-from ...plans.pipeline import Pipeline
 from ...plans.plan import Plan
 from ..batch import samples_of
 from ..plan import PlanOptions, make_plan, search
@@ -32,16 +31,22 @@ def plan_same_stages(captured: Captured, first: Plan, options: PlanOptions, mode
     """Return a plan for another capture of the model of `first`, with its stages and as many micro-batches, if it can
     be cut so. `options` fix the parameters' layouts. Raise StageError if a stage of the call reads parameters that it
     does not have."""
-    pipeline, micro = first.pipeline, _micro_batched(captured, first.pipeline)
-    if micro is None:
+    pipeline, count = first.pipeline, min(first.micro_batches, samples_of(captured.signature))
+    micro = _micro_batched(captured, count)
+    if pipeline.is_staged:
+        micro, options = micro or micro_batch(captured, 1), replace(options, within=first.mesh)
+    elif micro is None or count == 1:
         return make_plan(captured, first.mesh, options, model)
-    options = replace(options, micro_batches=micro.micro_batches, overlay=micro.smaller and micro.smaller.graph)
+    inputs = {n.name for n in captured.graph.nodes if n.op == "placeholder" and n.meta["role"].kind == "input"}
+    options = replace(
+        options, micro_batches=micro.micro_batches, overlay=micro.smaller and micro.smaller.graph,
+        fixed={name: layout for name, layout in options.fixed.items() if name not in inputs},
+    )  # fmt: skip
     planned = search(micro.captured, first.sharding.mesh, options, model)
     cuts = cuts_of(micro.captured.graph, pipeline.owners)
     samples = micro.samples if micro.smaller is not None else 0
     pipeline = replace(pipeline, micro_batches=micro.micro_batches, cuts=cuts, costs=(), owners=(), samples=samples)
-    once = micro.micro_batches > 1 if pipeline.is_staged else planned.plan.reduces_once
-    plan = replace(planned.plan, mesh=first.mesh, pipeline=pipeline, reduces_once=once,
+    plan = replace(planned.plan, mesh=first.mesh, pipeline=pipeline,
                    fingerprint=fingerprint(captured.graph), samples=samples_of(captured.signature))  # fmt: skip
     plan = with_owners(captured, plan)
     for stage, (theirs, mine) in enumerate(zip(first.pipeline.owners, plan.pipeline.owners)):
@@ -53,16 +58,10 @@ def plan_same_stages(captured: Captured, first: Plan, options: PlanOptions, mode
     return plan
 
 
-def _micro_batched(captured: Captured, first: Pipeline) -> MicroBatched | None:
-    """Cut a call into as many micro-batches as there were or the batch has samples; into one if it cannot run part by
-    part. Return None where that is one program."""
-    count = min(first.micro_batches, samples_of(captured.signature))
-    if first.is_staged:
-        with contextlib.suppress(MicroBatchError):
-            return micro_batch(captured, count)
-        return micro_batch(captured, 1)
+def _micro_batched(captured: Captured, count: int) -> MicroBatched | None:
+    """Return a call cut into so many micro-batches, None if it cannot run part by part."""
     with contextlib.suppress(MicroBatchError, StageError):
-        return micro_batch(captured, count) if count > 1 else None
+        return micro_batch(captured, count)
     return None
 
 

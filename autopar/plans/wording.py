@@ -1,0 +1,74 @@
+"""What the texts of a plan say of a step through stages in other words than of one without: all of it is here, so that
+no text has to ask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..utils.format import ms, percent
+from .axes import unsharded_lines
+from .pipeline import Pipeline
+from .pipeline_text import batches_text, pipeline_line
+from .plan import Plan
+
+
+@dataclass(frozen=True)
+class Wording:
+    """Titles of tables; lines and cells of a plan, empty where there is nothing to say. `bound`: what the bound is of,
+    as a sentence, and `bound_row` as the name of a row. `sent` and `called`: of whom a simulated step counts bytes and
+    collectives. `figures`: of the pipeline, by the names that they have beside other plans; `stages`: what each holds
+    and on which rank."""
+
+    memory: str
+    collectives: str
+    bound_row: str
+    sent: str
+    called: str
+    bound: Callable[[Plan], str]
+    schedule: Callable[[Plan], str]
+    passes: Callable[[Plan], str]
+    progress: Callable[[Plan], str]
+    batches: Callable[[Plan], list[str]]
+    unsharded: Callable[[Plan], list[str]]
+    figures: dict[str, Callable[[Pipeline], str]]
+
+
+def wording(plan: Plan) -> Wording:
+    """Return the words for a plan."""
+    return STAGED if plan.pipeline.is_staged else WHOLE
+
+
+def _bound_of_strategy(plan: Plan) -> str:
+    of_these = "" if plan.strategy == "auto" else f" of {plan.strategy}"
+    return f"no plan{of_these} takes less than {ms(plan.bound)}"
+
+
+def _batches(plan: Plan) -> list[str]:
+    how = "once a step" if plan.reduces_once else "in each of them"
+    return [f"{batches_text(plan)}, gradients reduced {how}"] if plan.micro_batches > 1 else []
+
+
+WHOLE = Wording(
+    memory="memory of a device", collectives="collectives", bound_row="bound of the strategy",
+    sent="sent by a rank", called="collectives of rank 0",
+    bound=_bound_of_strategy, schedule=lambda plan: "",
+    passes=lambda plan: "".join(_batches(plan)) or f"one pass of {plan.samples} samples a step",
+    progress=lambda plan: f"{ms(plan.exposed_seconds)} of communication exposed",
+    batches=_batches, unsharded=unsharded_lines, figures={},
+)  # fmt: skip
+STAGED = Wording(
+    memory="memory of the fullest device", collectives="collectives of all stages",
+    bound_row="even and without waiting", sent="sent inside of stages, by one rank of each",
+    called="collectives inside of stages, of one rank of each",
+    bound=lambda plan: f"an even split without waiting takes {ms(plan.bound)} or more",
+    schedule=lambda plan: f", {plan.pipeline.schedule} with {plan.micro_batches} micro-batches",
+    passes=pipeline_line, progress=pipeline_line, batches=lambda plan: [], unsharded=lambda plan: [],
+    figures={
+        "schedule": lambda p: p.schedule,
+        "ranks x stages each": lambda p: f"{p.ranks} x {p.stages_per_rank}",
+        "bubble": lambda p: percent(p.played().bubble, 1.0),
+        "slowest stage by the mean": lambda p: f"{p.balance:.2f}",
+    },
+)  # fmt: skip
+BOUND_ROWS = WHOLE.bound_row, STAGED.bound_row
