@@ -164,8 +164,8 @@ PASSES = (*MODEL, UNROLL, *MICRO_BATCHES, *STAGES, *RANK, PARTITION, COMPUTE_ONC
 @paused_collector()
 def trace(
     model: nn.Module, example_inputs, loss_fn: Callable | None = None, forms: Mapping[str, Form] | None = None,
-    precision: str | torch.dtype = "fp32", adapt: Sequence[Adaptation] = (), loss_alone: bool = True, with_gradients: bool = True,
-    passes: Sequence[Pass] = (),
+    precision: str | torch.dtype = "fp32", adapt: Sequence[Adaptation] = (), loss_alone: bool = True,
+    with_gradients: bool = True, passes: Sequence[Pass] = (),
 ) -> Captured:  # fmt: skip
     """Return the annotated joint graph of a model's call, in canonical ops. `forms`: shapes and dtypes of the
     parameters, if not their own; `precision`: as in autopar/frontend/precision.py; `adapt`: what is attached to the
@@ -191,8 +191,8 @@ def open_size(
     loss_fn: Callable | None, forms: Mapping[str, Form], precision: str | torch.dtype, with_gradients: bool,
 ) -> OpenSize:  # fmt: skip
     """Return for which sizes of these dims of the inputs, by name, a call of the model takes the way through the user's
-    code that `captured` took, and its numbers. Raises what `trace` raises, also where a size that is not known cannot be
-    traced."""
+    code that `captured` took, and its numbers. Raises what `trace` raises, also where a size that is not known cannot
+    be traced."""
     around = autocast.ambient()
     how = captured.as_eager, loss_fn, forms, compute_dtype(precision), captured.returns.loss_alone, with_gradients
     inside = torch.inference_mode(False), torch.enable_grad(), traced_as(autocast.device_of(model, around), around)
@@ -221,8 +221,8 @@ def _check_added(subject: Exported | Captured) -> None:
 
 
 def trace_to_plan(
-    model: nn.Module, example_inputs, loss_fn: Callable | None, forms: Mapping[str, Form], precision: str | torch.dtype = "fp32",
-    adapt: Sequence[Adaptation] = (), passes: Sequence[Pass] = (),
+    model: nn.Module, example_inputs, loss_fn: Callable | None, forms: Mapping[str, Form],
+    precision: str | torch.dtype = "fp32", adapt: Sequence[Adaptation] = (), passes: Sequence[Pass] = (),
 ) -> Captured:  # fmt: skip
     """Return the same graph as `trace` does, in less time where the model has many equal blocks (see
     autopar/frontend/unroll.py)."""

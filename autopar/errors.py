@@ -222,8 +222,8 @@ added: list[str] = []  # what code outside of autopar has registered
 
 
 def check_new(error: type[AutoparError], what: str, name: object, known: Iterable[str], replace: bool) -> None:
-    """Raise `error` unless `name` can be that of a new thing: text without "+", and not one of the `known` names that it
-    is not to `replace`."""
+    """Raise `error` unless `name` can be that of a new thing: text without "+", and not one of the `known` names that
+    it is not to `replace`."""
     if not isinstance(name, str) or not name or "+" in name:
         raise error(f"{name!r} is no name of a {what}", fix="use a word")
     if name in known and not replace:

@@ -4,11 +4,13 @@ processes.
     OMP_NUM_THREADS=1 python benchmarks/bubbles.py [--parts forms,idle,memory] [--schedules naive,zbv] [--idle-seconds
     4.2]
 
-forms   autopar/schedule/play.py against autopar/schedule/formulas.py, of all schedules, the seconds of F, I and W equal.
-idle    8 processes run the schedules through the real links with stages that sleep, so that they do not share cores. The bubble is
-        what is idle between the first action of any rank and the last one of any, from the times that the engine notes.
-        Where the machine is busy with other work a process that wakes up waits for a core, some milliseconds a message,
-        so that a rank has to be idle for seconds: F, I and W take as long as that needs, the same for all three.
+forms   autopar/schedule/play.py against autopar/schedule/formulas.py, of all schedules, the seconds of F, I and W
+        equal.
+idle    8 processes run the schedules through the real links with stages that sleep, so that they do not share cores.
+        The bubble is what is idle between the first action of any rank and the last one of any, from the times that the
+        engine notes. Where the machine is busy with other work a process that wakes up waits for a core, some
+        milliseconds a message, so that a rank has to be idle for seconds: F, I and W take as long as that needs, the
+        same for all three.
 memory  4 processes train a model; the storages that the ops of a stage save for its backward are followed from op to op
         (autopar/utils/allocation_tracker.py). In flight is the most bytes of them alive at once over those of one
         micro-batch. What a stage received is not counted: the next one comes while a micro-batch is computed.

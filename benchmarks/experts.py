@@ -1,11 +1,11 @@
-"""What expert parallelism costs and saves: a mixture of experts on gloo processes, its experts whole on every rank or cut.
+"""What expert parallelism costs and saves: a mixture of experts on gloo processes, its experts on every rank or cut.
 
     OMP_NUM_THREADS=1 python benchmarks/experts.py                            # 4 processes, 8 experts
     OMP_NUM_THREADS=1 python benchmarks/experts.py --ranks 2 --experts 16 --routing one
 
-Prints for each strategy the bytes of expert weights that a rank holds, what the plan sends in a step, and the CPU seconds
-of a step (forward, backward and AdamW) of the slowest rank, the median of several. `--routing one`: the router is made to
-send every token to the same experts, the worst that balanced prices do not see.
+Prints for each strategy the bytes of expert weights that a rank holds, what the plan sends in a step, and the CPU
+seconds of a step (forward, backward and AdamW) of the slowest rank, the median of several. `--routing one`: the router
+is made to send every token to the same experts, the worst that balanced prices do not see.
 """
 
 from __future__ import annotations

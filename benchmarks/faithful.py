@@ -1,9 +1,9 @@
 """Programs as users write them, and random ones: does the compiled call do what the eager one does?
 
-    OMP_NUM_THREADS=1 python benchmarks/faithful.py --programs                       # all of tests/faithful, on one process
+    OMP_NUM_THREADS=1 python benchmarks/faithful.py --programs                       # tests/faithful, on one process
     OMP_NUM_THREADS=1 python benchmarks/faithful.py --programs state/ hooks/ --mesh dp=2,tp=2 --strategy fsdp
     OMP_NUM_THREADS=1 python benchmarks/faithful.py --programs --list
-    OMP_NUM_THREADS=1 python benchmarks/faithful.py --count 5000 [--seed 0]          # random programs, of the seeds from 0 on
+    OMP_NUM_THREADS=1 python benchmarks/faithful.py --count 5000 [--seed 0]          # random ones, of seeds from 0 on
     OMP_NUM_THREADS=1 python benchmarks/faithful.py --seed 1234 --count 1 --verbose  # one of them again
 
 Prints what came of each program that is not equal, and a table. With --log FILE seeds that are in the file are not run

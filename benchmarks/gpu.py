@@ -4,8 +4,9 @@
     python benchmarks/gpu.py --parts families,attention             # some of it
     python benchmarks/gpu.py --fake                                 # tiny sizes on the processor: does it run?
 
-Each part (benchmarks/gpu_parts.py) is a process of its own with a limit of time; a part that fails says so, and the next
-one runs. Every figure stands beside what it is compared with: eager torch, FSDP2, torch.compile, or the prediction.
+Each part (benchmarks/gpu_parts.py) is a process of its own with a limit of time; a part that fails says so, and the
+next one runs. Every figure stands beside what it is compared with: eager torch, FSDP2, torch.compile, or the
+prediction.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 SECONDS = {
-    "families": 90, "attention": 60, "ranks": 90, "slice": 120, "calibrated": 60, "waits": 40, "state": 40, "faults": 40,
+    "families": 90, "attention": 60, "ranks": 90, "slice": 120, "calibrated": 60, "waits": 40, "state": 40,
+    "faults": 40,
 }  # fmt: skip
 
 

@@ -200,8 +200,11 @@ def _attend(machine: Machine, dtype, heads: int, kv_heads: int, dim: int, length
     errors = [apart(*(dict(zip(names, map(detached, side))) for side in (x, exact or theirs))) for x in (found, theirs)]
     seconds = [machine.seconds(lambda run=run: both(run, *tensors), 3) for run in (mine, torchs)]
     peaks = [machine.peak_bytes(lambda run=run: both(run, *tensors)) / GIB for run in (mine, torchs)]
-    print(f"{str(dtype)[6:]:8} {heads}/{kv_heads} heads of {dim:3}, {length:4} long, {kind:6}: off {errors[0]:.1e} (torch "
-          f"{errors[1]:.1e}), {seconds[0] * 1e3:.2f} ms ({seconds[1] * 1e3:.2f}), {peaks[0]:.2f} GiB ({peaks[1]:.2f})")  # fmt: skip
+    print(
+        f"{str(dtype)[6:]:8} {heads}/{kv_heads} heads of {dim:3}, {length:4} long, {kind:6}: off {errors[0]:.1e} "
+        f"(torch {errors[1]:.1e}), {seconds[0] * 1e3:.2f} ms ({seconds[1] * 1e3:.2f}), "
+        f"{peaks[0]:.2f} GiB ({peaks[1]:.2f})"
+    )
 
 
 def ranks(machine: Machine) -> None:
@@ -231,8 +234,8 @@ def _slice_model(machine: Machine) -> tuple[nn.Module, dict]:
     sizes = "hidden=4096,layers=4,heads=32,kv_heads=8,ffn=14336,vocab=128256,seq=8192"
     tiny = "hidden=64,layers=2,heads=4,kv_heads=2,ffn=128,vocab=256,seq=64"
     torch.manual_seed(0)
-    model, inputs = models.build(f"llama:{sizes if machine.is_gpu else tiny}", batch=1, seq=8192 if machine.is_gpu else 64,
-                                 device=machine.device)  # fmt: skip
+    text, seq = (f"llama:{sizes}", 8192) if machine.is_gpu else (f"llama:{tiny}", 64)
+    model, inputs = models.build(text, batch=1, seq=seq, device=machine.device)
     return model, on(machine.device, inputs)
 
 

@@ -1,7 +1,8 @@
 """What changing lengths cost: 30 steps of a fine-tune whose batches are padded to their longest, with 15 lengths.
 
     OMP_NUM_THREADS=1 python benchmarks/lengths.py                           # GPT-2, 124 M parameters, dp=2
-    OMP_NUM_THREADS=1 python benchmarks/lengths.py --model llama:hidden=256,layers=4,heads=4,ffn=512,vocab=1024 --mesh dp=2,tp=2
+    OMP_NUM_THREADS=1 python benchmarks/lengths.py --mesh dp=2,tp=2 \\
+        --model llama:hidden=256,layers=4,heads=4,ffn=512,vocab=1024
 
 Prints for each step its length and seconds of the slowest rank, and how many calls were captured. What is outside of
 the steps is what a step of that length takes longer the first time than the second: each length comes twice.

@@ -5,8 +5,8 @@ far rows are predicted that were held back.
 
 Every third row of a table, in the order of its file, is held back: no constant is fitted to it. --fit prints the tables
 of a profile that it finds; without it the profiles are judged as they are. A fit is a descent along one constant after
-the other, of the mean absolute logarithm of predicted over measured, from the same start each time. Nothing is fitted to
-a whole training step. The tables: benchmarks/operator_tables/README.md.
+the other, of the mean absolute logarithm of predicted over measured, from the same start each time. Nothing is fitted
+to a whole training step. The tables: benchmarks/operator_tables/README.md.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What planning takes on this machine, and what it finds: real models and meshes, capture included, a process a case.
 
     OMP_NUM_THREADS=1 python benchmarks/planner.py [WORD ...]         the cases whose name or mesh has one of the words
-    OMP_NUM_THREADS=1 python benchmarks/planner.py --growth           seconds by number of layers and of devices, with ratios
-    OMP_NUM_THREADS=1 python benchmarks/planner.py --determinism 5    each case 5 times under other hash seeds, plans compared
+    OMP_NUM_THREADS=1 python benchmarks/planner.py --growth           seconds by number of layers and of devices
+    OMP_NUM_THREADS=1 python benchmarks/planner.py --determinism 5    each case under 5 hash seeds, plans compared
     OMP_NUM_THREADS=1 python benchmarks/planner.py --programs         how many integer programs each case solves
     OMP_NUM_THREADS=1 python benchmarks/planner.py --case MODEL MESH BATCH SEQ
 

@@ -8,11 +8,12 @@ cuts and what is computed again are chosen. Then `autopar estimate` costs the pu
 Seconds of a step are those of the search's objective for both; parts are of a mean device. Nothing was run on such
 devices.
 
-gpt3-175b    Narayanan et al., arXiv 2104.04473: 1024 A100, batch 1536, sequences of 2048, tensor 8, pipeline 8, data 16, full
-             recomputation; the number of stages a rank is not given, so several are costed.
+gpt3-175b    Narayanan et al., arXiv 2104.04473: 1024 A100, batch 1536, sequences of 2048, tensor 8, pipeline 8, data
+             16, full recomputation; the number of stages a rank is not given, so several are costed.
              github.com/NVIDIA/Megatron-LM, README of 2021: 32 s a step.
-llama3-405b  Grattafiori et al., arXiv 2407.21783, table 4: 16,384 H100, 16 M tokens, sequences of 8192, tensor 8, pipeline 16, data
-             128, 41 % of the peak; interleaved, optimizer state and gradients sharded over the replicas.
+llama3-405b  Grattafiori et al., arXiv 2407.21783, table 4: 16,384 H100, 16 M tokens, sequences of 8192, tensor 8,
+             pipeline 16, data 128, 41 % of the peak; interleaved, optimizer state and gradients sharded over the
+             replicas.
 """
 
 from __future__ import annotations

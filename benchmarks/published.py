@@ -7,14 +7,15 @@ sum of compute and communication, and as simulated with overlap, then both after
 geometric mean of published over predicted (Megatron: of three rows): what is left is how well the model ranks
 configurations. No constant of a profile is fitted to these.
 
-Megatron   Narayanan et al., SC'21, ten rows from 1.7 B to 1 T parameters, pipelines included: benchmarks/published_megatron.py.
+Megatron   Narayanan et al., SC'21, ten rows from 1.7 B to 1 T parameters, pipelines included:
+           benchmarks/published_megatron.py.
 torchtitan github.com/pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3, with
-torch.compile, bf16.
+           torch.compile, bf16.
            Those H100 have 2.4 TB/s and run at 500 W, the profile has 3.35 TB/s at 700 W. Its selective checkpointing
            also recomputes every second matrix product, ours none.
-foundry    github.com/mosaicml/llm-foundry, scripts/train/benchmarking/README.md: FSDP of MPT models on nodes of 8, rows of tokens a
-           second. MPT has ALiBi and no biases; the nearest builder is gpt. Gradients are reduced in every pass, or once
-           where whole ones fit, whichever the planner takes.
+foundry    github.com/mosaicml/llm-foundry, scripts/train/benchmarking/README.md: FSDP of MPT models on nodes of 8, rows
+           of tokens a second. MPT has ALiBi and no biases; the nearest builder is gpt. Gradients are reduced in every
+           pass, or once where whole ones fit, whichever the planner takes.
 """
 
 from __future__ import annotations

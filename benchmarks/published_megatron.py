@@ -9,11 +9,11 @@ benchmarks/megatron_gpt.py has the ops of those runs.
 
 Predicted twice, both without overlap of gradients, which those runs had not:
 
-    autopar   what `autopar estimate` says. Sends run beside compute, as torch's engine has them; gradients are reduced in 32 bits,
-              bucket by bucket
-    as run    the same stages with what Megatron did. A rank that sends does nothing else: a whole activation in January, 1 / t of
-              it and an all-gather in the next node in April (section 4.1). Gradients are reduced in 16 bits, in one
-              piece
+    autopar   what `autopar estimate` says. Sends run beside compute, as torch's engine has them; gradients are reduced
+              in 32 bits, bucket by bucket
+    as run    the same stages with what Megatron did. A rank that sends does nothing else: a whole activation in
+              January, 1 / t of it and an all-gather in the next node in April (section 4.1). Gradients are reduced in
+              16 bits, in one piece
 
 One factor of seconds for each serves both tables: the mean of published over predicted of three rows of April, the
 smallest, the largest, and 39.1 B, the first with a pipeline, chosen before there was a result. It holds what is in

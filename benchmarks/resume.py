@@ -2,14 +2,14 @@
 
     OMP_NUM_THREADS=1 python benchmarks/resume.py [run] [meshes] [saves] [damage]
 
-run     `autopar train` is killed (SIGKILL, all processes) at a random moment and resumed: its last checkpoint has to be that of a
-        run that was never interrupted, byte for byte.
-meshes  six layouts on 4 processes: from each one's checkpoint every one goes on; the restored state has to be equal, the losses
-        that follow are compared with those of the run that saved it.
-saves   one of two processes is killed at each of 50 points of a save (before a call that changes the disk, of writes also inside):
-        the newest complete checkpoint has to load, with the weights of its step.
-damage  1,000 times a checkpoint is damaged (bits, lengths, swapped, replaced and missing files): CheckpointCorrupt on both ranks,
-        the model untouched.
+run     `autopar train` is killed (SIGKILL, all processes) at a random moment and resumed: its last checkpoint has to be
+        that of a run that was never interrupted, byte for byte.
+meshes  six layouts on 4 processes: from each one's checkpoint every one goes on; the restored state has to be equal,
+        the losses that follow are compared with those of the run that saved it.
+saves   one of two processes is killed at each of 50 points of a save (before a call that changes the disk, of writes
+        also inside): the newest complete checkpoint has to load, with the weights of its step.
+damage  1,000 times a checkpoint is damaged (bits, lengths, swapped, replaced and missing files): CheckpointCorrupt on
+        both ranks, the model untouched.
 """
 
 from __future__ import annotations

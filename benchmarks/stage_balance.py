@@ -7,9 +7,11 @@ stage.
 
 chosen   what autopar's cut gives, its stages costed as the plan costs them, without what they send
 segments   the smallest ratio of any cut at the places where autopar cuts (planner/pipeline/segments.py)
-any op   the smallest ratio of any cut at any forward op. A backward op goes with the segment that it belongs to when every op is a
-         segment, and what a cut would make to be computed twice is left out: a bound of what the model allows
-worse    how much longer the slowest stage is, with what it sends, than that of the best cut at any op, sends included too
+any op   the smallest ratio of any cut at any forward op. A backward op goes with the segment that it belongs to when
+         every op is a segment, and what a cut would make to be computed twice is left out: a bound of what the model
+         allows
+worse    how much longer the slowest stage is, with what it sends, than that of the best cut at any op, sends included
+         too
 sends    share of sending in the slowest stage's seconds
 
 A ratio above the target is the model's where no cut at any op reaches it (one op, such as a vocabulary's matrix

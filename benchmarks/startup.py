@@ -1,12 +1,13 @@
-"""What a job's start costs on each rank: from `compile` to the end of the first step, without a cache, with an empty one
-and with the one that the start before has filled.
+"""What a job's start costs on each rank: from `compile` to the end of the first step, without a cache, with an empty
+one and with the one that the start before has filled.
 
-    OMP_NUM_THREADS=1 python benchmarks/startup.py                                   # GPT-2, 124 M parameters, two ranks
-    OMP_NUM_THREADS=1 python benchmarks/startup.py --model llama:hidden=64,layers=32,heads=4,ffn=128,vocab=256 --mesh tp=4
+    OMP_NUM_THREADS=1 python benchmarks/startup.py                     # GPT-2, 124 M parameters, two ranks
+    OMP_NUM_THREADS=1 python benchmarks/startup.py --mesh tp=4 \\
+        --model llama:hidden=64,layers=32,heads=4,ffn=128,vocab=256
 
-Prints CPU seconds, which other programs on the machine disturb least, and for comparison those of the plain model in one
-process. Imports are counted by themselves: those of autopar, and torch._dynamo, which torch's own optimizers import when
-they are made, whatever the model. A second step is there to tell what of the first one is the step.
+Prints CPU seconds, which other programs on the machine disturb least, and for comparison those of the plain model in
+one process. Imports are counted by themselves: those of autopar, and torch._dynamo, which torch's own optimizers import
+when they are made, whatever the model. A second step is there to tell what of the first one is the step.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What compiling a large model costs before its weights are read, against planning it: Llama-3-8B's shapes on the meta device.
+"""What compiling a large model costs before its weights are read, against planning it: Llama-3-8B's shapes, on meta.
 
     OMP_NUM_THREADS=1 python benchmarks/startup_meta.py
     OMP_NUM_THREADS=1 python benchmarks/startup_meta.py --model llama3-8b --mesh dp=2 --batch 2 --seq 2048
 
-Prints CPU seconds: of `autopar.plan` in one process, and on each rank of what `autopar.compile` does of the same call up
-to its program (trace, plan, lower), without a cache, with an empty one and with the one that the start before has filled.
-Imports are not counted.
+Prints CPU seconds: of `autopar.plan` in one process, and on each rank of what `autopar.compile` does of the same call
+up to its program (trace, plan, lower), without a cache, with an empty one and with the one that the start before has
+filled. Imports are not counted.
 """
 
 from __future__ import annotations

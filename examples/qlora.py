@@ -55,7 +55,6 @@ for step in range(1, STEPS + 1):
 compiled.save_adapter("output/qlora-adapter")  # for peft.PeftModel.from_pretrained on the folder's model
 if is_first:
     whole = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    print(
-        f"weights in the folder: {whole / 2**20:.2f} MiB, on a rank: {compiled.plan.memory['parameters'] / 2**20:.2f} MiB"
-    )
+    mine = compiled.plan.memory["parameters"]
+    print(f"weights in the folder: {whole / 2**20:.2f} MiB, on a rank: {mine / 2**20:.2f} MiB")
 dist.destroy_process_group()

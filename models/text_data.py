@@ -42,9 +42,9 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def tokens_of(file: str | Path, folder: Path | None, vocab: int) -> Tensor:
-    """Return the tokens of all documents of a file, by the tokenizer of a folder, with its end token after each; without
-    one bytes, and a newline after each. Raises InputError if the file cannot be read as text or as JSON lines with a
-    field text, and if a token exceeds the vocabulary."""
+    """Return the tokens of all documents of a file, by the tokenizer of a folder, with its end token after each;
+    without one bytes, and a newline after each. Raises InputError if the file cannot be read as text or as JSON lines
+    with a field text, and if a token exceeds the vocabulary."""
     encode = _tokenizer(folder) if folder is not None and has_tokenizer(folder) else _bytes
     tokens = torch.tensor([token for document in _documents(Path(file).expanduser()) for token in encode(document)])
     if len(tokens) and int(tokens.max()) >= vocab:

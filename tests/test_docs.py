@@ -1,7 +1,7 @@
-"""What README.md and docs/ say is true: commands print what stands below them, and the list of passes is the compiler's.
+"""What README.md and docs/ say is true: commands print what stands below them, the passes are the compiler's.
 
-A block of a document that begins with `$ autopar ...` is run; the lines below it are what it prints, with `...` for lines
-that are left out. `--update-golden` writes the blocks without `...` anew.
+A block of a document that begins with `$ autopar ...` is run; the lines below it are what it prints, with `...` for
+lines that are left out. `--update-golden` writes the blocks without `...` anew.
 """
 
 from __future__ import annotations

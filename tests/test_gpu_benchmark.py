@@ -1,4 +1,4 @@
-"""The parts of benchmarks/gpu.py run, in tiny sizes on the processor: what waits for a GPU must not wait to be mended there."""
+"""The parts of benchmarks/gpu.py run, in tiny sizes on the processor: what waits for a GPU is mended before."""
 
 from __future__ import annotations
 

@@ -34,10 +34,9 @@ from .tracing import (
 )
 
 __all__ = [
-    "compiler_errors", "in_given_order", "TorchDispatchMode", "tree_flatten", "tree_map", "tree_unflatten", "no_autocast",
-    "without_dispatch_modes", "OpenSize", "export_open", "open_size",
-    "as_if_eager", "functionalized", "hooks_of_all_modules", "lazy_code", "move_hooks", "plain_checkpoints", "transforms",
-    "without_prints",
+    "compiler_errors", "in_given_order", "TorchDispatchMode", "tree_flatten", "tree_map", "tree_unflatten",
+    "no_autocast", "without_dispatch_modes", "OpenSize", "export_open", "open_size", "as_if_eager", "functionalized",
+    "hooks_of_all_modules", "lazy_code", "move_hooks", "plain_checkpoints", "transforms", "without_prints",
 ]  # fmt: skip
 
 aten = torch.ops.aten

@@ -5,7 +5,7 @@ point, so that the model learns to live with the rounding (quantization-aware tr
 `autopar.convert` then stores the integers. Of a module M there may be added
 
     M.weight_fake_quantizer.scale          (o, groups), a trained scale (LSQ, arXiv 1902.08153)
-    M.activation_fake_quantizer.min_val    (), the range of the inputs that an observer has seen; infinite before the first
+    M.activation_fake_quantizer.min_val    (), the range of inputs that an observer has seen; infinite before any
     M.activation_fake_quantizer.max_val    ()
 
 Observers run where M.activation_fake_quantizer is in train mode.

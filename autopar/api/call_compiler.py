@@ -81,8 +81,8 @@ class CallCompiler:
     def open_size(
         self, traced: Traced, dims: Mapping[str, Sequence[int]], gradients: bool, trains: Mapping[str, bool]
     ) -> OpenSize:
-        """Return for which sizes of these dims the user's code takes the way that it took in a capture, and its numbers.
-        One rank calls it, in the modes of the call."""
+        """Return for which sizes of these dims the user's code takes the way that it took in a capture, and its
+        numbers. One rank calls it, in the modes of the call."""
         forms = self.forms.training(trains) if gradients else self.forms.without_gradients()
         how = self.loss_fn, forms, self.options["precision"], gradients or torch.is_grad_enabled()
         return open_size(self.model, _example_of(traced), dims, traced.captured, *how)

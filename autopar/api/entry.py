@@ -109,9 +109,9 @@ def plan(
     return search(
         model, mesh, example_inputs, hardware=hardware, memory=memory, optimizer=optimizer, precision=precision,
         reduce_dtype=reduce_dtype, state_dtype=state_dtype, strategy=strategy, pin=pin, forbid=forbid, adapt=adapt,
-        passes=passes, loss_fn=loss_fn, strict=strict, baselines=baselines, micro_batches=micro_batches, schedule=schedule,
-        stages_per_rank=stages_per_rank, recompute=recompute, offload=offload, fixes=fixes, solver=solver, name=name,
-        report=report,
+        passes=passes, loss_fn=loss_fn, strict=strict, baselines=baselines, micro_batches=micro_batches,
+        schedule=schedule, stages_per_rank=stages_per_rank, recompute=recompute, offload=offload, fixes=fixes,
+        solver=solver, name=name, report=report,
     ).plan  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Estimate what a configuration that somebody else chose costs: seconds, FLOPs per second and memory, fitting or not.
 
-Model FLOPs are those of autopar/planner/model_flops.py. Hardware FLOPs add the products that are computed again: with all
-blocks, for a GPT as there, these are those of the paper's F,
+Model FLOPs are those of autopar/planner/model_flops.py. Hardware FLOPs add the products that are computed again: with
+all blocks, for a GPT as there, these are those of the paper's F,
 96 B s L h^2 (1 + s / (6 h) + V / (16 L h)), less 8 B s L h^2: what a block's last product gives, its backward does not
 read.
 """
@@ -25,7 +25,8 @@ from . import words
 @dataclass(frozen=True)
 class Estimate:
     """A configuration's cost. FLOPs are of a step over all devices; `missing_bytes` a device, 0 if it fits. Rates are
-    those of `step_seconds`. `dtype`: what most FLOPs are computed in; `peaks`: the hardware's FLOPs per second by type."""
+    those of `step_seconds`. `dtype`: what most FLOPs are computed in; `peaks`: by type, the hardware's FLOPs
+    per second."""
 
     plan: Plan
     recompute: str

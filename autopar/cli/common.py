@@ -54,8 +54,8 @@ def add_model(parser, batch: int | None = 8, seq: int | None = 64, searches: boo
 
 
 def add_planning(parser, hardware: str | None) -> None:
-    """Add --hardware, --precision, --reduce-dtype, --state-dtype, --strategy, --memory, --offload and --pin. `hardware`:
-    the default, None for that of the devices here."""
+    """Add --hardware, --precision, --reduce-dtype, --state-dtype, --strategy, --memory, --offload and --pin.
+    `hardware`: the default, None for that of the devices here."""
     profiles = f"{', '.join(profile.names())}, or a TOML file (default {hardware or 'that of this machine'})"
     parser.add_argument("--hardware", default=hardware, help=profiles)
     precision = (

@@ -14,8 +14,10 @@ from ..passes.pipeline.micro_batch import SAME, SUM, MicroBatched
 def parts_of(micro: MicroBatched, values: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     """Return what each micro-batch is given by placeholder name: global inputs, sums over the whole batch, its random
     state."""
-    leaves = {kind: {n.meta["role"].name: n.name for n in micro.captured.graph.nodes
-                     if n.op == "placeholder" and n.meta["role"].kind == kind} for kind in ("input", "random")}  # fmt: skip
+    leaves: dict[str, dict[str, str]] = {"input": {}, "random": {}}
+    for node in micro.captured.graph.find_nodes(op="placeholder"):
+        if (role := node.meta["role"]).kind in leaves:
+            leaves[role.kind][role.name] = node.name
     named = {name: values[leaf] for name, leaf in leaves["input"].items()}
     whole = {leaf: values[leaf] for leaf in leaves["input"].values()} | totals_of(micro, named)
     parts = [dict(whole) for _ in range(micro.micro_batches)]

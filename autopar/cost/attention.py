@@ -26,8 +26,8 @@ PRODUCTS = {True: (1, 1), False: (3, 2)}  # by direction: with the width of quer
 
 @dataclass(frozen=True)
 class Shape:
-    """Attention on one device: `batch` times `heads` of so many queries and keys. `share`: of all queries, those that the
-    device has, the last ones. Fields may be arrays."""
+    """Attention on one device: `batch` times `heads` of so many queries and keys. `share`: of all queries, those that
+    the device has, the last ones. Fields may be arrays."""
 
     batch: float | np.ndarray
     heads: float | np.ndarray

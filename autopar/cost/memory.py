@@ -63,8 +63,8 @@ OPTIMIZERS["muon"] = Optimizer(tensors=1, bytes_per_element=0, sweeps=1, orthogo
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes for each element of a parameter; gradient and optimizer only if it is trained. `sweeps` of a step go through
-    them."""
+    """Bytes for each element of a parameter; gradient and optimizer only if it is trained. `sweeps` of a step go
+    through them."""
 
     master: int
     copy: int

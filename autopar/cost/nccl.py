@@ -1,6 +1,6 @@
 """Seconds of NCCL's collectives, from its own model: the fastest of its algorithms and protocols.
 
-    seconds = latency + bytes / speed          bytes: of the whole tensor, n times what is gathered, once what is reduced
+    seconds = latency + bytes / speed      bytes: of the whole tensor, n times what is gathered, once what is reduced
 
     ring       speed = bus n / steps, steps = n - 1 (gather, scatter), 2 (n - 1) (all-reduce), n (broadcast)
                latency = base + (steps - far) intra + far inter, far = steps between nodes: nodes - 1, twice that, nodes

@@ -4,11 +4,11 @@ With n nodes that each hold S bytes, the time is steps * latency + bytes of the 
 receives at once; `max_node_bytes` counts what passes one after the other.
 
                       steps             busiest node       in all
-    parameter_server  2                 2 n S              2 n S              all push to a server, then pull; one more node
+    parameter_server  2                 2 n S              2 n S              all push to one more node, then pull
     sequential        2 n               2 n S              2 n S              the same, one worker after the other
     ring              2 (n - 1)         2 (n - 1) / n S    2 (n - 1) S        reduce-scatter, then all-gather, in a ring
     parallel          1                 (n - 1) S          n (n - 1) S        everyone sends to everyone
-    recursive_doubling   log2 n         log2 n S           n log2 n S         whole vectors with the node 1, 2, 4, ... away
+    recursive_doubling   log2 n         log2 n S           n log2 n S         vectors with the node 1, 2, 4, ... away
     halving_doubling     2 log2 n       2 (n - 1) / n S    2 (n - 1) S        halves, quarters, ... and back
 
 Of the last two, n that is no power of two lets its n - p last nodes (p the power below) hand in their vectors first and

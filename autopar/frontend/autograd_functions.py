@@ -29,7 +29,7 @@ _forwards: dict[object, Callable] = {}
 
 @contextmanager
 def recorded_backwards() -> Iterator[None]:
-    """Inside, autograd functions are traced as ops. Raises CaptureError for one whose outputs are not tensors or None."""
+    """Trace autograd functions inside as ops. Raises CaptureError for one with outputs other than tensors or None."""
     plain = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls, *args, **kwargs):

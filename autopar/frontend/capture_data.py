@@ -37,7 +37,8 @@ from .snapshot import MISSING
 RETURNED = ("count", "loss", "loss_alone", "names", "differentiable", "buffers")  # of Returns, what is plain
 
 OF_A_PROCESS = frozenset(
-    "get_rank get_node_local_rank get_local_rank get_group_rank environ getenv getpid gethostname current_device".split()
+    "get_rank get_node_local_rank get_local_rank get_group_rank "
+    "environ getenv getpid gethostname current_device".split()
 )  # what may differ between the processes of a job, and is no attribute or global of the user's
 
 
@@ -117,8 +118,8 @@ def call_data(signature: CallSignature) -> list:
 
 
 def model_data(model: nn.Module, forms: Forms) -> str:
-    """Return a hash of what makes a model but for its values and what a forward reads: classes and training flags of its
-    modules, forms of its tensors."""
+    """Return a hash of what makes a model but for its values and what a forward reads: classes and training flags of
+    its modules, forms of its tensors."""
     modules = [(name, class_of(module), module.training) for name, module in model.named_modules()]
     return hashlib.sha256(repr((modules, dict(forms), forms.buffers)).encode()).hexdigest()
 

@@ -1,8 +1,8 @@
 """A joint graph for another device than the one it was traced on.
 
-Graphs are traced and planned on the CPU. Some kernels of a GPU return other types and strides for the same call: a layer
-norm its statistics in fp32, whatever it normalises, where the CPU keeps them in bf16. So the graph is evaluated again,
-op by op, on fake tensors of the new device. Shapes must stay, as the plan is one of shapes.
+Graphs are traced and planned on the CPU. Some kernels of a GPU return other types and strides for the same call: a
+layer norm its statistics in fp32, whatever it normalises, where the CPU keeps them in bf16. So the graph is evaluated
+again, op by op, on fake tensors of the new device. Shapes must stay, as the plan is one of shapes.
 """
 
 from __future__ import annotations

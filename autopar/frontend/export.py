@@ -57,8 +57,8 @@ class Exported:
 @dataclass
 class Captured:
     """The joint graph of a call, annotated (see autopar/ir/graph.py), and how to call it. `guards`: the Python state
-    that it holds for; `compact`: the same with few of many equal blocks, if it was captured so; `passes`: the user's own
-    that run where this graph is compiled; `as_eager`: the model was not told that it was traced."""
+    that it holds for; `compact`: the same with few of many equal blocks, if it was captured so; `passes`: the user's
+    own that run where this graph is compiled; `as_eager`: the model was not told that it was traced."""
 
     graph_module: fx.GraphModule
     signature: CallSignature
@@ -114,8 +114,8 @@ def open_size(
     loss_alone: bool = True, with_gradients: bool = True,
 ) -> _torch.OpenSize:  # fmt: skip
     """Return for which sizes of these dims of the inputs, by name, the forward takes the way that it takes on the
-    example, in which they are of one size, and its numbers; `as_eager`: as in Exported. Raises what `export` raises, also where the
-    model cannot be traced with a size that is not known."""
+    example, in which they are of one size, and its numbers; `as_eager`: as in Exported. Raises what `export` raises,
+    also where the model cannot be traced with a size that is not known."""
     open_dims = [tuple(dims.get(n, ())) for n in CallSignature.of(*split_example(example_inputs))[0].tensor_names]
     how = loss_fn, forms, dtype, loss_alone, with_gradients
     program = _traced(model, example_inputs, *how, open_dims, as_eager).program

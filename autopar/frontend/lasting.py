@@ -1,4 +1,4 @@
-"""What the first forward of a model of transformers leaves for good: hooks that collect hidden states for its outputs."""
+"""What the first forward of a transformers model leaves for good: hooks that collect hidden states for its outputs."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def state_type(name: str | torch.dtype | None) -> torch.dtype | None:
 
 
 def has_half(graph: fx.Graph) -> bool:
-    """Return whether something in a graph is computed in float16, in which gradients vanish unless the loss is scaled."""
+    """Return whether a graph computes something in float16, in which gradients vanish unless the loss is scaled."""
     return any(v.dtype is torch.float16 for n in graph.nodes if n.op == "call_function" for v in values_of(n))
 
 

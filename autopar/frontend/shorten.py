@@ -1,4 +1,4 @@
-"""A deep forward differentiated fast: of its equal blocks five are kept, and the joint graph of those is unrolled again.
+"""A deep forward differentiated fast: of its equal blocks five are kept, and their joint graph is unrolled again.
 
     exported = ...                       # the forward of the whole model
     short = shorten(exported, model)     # that of blocks 0, 1, 2 and the last two, None where blocks are not alike

@@ -107,7 +107,8 @@ class Hardware:
     2 if nothing is gained by it. `curves`: measured collectives, wrong by `curves_error` (a median, 0.1 is 10 %).
     `products`: by kind ("dense", "grouped", "fp8", "fp8_block"). `errors`: mean relative errors against measured
     operators, by table and size class. `published_utilization`: the largest share of its peak that model FLOPs have
-    reached in published training runs, by type. `fingerprint`: where it was measured, empty for a profile made from datasheets.
+    reached in published training runs, by type. `fingerprint`: where it was measured, empty for a profile made from
+    datasheets.
     """
 
     name: str

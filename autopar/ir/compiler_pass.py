@@ -22,9 +22,9 @@ def always(context: object) -> bool:
 @dataclass(frozen=True)
 class Pass:
     """A step of the compiler: `run(subject, *options(context))` returns what the next one takes, or None if it changed
-    the subject in place. `takes`: "graph", the fx.GraphModule, or "capture", what holds it. `context` is what the passes
-    of a list know (see autopar/compiler.py); `when(context)` says whether the pass runs. A pass of a user's own names
-    the one that it runs `after`."""
+    the subject in place. `takes`: "graph", the fx.GraphModule, or "capture", what holds it. `context` is what the
+    passes of a list know (see autopar/compiler.py); `when(context)` says whether the pass runs. A pass of a user's own
+    names the one that it runs `after`."""
 
     name: str
     run: Callable[..., Any]

@@ -33,7 +33,8 @@ ROWS = "rows"  # how a tensor is partial over an axis on which rows are where th
 @dataclass(frozen=True, slots=True)
 class Layout:
     """One tensor's placement. `dims[d]`: axes that shard dim d, outermost first. `partial`: pairs of an axis and "sum",
-    "max" or "rows". `parts[d]`: see above, 1 if empty. Raises StrategyError on counts of parts for another number of dims."""
+    "max" or "rows". `parts[d]`: see above, 1 if empty. Raises StrategyError on counts of parts for another number of
+    dims."""
 
     dims: tuple[tuple[str, ...], ...]
     partial: tuple[tuple[str, str], ...] = ()

@@ -2,8 +2,8 @@
 
 Blocks of queries go over blocks of keys with a running maximum and sum (Milakov and Gimelshein, arXiv 1805.02867;
 FlashAttention, arXiv 2205.14135); the backward computes the weights of a block again from the log-sum-exp. Under a
-causal mask blocks of later keys are left out. Scores are computed in the type of the log-sum-exp, whose range the lowest
-number of a narrower type does not leave. Heads that share keys are rows of one product.
+causal mask blocks of later keys are left out. Scores are computed in the type of the log-sum-exp, whose range the
+lowest number of a narrower type does not leave. Heads that share keys are rows of one product.
 
 Tensors are those of autopar/ops/attention_forms.py.
 """

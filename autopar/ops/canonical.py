@@ -97,8 +97,8 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None, first: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Compute scaled dot-product attention. q is (b, h, s, d), k (b, h_kv, t, d) and v (b, h_kv, t, d_v) with h a
-    multiple of h_kv (grouped queries); mask is bool or additive, broadcastable to (b, h, s, t). `first` is the number of
-    the first query: under a causal mask it attends to keys 0 to `first`. Returns the output (b, h, s, d_v) and the
+    multiple of h_kv (grouped queries); mask is bool or additive, broadcastable to (b, h, s, t). `first` is the number
+    of the first query: under a causal mask it attends to keys 0 to `first`. Returns the output (b, h, s, d_v) and the
     log-sum-exp (b, h, s): 0 and -inf for a query that may attend to no key."""
     mask = additive(mask, q.dtype)
     out, lse = attention_rows.forward(_form, q, k, v, mask, causal, _scale(q, scale), first)

@@ -63,7 +63,7 @@ def grouped_mm_dw(x: Tensor, grad: Tensor, group: Tensor, groups: int, offset: i
 
 
 def _rows_of(group: Tensor, groups: int, offset: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield each of so many groups from `offset` on that has rows, as its place among them, with the indices of those."""
+    """Yield each of so many groups from `offset` on that has rows, as its place among them, with their indices."""
     found, order = group.sort(stable=True)
     first = torch.arange(offset, offset + groups + 1, device=group.device, dtype=group.dtype)
     ends = torch.searchsorted(found, first).tolist()

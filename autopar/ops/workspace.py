@@ -73,8 +73,8 @@ def _parts(q: Like, k: Like, v: Like, mask: Like | None, first: int) -> list[att
 
 
 def _inside(form: str, b: int, h: int, s: int, t: int, width: int, item: int, grouped: bool) -> int:
-    """Return what the backward kernels allocate: the sum of a query's gradients in fp32 and its row sums; flash also the
-    gradients of keys and values of each head of the queries."""
+    """Return what the backward kernels allocate: the sum of a query's gradients in fp32 and its row sums; flash also
+    the gradients of keys and values of each head of the queries."""
     rows = b * h * (-(-s // 128) * 128)
     total = rows * 4
     if form == "flash" or item < 4:

@@ -18,7 +18,8 @@ from .plan import PlanOptions
 
 
 def options_of(mesh, hardware, memory, optimizer, precision, strategy, pin, strict, fixed, baselines, forbid=None,
-             micro_batches=1, offload="none", on_host=(), reduce_dtype=None, state_dtype=None) -> PlanOptions:  # fmt: skip
+               micro_batches=1, offload="none", on_host=(), reduce_dtype=None,
+               state_dtype=None) -> PlanOptions:  # fmt: skip
     """Read the arguments of `autopar.plan` and `compile` as PlanOptions, checked as far as they can be without a model.
     Raise StrategyError or HardwareError for what cannot be right."""
     for what, value in (("optimizer", optimizer), ("strategy", "" if strategy is None else strategy)):
@@ -44,8 +45,8 @@ def options_of(mesh, hardware, memory, optimizer, precision, strategy, pin, stri
         )
     profile = hardware_of(mesh, hardware)
     return PlanOptions(
-        profile, memory_bytes=bytes_of_text(memory), optimizer=optimizer, precision=precision_on(mesh, profile, precision),
-        strategy=strategy,
+        profile, memory_bytes=bytes_of_text(memory), optimizer=optimizer,
+        precision=precision_on(mesh, profile, precision), strategy=strategy,
         pin=dict(pin or {}), forbid=tuple((glob, layout) for glob, layouts in forbidden.items() for layout in layouts),
         fixed=fixed, strict=strict, baselines=baselines, micro_batches=micro_batches, offload=offload,
         on_host=frozenset(on_host), reduce_dtype=None if reduce_dtype is None else precision_name(reduce_dtype),

@@ -56,9 +56,10 @@ class PlanOptions:
     planned is that of one of them. `recompute`: "auto", or the level of every block; `refuses`: what does not fit the
     memory (else it is planned anyway). `offload`: see autopar/planner/problem/offload.py; `on_host`: placeholders of
     parameters that are on the host already. `styles`: the model's own tensor parallelism (see hf_tp_plan.py), one of
-    the baselines. `reduce_dtype`, `state_dtype`: see `Plan`. `within`: the whole mesh, where the planned one is a stage's of a
-    pipeline: links are those of the whole mesh, gradients are reduced once a step, and copies of parameters that are
-    kept are gathered once. `overlay`: another graph that runs with the same decisions, of fewer samples."""
+    the baselines. `reduce_dtype`, `state_dtype`: see `Plan`. `within`: the whole mesh, where the planned one is a
+    stage's of a pipeline: links are those of the whole mesh, gradients are reduced once a step, and copies of
+    parameters that are kept are gathered once. `overlay`: another graph that runs with the same decisions, of fewer
+    samples."""
 
     hardware: Hardware
     memory_bytes: float | None = None

@@ -32,8 +32,8 @@ def diff_text(a: Plan, b: Plan) -> str:
 
 def _made_for(plan: Plan) -> dict[str, str]:
     names = (
-        "model", "mesh", "hardware", "precision", "reduce_dtype", "optimizer", "state_dtype", "strategy", "micro_batches",
-        "reduces_once",
+        "model", "mesh", "hardware", "precision", "reduce_dtype", "optimizer", "state_dtype", "strategy",
+        "micro_batches", "reduces_once",
     )  # fmt: skip
     graph = {"graph": plan.fingerprint[:12], "memory limit": size(plan.memory_limit_bytes)}
     return {name: str(getattr(plan, name)) for name in names} | graph

@@ -76,8 +76,8 @@ def parse(text: str) -> object:
 
 
 def check(data: object, name: str, key: str | bytes | None = None) -> Json:
-    """Return `data`, a plan's. Raise PlanFormatError if it is not a plan of this version, PlanTampered if it was changed
-    or not signed with `key`."""
+    """Return `data`, a plan's. Raise PlanFormatError if it is not a plan of this version, PlanTampered if it was
+    changed or not signed with `key`."""
     version = data.get("version") if isinstance(data, dict) else None
     if not isinstance(data, dict) or type(version) is not int or version != VERSION:
         raise PlanFormatError(

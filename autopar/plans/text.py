@@ -15,8 +15,8 @@ MOST_KINDS = 6  # that a line names
 
 
 def plan_text(plan: Plan) -> str:
-    """Return all of a plan, in sections: result, pipeline, modules, collectives, outputs, memory, recomputation, offload,
-    alternatives, meshes, warnings."""
+    """Return all of a plan, in sections: result, pipeline, modules, collectives, outputs, memory, recomputation,
+    offload, alternatives, meshes, warnings."""
     sections = (_result, pipeline_lines, _modules, _collectives, _outputs, _memory, recomputed_lines, offloaded_lines,
                 _alternatives, _meshes, _warnings)  # fmt: skip
     return "\n\n".join("\n".join(lines) for section in sections if (lines := section(plan))) + "\n"

@@ -146,8 +146,8 @@ def check_captures(inputs: Sequence[str], fingerprint: str) -> None:
 
 def check_programs(plan: Plan, program: Sequence[tuple[str, str, tuple[int, ...]]]) -> None:
     """Raise DesyncError with both lines of the first collective, or with both plans, in which ranks differ. `program`
-    as RankProgram.collectives gives it; ranks of the same stages that share no group have the same collectives too. Only
-    digests travel unless they differ."""
+    as RankProgram.collectives gives it; ranks of the same stages that share no group have the same collectives too.
+    Only digests travel unless they differ."""
     groups = sorted({group for group, _, _ in program})
     digests = {"": _digest([what for _, what, _ in program])}
     digests |= {group: _digest([entry for entry in program if entry[0] == group]) for group in groups}

@@ -9,7 +9,8 @@
     indexing.py  split, slice, cat, gather, index and their backwards
     normalize.py what every rule must obey for the sizes and dtypes of its node
     localize.py  global constants in arguments -> one device's: `local_call`
-    parts.py     which factors may be sharded inside equal parts (fused weights): `propagate_parts`, `factor_parts`, `cut_inside`
+    parts.py     which factors may be sharded inside equal parts (fused weights): `propagate_parts`,
+                 `factor_parts`, `cut_inside`
     reading.py   how rules read a node
     numeric_check.py  a rule against its op, in numbers: `check_rule`
 

@@ -51,7 +51,7 @@ def by_owner(node: fx.Node, rule: Rule) -> Rule:
 
 
 def row_factor(node: fx.Node, rule: Rule, is_rows: list[bool]) -> str | None:
-    """Return the factor of the rows of an op, of whose arguments some are rows; None if it does not treat them alike."""
+    """Return the factor of the rows of an op, some of whose arguments are rows; None if it treats them differently."""
     if str(node.target) in LOCAL and node.target not in KEEPS_ROWS:
         return None
     found = {dims[0] if dims else None for dims, rows in zip(rule.inputs, is_rows) if rows}

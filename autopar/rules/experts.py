@@ -1,8 +1,8 @@
 """Rules of products of rows with the matrix of their expert, and of where rows go to their experts and back.
 
 An axis may cut such a product in three ways: into blocks of rows (`r`, all experts everywhere), by expert with all rows
-everywhere (`g`, the result is Partial) and by expert with each row where its expert is (`e`). Rows get there from blocks
-by an all-to-all (`a`), or each device picks its own of all rows and adds up what it makes of them (`b`).
+everywhere (`g`, the result is Partial) and by expert with each row where its expert is (`e`). Rows get there from
+blocks by an all-to-all (`a`), or each device picks its own of all rows and adds up what it makes of them (`b`).
 """
 
 from __future__ import annotations

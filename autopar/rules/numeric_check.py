@@ -162,8 +162,8 @@ def _close(a: Tensor, b: Tensor, tolerance: float) -> bool:
 
 
 def make_node(target: Callable[..., object], *args: object, **kwargs: object) -> tuple[fx.Node, list[Tensor]]:
-    """Return the node of a graph of one op on real tensors, its metadata filled, and the values of its tensor arguments.
-    An argument that is itself a node keeps its op (so that the rule can see that it is zero)."""
+    """Return the node of a graph of one op on real tensors, its metadata filled, and the values of its tensor
+    arguments. An argument that is itself a node keeps its op (so that the rule can see that it is zero)."""
     graph = fx.Graph()
 
     def placeholder(value: object) -> object:

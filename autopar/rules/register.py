@@ -1,5 +1,5 @@
-"""The door through which every sharding rule comes in, autopar's own (table.py) and a user's, and `rule_of`, which finds
-the rule of a node.
+"""The door through which every sharding rule comes in, autopar's own (table.py) and a user's, and `rule_of`, which
+finds the rule of a node.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def register_rule(
     op: torch.ops.mine.matmul.default, what torch.library.custom_op made, or names as table.py writes them.
     rule: factors as in an einsum, "m k, k n -> m n": one word a dim, a comma between tensors, `_` for a dim that stays
         whole, `...` for any number of leading dims that tensors share. A factor that the outputs lack is summed away.
-        Arguments that a call leaves out (an optional bias) drop from the end of the left side. Or a function from a node
-        to its Rule (autopar/rules/rule.py), None if the call has none.
+        Arguments that a call leaves out (an optional bias) drop from the end of the left side. Or a function from a
+        node to its Rule (autopar/rules/rule.py), None if the call has none.
     linear: arguments in which the op is linear, so that it maps parts of a sum to parts of a sum: (0, 1) for a product,
         [(0, 1)] for a sum, whose arguments are parts together.
     reduction: how parts of a factor that is summed away combine: "sum" or "max".
@@ -93,8 +93,8 @@ def _names(op: object) -> list[str]:
 
 
 def overload_of(op: object) -> torch._ops.OpOverload:
-    """Return the overload that an op of torch.ops or of torch.library.custom_op stands for. Raise RuleError if it stands
-    for none, or for several."""
+    """Return the overload that an op of torch.ops or of torch.library.custom_op stands for. Raise RuleError if it
+    stands for none, or for several."""
     found = _torch.overloads_of(op)
     if len(found) != 1:
         known = ", ".join(map(str, found)) or "torch.ops.mine.matmul.default, or what torch.library.custom_op returns"

@@ -47,8 +47,8 @@ def _constants_equal(a: fx.GraphModule, b: fx.GraphModule) -> bool:
 class Capture:
     """`call` is its text; `flags`, `hooks`, `trainable`, `ambient`, `gradients`, `guards` and the forms of `buffers`
     are when it serves, `returns` what it gives. `is_met`: all ranks were seen to make this call; `used`: the number of
-    the last call that it served; `size`: of what its step follows, if it does; `planned_for`: the call that the plan was
-    made for."""
+    the last call that it served; `size`: of what its step follows, if it does; `planned_for`: the call that the plan
+    was made for."""
 
     call: str
     flags: list[bool]

@@ -373,7 +373,7 @@ class Captures:
 
 
 def _fix_of_many(signature: CallSignature, others: Sequence[CallSignature]) -> str:
-    """Return what to do where a call is compiled again and again: numbers that change in every call are no constants."""
+    """Return what to do where a call is compiled again and again: numbers that always change are no constants."""
     known = [dict(zip(other.names, other.values)) for other in others]
     numbers = [
         f"{name}=torch.tensor({constant!r})"

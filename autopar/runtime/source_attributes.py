@@ -17,7 +17,7 @@ CONTAINER = ("__getitem__", "__len__", "__iter__", "__contains__")  # methods th
 
 
 def _class_for(kind: type[nn.Module], source: type[nn.Module]) -> type[nn.Module]:
-    """Return a class for what is in front of a `source`: with its forward's signature, and `model[0]` if it has that."""
+    """Return a class for what is in front of a `source`: with its forward's signature, and with its `model[0]`."""
     if kind.__name__ == f"Parallel{source.__name__}":  # of a copy
         return kind
     methods = {name: _of_source(name) for name in CONTAINER if hasattr(source, name)}

@@ -1,7 +1,7 @@
 """What a stage of a pipeline does at each action of a schedule, on whatever its graphs run.
 
-A stage is on one rank, or on all of its ranks in lock step in the simulator: what follows from the schedule is the same,
-so values come as lists here, with one item a rank.
+A stage is on one rank, or on all of its ranks in lock step in the simulator: what follows from the schedule is the
+same, so values come as lists here, with one item a rank.
 """
 
 from __future__ import annotations

@@ -38,8 +38,9 @@ from .saved_call import SavedCall, read_by_backward, read_by_outputs, written_by
 class Step:
     """Runs the graphs on the parameters and buffers of `module`. What a step needs of them is looked up once, here.
 
-    `complete` gives, for a step and the inputs of a call, the step in whose program all differentiable outputs have tangents, for
-    a backward that comes from one that has none here; all ranks call it together. `forms`: of the outputs."""
+    `complete` gives, for a step and the inputs of a call, the step in whose program all differentiable outputs have
+    tangents, for a backward that comes from one that has none here; all ranks call it together. `forms`: of the
+    outputs."""
 
     takes = Inputs
     runs_layers = True  # by themselves, as calls of their own

@@ -4,11 +4,11 @@ micro-batch meets.
 Training with them is NOT synchronous training: a gradient is computed with weights that are some updates old. Version v
 of a stage's weights is what its first v updates have made of them. Of p stages (s from 0), micro-batches i from 0:
 
-| name                    | an update after         | version of (s, i)    | held     | the update w[t+1] = w[t] - lr g(...)   |
-|-------------------------|-------------------------|----------------------|----------|----------------------------------------|
-| pipedream               | every micro-batch       | max(0, i-(p-1-s))    | p-s      | w_0[t-p+1], w_1[t-p+2], ..., w_{p-1}[t] |
-| pipedream_vertical_sync | every micro-batch       | max(0, i-(p-1))      | p        | w[t-p+1] in all stages                 |
-| pipedream_2bw           | every m of them, m >= p | max(0, floor(i/m)-1) | 2        | w[t-1] in all stages                   |
+| name                    | an update after   | version of (s, i)    | held | the update w[t+1] = w[t] - lr g(...)    |
+|-------------------------|-------------------|----------------------|------|-----------------------------------------|
+| pipedream               | every micro-batch | max(0, i-(p-1-s))    | p-s  | w_0[t-p+1], w_1[t-p+2], ..., w_{p-1}[t] |
+| pipedream_vertical_sync | every micro-batch | max(0, i-(p-1))      | p    | w[t-p+1] in all stages                  |
+| pipedream_2bw           | m of them, m >= p | max(0, floor(i/m)-1) | 2    | w[t-1] in all stages                    |
 
 The order is 1F1B for as many micro-batches as there are: its steady state goes on over the updates, so no stage ever
 waits for another one's update. A micro-batch's backward reads the version of its forward. In vertical sync, and for

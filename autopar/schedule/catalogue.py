@@ -106,8 +106,10 @@ def _kind_of(schedule: Schedule) -> Kind:
     p, v = schedule.ranks, schedule.stages_per_rank
     v_shaped = p > 1 and schedule.rank_of_stage == placed(p, v, True)
     if schedule.rank_of_stage != placed(p, v, v_shaped):
-        raise ScheduleError(f"schedule {schedule.name} has its stages on ranks {schedule.rank_of_stage}",
-                            fix=f"lay them as {placed(p, v, False)}, or two a rank as {placed(p, 2, True)}")  # fmt: skip
+        raise ScheduleError(
+            f"schedule {schedule.name} has its stages on ranks {schedule.rank_of_stage}",
+            fix=f"lay them as {placed(p, v, False)}, or two a rank as {placed(p, 2, True)}",
+        )
     return Kind(lambda stages, m: schedule.orders, v, v_shaped, given=schedule)
 
 
@@ -175,8 +177,8 @@ def canonical(name: str | Schedule) -> str:
 
 
 def checked(name: str, ranks: int, micro_batches: int, stages_per_rank: int | None = None) -> tuple[str, Kind, int]:
-    """Return the name in `KINDS`, how the schedule is made, and its stages a rank. Raise StrategyError for one that there
-    is not, or not with such numbers."""
+    """Return the name in `KINDS`, how the schedule is made, and its stages a rank. Raise StrategyError for one that
+    there is not, or not with such numbers."""
     name = canonical(name)
     kind = KINDS[name]
     for what, value in (("ranks", ranks), ("micro-batches", micro_batches), ("stages a rank", stages_per_rank)):

@@ -2,26 +2,25 @@
 
 With p ranks, m micro-batches, v stages a rank, and F, I, W the seconds of all stages of one rank, B for F+I+W:
 
-| schedule                | idle seconds of a rank | in its own window  | in flight                     | exact for            |
-|-------------------------|------------------------|--------------------|-------------------------------|----------------------|
-| naive                   | (p-1) m B              | the same           | 1                             | all                  |
-| gpipe                   | (p-1) B                | the same           | m                             | all                  |
-| 1f1b                    | (p-1) B                | the same           | p-r on rank r                 | all                  |
-| interleaved_1f1b        | (p-1) B / v            | the same           | (v-1) p + 2 (p-1-r) + 1       | m a multiple of p    |
-| zb_h1                   | (p-1) (F+I-W)          | the same           | p                             | m >= p, W <= F, I    |
-| zb_h2                   | (p-1) max(F, F+I-2W)   | (p-1) (F+I-2W)     | 2p-1                          | m >= 2p-1, W <= F, I |
-| interleaved_zero_bubble | (p-1) (F+I-W) / v      | the same           | v p                           | as both              |
-| zbv                     | (p-1) F / 2            | 0                  | 2p                            | m >= 2p-1, F = I = W |
-| dualpipev               | (p-1) (F+I-W) / 2      | the same           | 2p+1                          | m >= 2p, F = I = W   |
-| v_half                  | (p-1) B / 2            | the same           | 2 floor(p/2) + 2              | at most, F = I = W   |
-| v_min                   | (p-1) B 2/3            | the same           | 2 ceil((p+2)/3)               | at most, F = I = W   |
+| schedule                | idle seconds a rank  | in its own window | in flight               | exact for            |
+|-------------------------|----------------------|-------------------|-------------------------|----------------------|
+| naive                   | (p-1) m B            | the same          | 1                       | all                  |
+| gpipe                   | (p-1) B              | the same          | m                       | all                  |
+| 1f1b                    | (p-1) B              | the same          | p-r on rank r           | all                  |
+| interleaved_1f1b        | (p-1) B / v          | the same          | (v-1) p + 2 (p-1-r) + 1 | m a multiple of p    |
+| zb_h1                   | (p-1) (F+I-W)        | the same          | p                       | m >= p, W <= F, I    |
+| zb_h2                   | (p-1) max(F, F+I-2W) | (p-1) (F+I-2W)    | 2p-1                    | m >= 2p-1, W <= F, I |
+| interleaved_zero_bubble | (p-1) (F+I-W) / v    | the same          | v p                     | as both              |
+| zbv                     | (p-1) F / 2          | 0                 | 2p                      | m >= 2p-1, F = I = W |
+| dualpipev               | (p-1) (F+I-W) / 2    | the same          | 2p+1                    | m >= 2p, F = I = W   |
+| v_half                  | (p-1) B / 2          | the same          | 2 floor(p/2) + 2        | at most, F = I = W   |
+| v_min                   | (p-1) B 2/3          | the same          | 2 ceil((p+2)/3)         | at most, F = I = W   |
 
 Idle time is counted in the whole makespan or in the rank's own window (played.py says what for). Memory is counted as
 `Played.peak` does, with 1 for each stage and micro-batch: divided by v it is in micro-batches of the whole rank. It is
 never more than v m.
 
 Sources: GPipe arXiv 1811.06965, section 2.3; 1F1B and interleaved arXiv 2104.04473, section 2.2; ZB-H1, ZB-H2 and ZB-V
-
 arXiv 2401.10241, sections 2 and 6; V-Half and V-Min arXiv 2405.15362; DualPipeV arXiv 2412.19437, section 3.2.1, whose
 F and B overlap: here they do not, so that the idle time is another one than the paper's.
 """

@@ -144,9 +144,11 @@ def _count(schedule: Schedule) -> None:
                 faults.setdefault("both whole and in parts" if mixed else "missing", []).append(f"{stage}{lacking}{i}")
     for fault, names in faults.items():
         if names:
-            raise ScheduleError(f"schedule {schedule.name} has actions {fault}: {', '.join(names[:8])}"
-                                f"{f' and {len(names) - 8} more' if len(names) > 8 else ''}",
-                                fix="each stage needs F and B, or F, I and W, once a micro-batch, on its own rank")  # fmt: skip
+            more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+            raise ScheduleError(
+                f"schedule {schedule.name} has actions {fault}: {', '.join(names[:8])}{more}",
+                fix="each stage needs F and B, or F, I and W, once a micro-batch, on its own rank",
+            )
 
 
 def _per(value: Seconds, count: int) -> list[float]:

@@ -20,10 +20,10 @@ class Played:
     Two bubbles, both idle time over total time as a mean over ranks:
 
     `bubble`            of the whole makespan, from the first action of any rank to the last one of any.
-    `bubble_in_window`  of each rank's own window, from its first action to its last, the longest window being the total. Where the
-                        optimizer step needs no barrier of all ranks, a rank that ended early begins the next step
-                        early, and the windows of successive steps close up: the cost of arXiv 2401.10241, sections 4
-                        and 5.
+    `bubble_in_window`  of each rank's own window, from its first action to its last, the longest window being the
+                        total. Where the optimizer step needs no barrier of all ranks, a rank that ended early begins
+                        the next step early, and the windows of successive steps close up: the cost of arXiv
+                        2401.10241, sections 4 and 5.
     """
 
     schedule: Schedule

@@ -27,7 +27,8 @@ STYLE = """
 .pipeline text { fill: var(--text); }
 .pipeline .number { fill: #10141b; text-anchor: middle; pointer-events: none; }
 .pipeline .idle { fill: var(--idle); }
-.pipeline .F { fill: var(--F); } .pipeline .B { fill: var(--B); } .pipeline .I { fill: var(--I); } .pipeline .W { fill: var(--W); }
+.pipeline .F { fill: var(--F); } .pipeline .B { fill: var(--B); } \
+.pipeline .I { fill: var(--I); } .pipeline .W { fill: var(--W); }
 .pipeline .odd { fill-opacity: 0.6; }
 @media (prefers-color-scheme: dark) { .pipeline { --text: #e6e9ef; --idle: #232933; }
   .pipeline .odd { fill-opacity: 1; filter: brightness(1.18); } }
@@ -56,8 +57,10 @@ def svg(played: Played | Mapping[str, Played], title: str | None = None, widest:
             top += CAPTION
         parts += _rows(run, top, scale if is_one_scale else scale * longest / (run.seconds or 1.0))
         top += run.schedule.ranks * (ROW + GAP) + 4
-    head = (f'<svg xmlns="http://www.w3.org/2000/svg" class="pipeline" width="{width:.0f}" height="{top}" '
-            f'viewBox="0 0 {width:.0f} {top}" role="img"><title>{escape(title)}</title><style>{STYLE}</style>')  # fmt: skip
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="pipeline" width="{width:.0f}" height="{top}" '
+        f'viewBox="0 0 {width:.0f} {top}" role="img"><title>{escape(title)}</title><style>{STYLE}</style>'
+    )
     return "\n".join([head, *parts, "</svg>"])
 
 

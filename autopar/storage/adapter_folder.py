@@ -160,8 +160,10 @@ def _check_config(path: Path, config: LoRA) -> None:
         raise AdaptError(f"{path} is of a {kind} adapter", fix="load adapters of LoRA")
     start = found.get("init_lora_weights", True)
     if start not in (True, False, None, "gaussian"):
-        raise AdaptError(f"{path} is of an adapter that starts with {start!r}, which changes the base too",
-                         fix="save it in PEFT as an ordinary one: path_initial_model_for_weight_conversion")  # fmt: skip
+        raise AdaptError(
+            f"{path} is of an adapter that starts with {start!r}, which changes the base too",
+            fix="save it in PEFT as an ordinary one: path_initial_model_for_weight_conversion",
+        )
     if other := [key for key in NOT_OURS if found.get(key)]:
         raise AdaptError(f"{path} has {', '.join(f'{k}={found[k]!r}' for k in other)}, of which autopar knows nothing",
                          fix="load adapters without it")  # fmt: skip

@@ -104,7 +104,8 @@ def save_checkpoint(
 
     agree.from_rank_zero(begin)
     try:
-        written = [  # one after the other: a rank that fails in one of them must not leave the others waiting in the next
+        # one after the other: a rank that fails in one of them must not leave the others waiting in the next
+        written = [
             *agree.from_all(lambda: _inside(MODEL, write_model(model, unfinished / MODEL))),
             *agree.from_all(lambda: write_shards(tensors, unfinished, OPTIMIZER, model.stage_mesh)),
             *agree.from_all(lambda: _write_generators(unfinished)),

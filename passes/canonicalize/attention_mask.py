@@ -113,8 +113,8 @@ def _constant(graph_module: fx.GraphModule, value: torch.Tensor) -> fx.Node:
 
 
 def _constant_value(graph_module: fx.GraphModule, mask: fx.Node, writes: list[Write]) -> torch.Tensor | None:
-    """Return the mask's value after `writes` if it depends on no input of the call, on no random number and on no buffer
-    that the call writes to, else None."""
+    """Return the mask's value after `writes` if it depends on no input of the call, on no random number and on no
+    buffer that the call writes to, else None."""
     shape = mask.meta["val"].shape
     if math.prod(shape[1:] if len(shape) == 4 else shape) > LARGEST_MASK_NUMEL:
         return None

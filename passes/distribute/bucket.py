@@ -173,7 +173,8 @@ def _pack(graph: fx.Graph, kind: str, starts: list[fx.Node]) -> fx.Node:
         edge = 0
         for old, width in zip(waits, widths):
             unpacked = builder.call(aten.slice.Tensor, columns, 1, edge, edge + width)
-            name = f"{old.meta['tensor']}_of_bucket"  # the same, whatever else the graph packs: saved values go by their names
+            # the same, whatever else the graph packs: saved values go by their names
+            name = f"{old.meta['tensor']}_of_bucket"
             unpacked = contiguous(
                 builder, builder.call(aten.reshape.default, unpacked, list(old.meta["val"].shape), name=name), name
             )

@@ -73,7 +73,7 @@ def batch_axis(graph: fx.Graph, micro_batches: int, samples: int) -> BatchAxis:
 
 
 class _Samples:
-    """Finds where the samples are: `sample_dim` has (dim, parts) of every tensor with any, `factor` that of every op."""
+    """Finds where samples are: `sample_dim` has (dim, parts) of every tensor with any, `factor` that of every op."""
 
     def __init__(self, graph: fx.Graph, rules: dict[fx.Node, Rule | None], samples: int):
         self.rules = rules

@@ -1,5 +1,5 @@
-"""Find in which dims of outputs the dims of inputs are, by the factor rules of the ops: where the tokens of a text are in
-logits, in attention weights, in a dim merged with others."""
+"""Find in which dims of outputs the dims of inputs are, by the factor rules of the ops: where the tokens of a text are
+in logits, in attention weights, in a dim merged with others."""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ from autopar.simulate.step import plan_and_capture
 from autopar.utils.plain_data import NotPortable
 
 MODELS = (
-    "mlp:hidden=16,layers=2", "gpt:hidden=16,layers=2,heads=4,vocab=33,seq=8", "resnet:depth=10,width=8,image=16,classes=5",
+    "mlp:hidden=16,layers=2", "gpt:hidden=16,layers=2,heads=4,vocab=33,seq=8",
+    "resnet:depth=10,width=8,image=16,classes=5",
     "moe:hidden=16,layers=1,heads=4,kv_heads=2,ffn=24,vocab=32,seq=8,experts=4,active=2",
 )  # fmt: skip
 CPU = torch.device("cpu")

@@ -120,9 +120,9 @@ def test_an_exchange_in_a_node_is_one_step():
 @pytest.mark.parametrize("oversubscription", [1, 2, 4, 32])
 @pytest.mark.parametrize("mesh", ["dp=512", "dp=64,tp=8", "dp=4,cp=16,tp=8", "pp=16,dp=4,tp=8"])
 def test_an_oversubscribed_spine(mesh, oversubscription):
-    """Groups of 256 devices on switches of their own, above them a spine with a share of their speed. What stays below is
-    as before; a ring that enters a group once is slower only where the shares of its members there are too little; an
-    all-to-all is slower by all that crosses."""
+    """Groups of 256 devices on switches of their own, above them a spine with a share of their speed. What stays below
+    is as before; a ring that enters a group once is slower only where the shares of its members there are too little;
+    an all-to-all is slower by all that crosses."""
     plain, mesh = load("h100"), Mesh.parse(mesh)
     node, card = plain.links
     spine = replace(card, name="spine", bytes_per_second=card.bytes_per_second / oversubscription)

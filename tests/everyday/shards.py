@@ -65,7 +65,7 @@ def images_by_rank(parallel, log, rank, world):
 
 @script(local=True)
 def tokens_by_rank(parallel, log, rank, world):
-    """Ranks have lengths of their own, and losses are over all tokens: each rank counts its own and tells the others."""
+    """Ranks have lengths of their own, and losses are over all tokens: each rank counts its own and tells others."""
     text = torch.randint(1, 16, (3, 8, 10))
     text[:, ::2, 6:] = 0
     mine = slice(rank * 8 // world, (rank + 1) * 8 // world)

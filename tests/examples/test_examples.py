@@ -105,7 +105,8 @@ def test_two_nodes_of_a_cluster(tmp_path):
     commands = {
         "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
         "scontrol": "echo localhost; echo other",
-        "srun": 'shift; for node in 0 1; do SLURM_NODEID=$node "$@" & jobs="${jobs-} $!"; done; for j in $jobs; do wait $j; done',
+        "srun": 'shift; for node in 0 1; do SLURM_NODEID=$node "$@" & jobs="${jobs-} $!"; done; '
+        "for j in $jobs; do wait $j; done",
     }
     for name, text in commands.items():
         (tmp_path / name).write_text(f"#!/bin/bash\nset -eu\n{text}\n")

@@ -8,7 +8,8 @@ from .program import Program
 
 TOPICS = (
     "state", "statistics", "attributes", "memories", "gradients", "losses", "inputs", "outputs", "modes", "grad_modes",
-    "hooks", "randomness", "seeding", "functions", "layers", "training", "saving", "containers", "huggingface", "threads",
+    "hooks", "randomness", "seeding", "functions", "layers", "training", "saving", "containers", "huggingface",
+    "threads",
 )  # fmt: skip
 PROGRAMS: dict[str, Program] = {}
 for topic in TOPICS:

@@ -6,7 +6,7 @@
         class Scaled(nn.Module): ...
 
         def script(run):
-            run(1)                            # calls the model on batch(1), goes backward, records all that can be compared
+            run(1)          # calls the model on batch(1), goes backward, records all that can be compared
             run.model.temperature = 2.0
             run(2)
 

@@ -144,8 +144,8 @@ def two_calls(run: Run) -> None:
 def compared(
     program: Program, eager: Played, mine: Played, tolerance: float, rounded: Sequence[Played] = (), parts: int = 1
 ) -> Outcome:
-    """Return what came of a program. `rounded`: eager runs with other rounding; what differs by little more than that, for
-    each of the `parts` of sums, is as exact as the eager run."""
+    """Return what came of a program. `rounded`: eager runs with other rounding; what differs by little more than that,
+    for each of the `parts` of sums, is as exact as the eager run."""
     unwanted = program.raises is not None and (eager.error is not None) != program.raises
     if unwanted or (eager.error is not None and eager.stage != "call"):
         raise RuntimeError(f"{program.name} has a mistake of its own: {eager.error!r}") from eager.error

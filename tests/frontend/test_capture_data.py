@@ -181,8 +181,9 @@ def test_a_forward_that_asks_for_its_process_is_not_portable():
 
 
 PLAIN = [
-    None, True, 3, -0.0, 1.5, float("inf"), 1 + 2j, "text", b"bytes", [1, (2, "x")], {"a": {1: None}}, slice(1, None, 2),
-    range(1, 9, 2), torch.float32, torch.channels_last, torch.strided, torch.device("cpu"), torch.Size([2, 3]), ...,
+    None, True, 3, -0.0, 1.5, float("inf"), 1 + 2j, "text", b"bytes", [1, (2, "x")], {"a": {1: None}},
+    slice(1, None, 2), range(1, 9, 2), torch.float32, torch.channels_last, torch.strided, torch.device("cpu"),
+    torch.Size([2, 3]), ...,
 ]  # fmt: skip
 
 

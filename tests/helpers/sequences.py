@@ -10,7 +10,7 @@ VOCABULARY = 24
 
 
 class Decoder(nn.Module):
-    """A layer of attention of some kind, with a loss of shifted labels: of logits cut by one, or labels padded by one."""
+    """A layer of attention of some kind, with a loss of shifted labels: logits cut by one, or labels padded by one."""
 
     def __init__(self, kind: str, heads: int, kv_heads: int, shift: str = "pad"):
         super().__init__()

@@ -1,5 +1,5 @@
-"""Attention on CUDA, without a GPU: which kernel is asked, with what, what it costs in memory, and that what goes in and
-comes out of stand-ins for the kernels is attention."""
+"""Attention on CUDA, without a GPU: which kernel is asked, with what, what it costs in memory, and that what goes in
+and comes out of stand-ins for the kernels is attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention of ranges of the queries is the whole attention, in every form: outputs side by side, gradients summed up."""
+"""Attention of ranges of the queries is the whole attention, in every form: outputs side by side, gradients summed."""
 
 from __future__ import annotations
 

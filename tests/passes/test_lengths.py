@@ -33,8 +33,8 @@ class Causal(nn.Module):
         return {
             "y": y, "merged": y.flatten(1), "rows": flat, "back": flat.view(batch, length, -1), "weights": weights,
             "turned": y.permute(3, 1, 0, 2), "first": y[:, 0], "best": y.sum(-1).argmax(-1), "count": ids.cumsum(1),
-            "shifted": y[:, 1:], "inner": y[:, 1:-1].flatten(2), "end": y[:, -1].sum(-1), "three": y[:, :3], "last": y[:, -2:],
-            "turned back": y.flip(1), "doubled": torch.cat([y, y], 1), "loss": y.sum(),
+            "shifted": y[:, 1:], "inner": y[:, 1:-1].flatten(2), "end": y[:, -1].sum(-1), "three": y[:, :3],
+            "last": y[:, -2:], "turned back": y.flip(1), "doubled": torch.cat([y, y], 1), "loss": y.sum(),
         }  # fmt: skip
 
 
@@ -77,7 +77,8 @@ def test_places_are_those_of_the_own_length(seed):
         "shifted": y[:, 1:], "inner": y[:, 1:-1].flatten(2),
         "weights": expected["weights"][:, :, kept, kept], "turned": y.permute(3, 1, 0, 2), "first": expected["first"],
         "best": expected["best"][:, kept], "count": expected["count"][:, kept],
-        **({"end": y[:, -1].sum(-1)} if side == "left" else {}), "doubled": torch.cat([y, y], 1), "loss": expected["loss"],
+        **({"end": y[:, -1].sum(-1)} if side == "left" else {}), "doubled": torch.cat([y, y], 1),
+        "loss": expected["loss"],
     }  # fmt: skip
     lost = {*LOST, "end"} if side == "right" else {*LOST}
     assert {name for name, value in found.items() if value is None} == lost, words

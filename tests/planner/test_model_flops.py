@@ -1,4 +1,4 @@
-"""A plan says which share of the devices' peak the model's FLOPs make up, and whether that has been reached elsewhere."""
+"""A plan says which share of the devices' peak the model's FLOPs make up, and whether others have reached that."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ FLOPS = 72 * BATCH * SEQ * LAYERS * HIDDEN**2 * (1 + SEQ / (6 * HIDDEN) + VOCAB 
 
 
 @pytest.mark.parametrize("mesh, options", [
-    ("dp=4", {}), ("dp=2,tp=2", {"recompute": "full"}), ("dp=2", {"micro_batches": 2}), ("pp=2,dp=2", {"micro_batches": 3}),
+    ("dp=4", {}), ("dp=2,tp=2", {"recompute": "full"}), ("dp=2", {"micro_batches": 2}),
+    ("pp=2,dp=2", {"micro_batches": 3}),
 ])  # fmt: skip
 def test_model_flops_are_those_of_the_paper(mesh, options):
     model, inputs = models.build(MODEL, batch=BATCH, seq=SEQ, device="meta")

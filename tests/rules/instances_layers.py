@@ -84,7 +84,8 @@ for s in (keep, torch.zeros(4, 1, 3, 5, dtype=torch.float64).masked_fill(~keep, 
     out, lse = torch.ops.autopar.attention(q, k, v, s, False, None)
     op("autopar.attention_bw.default", real(4, 6, 3, 4), q, k, v, out, lse, s, False, None)
 for h_kv, rows, columns, s in (  # causal: as many queries as keys, fewer, more; keys of a sample all closed
-    (4, 7, 7, None), (2, 5, 9, None), (1, 9, 5, None), (2, 7, 7, torch.tensor([False] * 7 + [True] * 7).view(2, 1, 1, 7)),
+    (4, 7, 7, None), (2, 5, 9, None), (1, 9, 5, None),
+    (2, 7, 7, torch.tensor([False] * 7 + [True] * 7).view(2, 1, 1, 7)),
     (4, 6, 6, real(6, 6)), (4, 6, 6, real(1, 1, 6)), (4, 6, 6, real(2, 1, 6, 6)),
 ):  # fmt: skip
     q, k, v = real(2, 4, rows, 4), real(2, h_kv, columns, 4), real(2, h_kv, columns, 4)

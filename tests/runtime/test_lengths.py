@@ -1,5 +1,6 @@
 """With inputs="local" and pad=, ranks have lengths of their own: the call is that of the whole batch padded to its
-longest, and each rank has its outputs in its own length. Without pad=, lengths that differ are an error on all ranks."""
+longest, and each rank has its outputs in its own length. Without pad=, lengths that differ are an error on all
+ranks."""
 
 from __future__ import annotations
 
@@ -84,7 +85,8 @@ def test_training_is_that_of_the_whole_batch(mesh, side, strategy):
 
 
 class Translator(nn.Module):
-    """source (B, S), target (B, T) -> logits (B, T, V), those but the last, backwards, memory (B, S, width), pooled (B, width)."""
+    """source (B, S), target (B, T) -> logits (B, T, V), those but the last, backwards, memory (B, S, width), pooled
+    (B, width)."""
 
     def __init__(self):
         super().__init__()

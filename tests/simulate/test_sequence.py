@@ -66,7 +66,7 @@ def test_micro_batches_and_stages():
 
 
 class WithLoss(nn.Module):
-    """A model of transformers' with a loss in its own type, where theirs is always in fp32; T5 shifts the ids itself."""
+    """A model of transformers' with a loss in its own type, where theirs is in fp32; T5 shifts the ids itself."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -83,10 +83,12 @@ SIZES = dict(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hi
              max_position_embeddings=32)  # fmt: skip
 OPEN = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
 MODELS = {
-    "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=32,
-                                                     resid_pdrop=0, attn_pdrop=0, embd_pdrop=0, **OPEN)),
+    "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4,
+                                                     n_positions=32, resid_pdrop=0, attn_pdrop=0, embd_pdrop=0,
+                                                     **OPEN)),
     "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, num_key_value_heads=2, **OPEN)),
-    "mistral": lambda: hf.MistralForCausalLM(hf.MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=3, **OPEN)),
+    "mistral": lambda: hf.MistralForCausalLM(hf.MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=3,
+                                                              **OPEN)),
     "bert": lambda: hf.BertForMaskedLM(hf.BertConfig(**SIZES, hidden_dropout_prob=0, attention_probs_dropout_prob=0)),
     "t5": lambda: hf.T5ForConditionalGeneration(hf.T5Config(vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48,
                                                             num_layers=1, num_heads=4, dropout_rate=0)),

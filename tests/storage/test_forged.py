@@ -33,7 +33,7 @@ FORGED = {
     "kind": lambda s: s["optimizer"]["state"]["up.weight"]["exp_avg"].update(tensor="x"),
     "device": lambda s: s["optimizer"]["state"]["up.weight"]["exp_avg"].update(device="nowhere"),
     "key": lambda s: s["optimizer"]["state"]["up.weight"].update(other=s["optimizer"]["state"]["up.weight"]["exp_avg"]),
-    "shape": lambda s: s["optimizer"]["state"]["up.weight"].update(step=s["optimizer"]["state"]["up.weight"]["exp_avg"]),
+    "shape": lambda s: (w := s["optimizer"]["state"]["up.weight"]).update(step=w["exp_avg"]),
     "state": lambda s: s["optimizer"].update(state=[]),
 }  # fmt: skip
 

@@ -192,8 +192,8 @@ def evaluate(
     keep_parameters: bool | None = None,
     first: int | None = None,
 ) -> Evaluation:
-    """Return the cost of choosing strategy `choice[vertex]` for every vertex of the unfolded graph. Of the blocks that a
-    compact graph leaves out `first` decide as block 2 does, or half of them if that is not said.
+    """Return the cost of choosing strategy `choice[vertex]` for every vertex of the unfolded graph. Of the blocks that
+    a compact graph leaves out `first` decide as block 2 does, or half of them if that is not said.
 
     `prices` decide what is kept for the backward; `keep_parameters` overrides them for gathered parameters (False
     gathers again, ZeRO-3; True keeps, ZeRO-1 and 2)."""
@@ -296,7 +296,8 @@ def _serve(problem: Problem, choice: dict[int, int], pricer: Pricer, prices: Pri
         made = 1 if ways[target] == ONCE else times
         return Transfer(
             producer, output, phase, source, target, moved[target][0] * made / pricer.micro_batches,
-            pricer.redistribute(source, target), bytes_, tuple(readers[phase][target]), copies, is_hidden, made, moved[target][1],
+            pricer.redistribute(source, target), bytes_, tuple(readers[phase][target]), copies, is_hidden,
+            made, moved[target][1],
         )  # fmt: skip
 
     retained = [target for target in targets if ways[target] != MAKE]

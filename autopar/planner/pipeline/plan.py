@@ -47,8 +47,8 @@ class Staged:
     best: Candidate
 
 
-def plan_pipeline(captured: Captured, mesh: Mesh, options: PlanOptions, name: str = "model", *, schedule: str | Schedule = AUTO,
-                  micro_batches: int | None = None, stages_per_rank: int | None = None,
+def plan_pipeline(captured: Captured, mesh: Mesh, options: PlanOptions, name: str = "model", *,
+                  schedule: str | Schedule = AUTO, micro_batches: int | None = None, stages_per_rank: int | None = None,
                   report: Report = lambda text: None) -> Planned:  # fmt: skip
     """Find the best pipeline for the captured graph of a whole batch, over the axis pp of a mesh; `options` are those
     of the rest of the mesh. None and "auto" leave a choice to the search. Raise MeshError, PipelineError,

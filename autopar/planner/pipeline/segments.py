@@ -171,8 +171,10 @@ def cut_positions(problem: Problem, e: Evaluation, pricer: Pricer, stages: int, 
     best = [min(range(a + 1, b + 1), key=crossing.__getitem__) for a, b in zip(heavy, heavy[1:])]
     count = np.array([copies.get(order[i], 1) for i in best], dtype=int)
     if 1 + count.sum() < stages:
-        raise StageError(f"a model of {count.sum() + 1} ops with FLOPs cannot be cut into {stages} stages",
-                         fix=f"use {count.sum() + 1} stages or less: fewer ranks along pp, or stages_per_rank=1")  # fmt: skip
+        raise StageError(
+            f"a model of {count.sum() + 1} ops with FLOPs cannot be cut into {stages} stages",
+            fix=f"use {count.sum() + 1} stages or less: fewer ranks along pp, or stages_per_rank=1",
+        )
     bytes_, at = np.array([crossing[i] for i in best]), np.array([ends[i - 1] for i in best])
     padded = np.concatenate([[np.inf], bytes_, [np.inf]])
     is_least = (bytes_ <= padded[:-2]) & (bytes_ <= padded[2:])

@@ -2,9 +2,9 @@
 
 Sets
 
-    class v, with copies_v equal vertices of the graph     ops, parameters, inputs, outputs that share a choice   (symmetry.py)
-    strategy k of v                                        layouts of what v reads and makes                      (strategies.py)
-    hyperedge h: a tensor of a producer class with all its uses; copies_h of them are alike           (solver/hyperedges.py)
+    class v, with copies_v equal vertices of the graph: ops, parameters, inputs, outputs of one choice     (symmetry.py)
+    strategy k of v: layouts of what v reads and makes                                                   (strategies.py)
+    hyperedge h: a tensor of a producer class with all its uses; copies_h of them are alike       (solver/hyperedges.py)
     layout p in which the producer makes it, layout q in which a consumer reads it, phase f: forward, backward
 
 Variables
@@ -20,8 +20,8 @@ Minimize  phase[forward] + phase[backward] + host                seconds of a st
     phase[f] = what its busiest stream needs: compute[f] + blocking[f] + drag * hidden[f] of the one that computes,
                blocking[f, x] + hidden[f, x] of the links of a class x (multipliers.py); of several passes the last
                backward has the gradients that are reduced once a step, the first forward the copies that are
-    compute  = sum of copies * seconds[k], twice in the backward for what runs again      host: parameters that live there
-    hidden   = sum of copies * seconds of gathered parameters and reduced gradients       blocking: of all other copies
+    compute  = sum of copies * seconds[k], twice in the backward for what runs again    host: parameters that live there
+    hidden   = sum of copies * seconds of gathered parameters and reduced gradients     blocking: of all other copies
     seconds of a copy: early (forward) or late (backward), by way (objective/modes.py)
         made, redone       the seconds of p -> q
         made before the first of m micro-batches and kept to the end of the step (step-invariant)    1 / m of them
@@ -29,20 +29,20 @@ Minimize  phase[forward] + phase[backward] + host                seconds of a st
 
 Subject to
 
-    constraint                                                                                 where it is
-    every class takes one strategy                  sum_k strategy + again = 1                 Program._one_hot
-    what is read was made so                        sum_q reads = sum of the producer's k      Program._flow
+    constraint                                                                               where it is
+    every class takes one strategy                  sum_k strategy + again = 1               Program._one_hot
+    what is read was made so                        sum_q reads = sum of the producer's k    Program._flow
                                                       that make p; the same for the consumer
-    a copy is paid for once for all its readers     reads <= made                              Program._pay_once
-    the backward makes a copy or reads a kept one   reads <= redone + kept, kept <= made       Program._serve
-    only what the forward reads is kept             made <= sum of the forward's reads         Program._serve
-    what a recipe keeps is not made anew (ZeRO-1)   made + redone <= 1                         Program._serve
-    what the backward starts from is there          redone <= saved + again of the producer    Program._serve
-    memory where the forward ends                   staying + saved + kept bytes (+ gradients  full_program.solve
-                                                      of earlier passes) <= room
-    memory where the backward ends                  staying + gradient bytes <= room           full_program.solve
-    a recipe, a pin or a forbidden layout           some strategies are not there              allowed.allowed_strategies
-    a gradient comes in its parameter's layout      a use whose consumer is the parameter      vertices.vertices_of
+    a copy is paid for once for all its readers     reads <= made                            Program._pay_once
+    the backward makes a copy or reads a kept one   reads <= redone + kept, kept <= made     Program._serve
+    only what the forward reads is kept             made <= sum of the forward's reads       Program._serve
+    what a recipe keeps is not made anew (ZeRO-1)   made + redone <= 1                       Program._serve
+    what the backward starts from is there          redone <= saved + again of the producer  Program._serve
+    memory where the forward ends                   staying + saved + kept bytes, with the   full_program.solve
+                                                      gradients of earlier passes <= room
+    memory where the backward ends                  staying + gradient bytes <= room         full_program.solve
+    a recipe, a pin or a forbidden layout           some strategies are not there            allowed.allowed_strategies
+    a gradient comes in its parameter's layout      a use whose consumer is the parameter    vertices.vertices_of
 
 `staying` counts parameters, optimizer state and buffers; a parameter on the host leaves the copy that computes
 (offload.py). Not linear, and settled for each plan: values between two ops, blocks that compute again as a whole,
@@ -50,7 +50,8 @@ buckets (objective/memory_timeline.py, objective/checkpoint_blocks.py).
 
 Who solves it
 
-    at given prices of a byte and of hidden seconds (multipliers.py) memory and overlap leave the rows for the objective:
+    at given prices of a byte and of hidden seconds (multipliers.py) memory and overlap leave the rows for the
+    objective:
     solver/dual.py bounds that, solver/minimize.py rounds and improves it, solver/ilp.py is the program of what is left
     solver/cutting_planes.py finds the prices; solver/memory_limit.py makes plans fit
     solver/full_program.py gives all of it to OR-tools at once, as a cross-check

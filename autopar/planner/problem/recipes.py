@@ -1,12 +1,12 @@
 """Strategies by name: recipes, autopar's own and a user's, and the restriction that one is on a mesh.
 
 Axes get roles from the strategy. A *data* axis shards only factors that come from dim 0 of the inputs (the batch); a
-*tensor* axis only factors that come from a parameter's dim, with sequence parallelism any factor but the batch; a *sequence*
-axis the sequence of the inputs wherever an op has it, with "heads in attention" heads there. ZeRO
-says whether parameters are stored sharded over data axes and whether a gathered copy is kept for the backward. One axis
-may carry experts besides: stacked weights of experts are cut by expert over it, and their products with them.
-Everything else, such as which weight is cut by column and which by row, the same integer program decides as without a
-restriction (allowed.py).
+*tensor* axis only factors that come from a parameter's dim, with sequence parallelism any factor but the batch; a
+*sequence* axis the sequence of the inputs wherever an op has it, with "heads in attention" heads there. ZeRO says
+whether parameters are stored sharded over data axes and whether a gathered copy is kept for the backward. One axis may
+carry experts besides: stacked weights of experts are cut by expert over it, and their products with them. Everything
+else, such as which weight is cut by column and which by row, the same integer program decides as without a restriction
+(allowed.py).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Recipe:
     tensor: what the tensor axis does, "tensor" or "tensor with sequence"; the others carry the batch.
     sequence: what the axis named cp does, else the last one, "sequence" or "sequence, heads in attention"; the others
         carry the batch.
-    roles: instead of these three, the role of each axis by its name: one of those, "data", "whole" (the axis cuts no op)
+    roles: instead of these three, each axis's role by its name: one of those, "data", "whole" (the axis cuts no op)
         or "free" (the planner says).
     shard: the data axes over which parameters are stored sharded: "none", "last", "all".
     keep: whether gathered copies stay for the backward (None: as memory's price says).
@@ -64,8 +64,8 @@ class Recipe:
             raise StrategyError(
                 f"cannot read data={self.data}, tensor={self.tensor!r}, sequence={self.sequence!r}, "
                 f"roles={dict(self.roles)} and shard={self.shard!r} as a recipe",
-                fix=f'give one of data=True, tensor="tensor", sequence="sequence" and roles={{"dp": "data", ...}} with roles '
-                f'{", ".join(ROLES)}; shard is "none", "last" or "all"',
+                fix=f'give one of data=True, tensor="tensor", sequence="sequence" and roles={{"dp": "data", ...}} with '
+                f'roles {", ".join(ROLES)}; shard is "none", "last" or "all"',
             )  # fmt: skip
 
     def roles_on(self, name: str, mesh: Mesh) -> dict[str, str]:
@@ -116,8 +116,8 @@ ALIASES = {"zero3": "fsdp", "tp": "megatron", "tp_sp": "megatron_sp", "auto": No
 
 
 def register_strategy(name: str, recipe: Recipe, *, baseline: bool = False, replace: bool = False) -> None:
-    """Let `strategy=name` plan by a recipe, from the next plan on. With `baseline` plans without a strategy are compared
-    with it. Raises StrategyError for a name that is taken, unless it is to `replace` that strategy."""
+    """Let `strategy=name` plan by a recipe, from the next plan on. With `baseline` plans without a strategy are
+    compared with it. Raises StrategyError for a name that is taken, unless it is to `replace` that strategy."""
     check_new(StrategyError, "strategy", name, {*RECIPES, *ALIASES, MODELS_OWN}, replace and name in RECIPES)
     if not isinstance(recipe, Recipe):
         raise StrategyError(f"the strategy {name} is a {type(recipe).__name__}", fix="give an autopar.Recipe")
@@ -228,8 +228,8 @@ def _with_experts(strategy: str, others: str, mesh: Mesh) -> Restriction:
 
 def _both(strategy: str, mesh: Mesh) -> Restriction:
     """Return the restriction of two strategies, as of `"megatron_sp+zero1"`: a tensor-parallel recipe, and what a
-    data-parallel one says of the parameters on its data axes; or of one that cuts the sequence, and what another says of
-    the other axes. Raise StrategyError for any other two."""
+    data-parallel one says of the parameters on its data axes; or of one that cuts the sequence, and what another says
+    of the other axes. Raise StrategyError for any other two."""
     outer = RECIPES.get(strategy.partition("+")[0])
     if outer is not None and outer.sequence:
         return _beside_sequence(outer, strategy, mesh)
@@ -268,6 +268,6 @@ def _beside_sequence(outer: Recipe, strategy: str, mesh: Mesh) -> Restriction:
 def _not_together(strategy: str) -> StrategyError:
     return StrategyError(
         f"cannot read {strategy!r} as two strategies",
-        fix="write a tensor-parallel and a data-parallel one, megatron_sp+zero1; before them one that cuts the sequence, "
-        "where the mesh has an axis for it: all_gather_kv+megatron_sp+zero1",
+        fix="write a tensor-parallel and a data-parallel one, megatron_sp+zero1; before them one that cuts the "
+        "sequence, where the mesh has an axis for it: all_gather_kv+megatron_sp+zero1",
     )

@@ -109,7 +109,7 @@ class Solver:
         self, name: str, styles: Mapping[str, str] | None = None, starts: Starts = ()
     ) -> Outcome | AutoparError:
         """Return the plan of an expert strategy as experts use it, or with `styles` of the model's own: the fastest
-        plan, with as much computed again as makes it fit if anything does, or why there is none. For `starts` see `run`."""
+        plan, with as much recomputed as makes it fit if anything does, or why there is none. `starts`: see `run`."""
         try:
             mesh = self.problem.mesh
             restriction = (
