@@ -31,6 +31,7 @@ from autopar.planner.pipeline.plan import plan_pipeline
 from autopar.planner.plan import PlanOptions
 from autopar.planner.plan import search as search_flat
 from autopar.planner.solver import memory_limit, search
+from autopar.planner.solver.cutting_planes import Cuts
 from autopar.planner.solver.local_search import LocalSearch
 from autopar.planner.solver.minimize import Search, minimize
 from autopar.plans.pipeline import axis_of
@@ -87,6 +88,10 @@ def whole_blocks_alone(self: Rematerialization):
     return [(FULL, self.at(FULL))]
 
 
+def least_bounded(outcomes):
+    return min(outcomes, key=lambda one: one.evaluation.seconds)
+
+
 Limit, PS = memory_limit.WithinLimit, pipeline_search.PipelineSearch
 OPTIONS: dict[str, Callable[[PlanOptions], PlanOptions]] = {  # mechanisms that an option turns off
     "equal blocks choose alike (symmetry)": lambda o: replace(o, folded=False),
@@ -102,6 +107,9 @@ PATCHES: dict[str, tuple] = {
     "mixtures over the blocks": ((search, "between", faster), (memory_limit, "between", faster)),
     "running again as an option of an op": ((Blocks, "reruns", property(lambda self: frozenset(),
                                                                        lambda self, value: None)),),
+    "playing the plans found": ((search, "fastest_played", least_bounded), (memory_limit, "fastest_played",
+                                                                           least_bounded)),
+    "next prices near those that proved most": ((Cuts, "highest", lambda self, bound, *_: HIGHEST(self, bound)),),
     "prices around the best one tried": ((Limit, "_bisect", lambda self, free, point: None),),
     "plans at the bound mixed": ((memory_limit, "MOST_MIXED", 0),),
     "components exchanged while they fit": ((memory_limit, "mix", lambda problem, lean, *rest: lean),),
@@ -113,7 +121,7 @@ PATCHES: dict[str, tuple] = {
                                             SETTLED(self, inner, pipeline, None)),),
     "pipeline: even stages and even ranks": ((pipeline_search, "MOST_CUTS", 1),),
 }  # fmt: skip
-SETTLED = PS._within_memory
+SETTLED, HIGHEST = PS._within_memory, Cuts.highest
 
 
 @dataclass(frozen=True)
@@ -162,10 +170,10 @@ def run(case: Case) -> None:
           f"{everything.gap:.2%}, {everything.cpu_seconds:.1f} CPU s", flush=True)  # fmt: skip
     print(f"  {'without':44} {'plan':>9} {'gap':>8} {'CPU':>7}")
     limit = max(10.0, LIMIT * everything.cpu_seconds)
-    rows = [("deep models by eight blocks", replace(captured, compact=None), options, ())]
+    rows = [(name, captured, options, changes) for name, changes in PATCHES.items()
+            if axis_of(Mesh.parse(case.mesh)) or not name.startswith("pipeline")]  # fmt: skip
     rows += [(name, captured, change(options), ()) for name, change in OPTIONS.items()]
-    rows += [(name, captured, options, changes) for name, changes in PATCHES.items()
-             if axis_of(Mesh.parse(case.mesh)) or not name.startswith("pipeline")]  # fmt: skip
+    rows += [("deep models by eight blocks", replace(captured, compact=None), options, ())]
     for name, graph, changed, changes in rows:
         with without(*changes):
             found = searched(case, graph, changed, limit)

@@ -4,7 +4,7 @@ processes.
     OMP_NUM_THREADS=1 python benchmarks/bubbles.py [--parts forms,idle,memory] [--schedules naive,zbv] [--idle-seconds
     4.2]
 
-forms   autopar/schedule/play.py against autopar/schedule/formulas.py, of all schedules, the seconds of F, I and W
+forms   autopar/schedule/play.py against tests/helpers/bubble_formulas.py, of all schedules, the seconds of F, I and W
         equal.
 idle    8 processes run the schedules through the real links with stages that sleep, so that they do not share cores.
         The bubble is what is idle between the first action of any rank and the last one of any, from the times that the
@@ -39,9 +39,9 @@ from autopar.models.output import Output
 from autopar.runtime.stage_executor import Values
 from autopar.runtime.stage_links import StageLinks
 from autopar.runtime.walk import walk
-from autopar.schedule import KINDS, Action, Played, formulas, make, play
+from autopar.schedule import KINDS, Action, Played, make, play
 from autopar.utils.allocation_tracker import Allocations
-from tests.helpers import gloo
+from tests.helpers import bubble_formulas, gloo
 
 AT_MOST = ("v_half", "v_min")  # of which the papers give bounds, reached for some p and m
 SLEEPING = ("naive", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "interleaved_zero_bubble", "zbv")
@@ -66,8 +66,8 @@ def forms(cases: list[tuple[int, int]]) -> int:
             v = make(name, p, m).stages_per_rank
             played = play(make(name, p, m), *[1 / v] * 3)
             mine = played.bubble, played.bubble_in_window, max(played.peaks) / v
-            form = (formulas.bubble(name, p, m), formulas.bubble(name, p, m, in_window=True),
-                    max(formulas.in_flight(name, p, m, rank) for rank in range(p)) / v)  # fmt: skip
+            form = (bubble_formulas.bubble(name, p, m), bubble_formulas.bubble(name, p, m, in_window=True),
+                    max(bubble_formulas.in_flight(name, p, m, rank) for rank in range(p)) / v)  # fmt: skip
             exact = all(abs(x - y) < 1e-9 for x, y in zip(mine, form))
             less = name in AT_MOST and mine[1] <= form[1] and mine[2] <= form[2]  # the bounds are of a rank's window
             wrong += not (exact or less)
@@ -120,7 +120,7 @@ def sleep_through(
 
 def seconds_for(name: str, idle_seconds: float) -> float:
     """Of each of F, I and W of all stages of a rank, if the rank is to be idle so long."""
-    return idle_seconds / formulas.idle_seconds(name, RANKS, MICRO_BATCHES)
+    return idle_seconds / bubble_formulas.idle_seconds(name, RANKS, MICRO_BATCHES)
 
 
 def idle(names: list[str], idle_seconds: float) -> int:
@@ -137,7 +137,7 @@ def idle(names: list[str], idle_seconds: float) -> int:
         played = Played(
             schedule, tuple(tuple(s for s, _ in t) for t in times), tuple(tuple(e for _, e in t) for t in times)
         )
-        form = formulas.bubble(name, RANKS, MICRO_BATCHES)
+        form = bubble_formulas.bubble(name, RANKS, MICRO_BATCHES)
         seconds = 3 * seconds_for(name, idle_seconds) * MICRO_BATCHES / (1 - form)
         apart = abs(played.bubble - form) / form
         wrong += apart > TOLERANCE
@@ -213,7 +213,7 @@ def memory(ranks: int = 4, micro_batches: int = 8) -> int:
     print(f"{'schedule':12}{'':28}" + "".join(f"{f'stage {s}':>9}" for s in range(ranks)))
     wrong = 0
     for name in names:
-        form = [formulas.in_flight(name, ranks, micro_batches, s) for s in range(ranks)]
+        form = [bubble_formulas.in_flight(name, ranks, micro_batches, s) for s in range(ranks)]
         saved = [m[name][0] for m in measured]
         wrong += sum(abs(x - y) > 0.005 * y for x, y in zip(saved, form))
         rows = {

@@ -143,18 +143,6 @@ class CallSignature:
                 return None
         return tensors
 
-    def check_dtypes(self, args: tuple, kwargs: dict) -> None:
-        """Raise InputError if a tensor of another call has another dtype than the one of that name has here: tracing
-        would take it, and the model's ops would not."""
-        other, _ = CallSignature.of(args, kwargs)
-        known = dict(zip(self.names, self.dtypes))
-        for name, dtype in zip(other.names, other.dtypes):
-            if dtype and known.get(name, dtype) not in (dtype, None):
-                raise InputError(
-                    f"{name} has dtype {dtype}, the model was compiled for {known[name]}",
-                    fix=f"cast it to {known[name]}",
-                )
-
 
 def describe_call(args: tuple, kwargs: dict) -> str:
     """Describe a call's arguments by name: `x (4, 6), scale=2.0`, with the dtype of tensors that are neither float32

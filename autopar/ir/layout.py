@@ -219,11 +219,6 @@ def is_even(shape: Sequence[int], layout: Layout, mesh: Mesh) -> bool:
     )
 
 
-def shard_count(layout: Layout, mesh: Mesh) -> int:
-    """Return the number of different shards of a tensor with this layout."""
-    return math.prod(mesh.size(axis) for axis in layout.sharding_axes)
-
-
 def largest_local_numel(shape: Sequence[int], layout: Layout, mesh: Mesh) -> int:
     """Return the number of elements on the device that holds most of them (the one at coordinate 0 along every
     axis)."""

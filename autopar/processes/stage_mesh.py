@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch
@@ -71,13 +70,3 @@ class StageMesh:
         with watch.collective(what):
             dist.all_gather_object(everyone, value, group=self.pp_group)
         return everyone
-
-    def tensors_from_all_pp_ranks(self, mine: Tensor, what: str) -> Tensor:
-        """Return the tensors of one shape that the ranks along the pipeline give, stacked in order. All of them
-        call it together."""
-        if self.pp_group is None:
-            return mine[None]
-        everyone = [torch.empty_like(mine) for _ in self.ranks]
-        with watch.collective(what):
-            dist.all_gather(everyone, mine.contiguous(), group=self.pp_group)
-        return torch.stack(everyone)

@@ -1,7 +1,7 @@
 """One stage of an asynchronous pipeline: the executor of synchronous ones, whose forwards and backwards meet the
 version of the weights that is due, and which updates them.
 
-The stage is on one rank, or on all of its ranks in lock step (autopar/simulate/asynchronous.py).
+The stage is on one rank, or on all of its ranks in lock step (a test's).
 """
 
 from __future__ import annotations

@@ -26,8 +26,7 @@ Sources: weight stashing and vertical sync: PipeDream, SOSP 2019 (arXiv 1806.033
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -123,72 +122,3 @@ class Asynchronous:
         """Return the forwards and backwards, for `play`, text and drawings: one stage a rank."""
         orders = tuple(tuple(a for a in order if isinstance(a, Action)) for order in self.orders(micro_batches))
         return Schedule(self.name, self.stages, micro_batches, tuple(range(self.stages)), orders)
-
-
-def version_of(name: str, stages: int, stage: int, micro_batch: int, group: int = 1) -> int:
-    """Return the version that a micro-batch reads in a stage: see `Asynchronous.version_of`."""
-    return Asynchronous(name, stages, group).version_of(stage, micro_batch)
-
-
-def versions_held(name: str, stages: int, stage: int, group: int | None = None) -> int:
-    """Return the most versions that a stage has at once: see `Asynchronous.versions_held`."""
-    return Asynchronous(name, stages, group or (stages if name == BUFFERED else 1)).versions_held(stage)
-
-
-# played
-# --------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class PlayedVersions:
-    """used: the version that (stage, micro-batch) read. held: by stage, how many versions there were after each of its
-    actions."""
-
-    used: dict[tuple[int, int], int]
-    held: tuple[tuple[int, ...], ...]
-
-
-def play_versions(schedule: Asynchronous, micro_batches: int) -> PlayedVersions:
-    """Play the orders by what each rule says, not by the closed forms: weight stashing takes the newest version that
-    the stage has at the forward; the others what stage 0 had at the first forward of the group. Raise ScheduleError for
-    a version that is not there."""
-    orders = schedule.orders(micro_batches)
-    used: dict[tuple[int, int], int] = {}
-    held = []
-    for stage, order in enumerate(orders):
-        newest, counts = 0, []
-        for at, action in enumerate(order):
-            if isinstance(action, Update):
-                newest += 1
-            elif action.kind == "F":
-                i = action.micro_batch
-                first = i - i % schedule.group
-                met = newest if stage == 0 or schedule.name == STASHING else used[0, first]
-                used[stage, i] = used[stage, first] if i > first else met
-                if used[stage, i] > newest:
-                    raise ScheduleError(
-                        f"stage {stage} has version {newest} when micro-batch {i} needs {used[stage, i]}"
-                    )
-            counts.append(_count_held(schedule, order, at, newest, used, stage))
-        held.append(tuple(counts))
-    return PlayedVersions(used, tuple(held))
-
-
-def _count_held(
-    schedule: Asynchronous,
-    order: Sequence[Action | Update],
-    at: int,
-    newest: int,
-    used: Mapping[tuple[int, int], int],
-    stage: int,
-) -> int:
-    """Count the versions there already that the rest of the order reads, and the newest."""
-    flying: Counter[int] = Counter()
-    for action in order[: at + 1]:
-        if isinstance(action, Action):
-            flying[action.micro_batch] += 1 if action.kind == "F" else -1
-    versions = {used[stage, i] for i, count in flying.items() if count} | {newest}
-    if stage and schedule.name != STASHING:  # stage 0 has said which versions will be read
-        coming = (a.micro_batch for a in order[at + 1 :] if isinstance(a, Action) and a.kind == "F")
-        versions |= {v for i in coming if (v := used[0, i]) <= newest}
-    return len(versions)

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.schedule.play import crossings
 from tests.helpers import gloo
+from tests.helpers.crossings import crossings
 
 from ..runtime.parity import assert_close, device_mesh, full
 from .library import gate, gate_backward, gated

@@ -13,7 +13,6 @@ from autopar.ir.layout import (
     local_offset,
     local_part,
     local_shape,
-    shard_count,
 )
 from autopar.ir.mesh import Mesh
 
@@ -82,7 +81,7 @@ def test_questions_about_an_axis():
     assert (layout.reduction_of("pp"), layout.reduction_of("dp")) == ("max", None)
     assert layout.sharding_axes == ("tp", "dp")
     assert not layout.is_replicated and Layout.replicated(3).is_replicated
-    assert shard_count(layout, Mesh.parse("pp=2,dp=3,tp=4")) == 12
+    assert math.prod(map(Mesh.parse("pp=2,dp=3,tp=4").size, layout.sharding_axes)) == 12
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -96,7 +95,7 @@ def test_local_parts_cover_the_tensor_exactly(seed):
             assert part.shape == local_shape(shape, layout, mesh, coordinate)
             assert part.is_contiguous() and part.data_ptr() != tensor.data_ptr()
             copies[part.flatten()] += 1
-        assert (copies == mesh.devices // shard_count(layout, mesh)).all(), (mesh, shape, layout)
+        assert (copies == mesh.devices // math.prod(map(mesh.size, layout.sharding_axes))).all(), (mesh, shape, layout)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

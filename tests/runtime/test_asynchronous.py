@@ -22,8 +22,8 @@ from autopar.passes.pipeline.micro_batch import micro_batch
 from autopar.runtime.asynchronous_stage import AsynchronousStage
 from autopar.runtime.weight_versions import WeightVersions
 from autopar.schedule.asynchronous import BUFFERED, NAMES, STASHING, VERTICAL, Asynchronous
-from autopar.simulate.asynchronous import SimulatedAsynchronous
 from tests.helpers import gloo, staged
+from tests.helpers.simulated_asynchronous import SimulatedAsynchronous
 
 from . import tiny
 from .parity import device_mesh, full

@@ -2,7 +2,8 @@
 
 import pytest
 
-from autopar.schedule import KINDS, formulas, make, play
+from autopar.schedule import KINDS, make, play
+from tests.helpers.bubble_formulas import bubble, in_flight
 
 F_I_W = ((1.0, 1.0, 1.0), (1.0, 1.25, 0.75), (2.0, 3.0, 1.0), (2.0, 2.0, 0.5))
 ANY, UNIT = F_I_W, F_I_W[:1]
@@ -34,8 +35,8 @@ def cases(name):
 def test_idle_time(name):
     for p, m, v, seconds in cases(name):
         played = play(make(name, p, m, v), *(s / v for s in seconds))
-        assert played.bubble == pytest.approx(formulas.bubble(name, p, m, v, *seconds), abs=1e-9), (p, m, v, seconds)
-        in_window = formulas.bubble(name, p, m, v, *seconds, in_window=True)
+        assert played.bubble == pytest.approx(bubble(name, p, m, v, *seconds), abs=1e-9), (p, m, v, seconds)
+        in_window = bubble(name, p, m, v, *seconds, in_window=True)
         assert played.bubble_in_window == pytest.approx(in_window, abs=1e-9), (p, m, v, seconds)
 
 
@@ -44,7 +45,7 @@ def test_idle_time(name):
 def test_in_flight(name):
     for p, m, v, _ in cases(name):
         played = play(make(name, p, m, v))
-        assert list(played.peaks) == [formulas.in_flight(name, p, m, rank, v) for rank in range(p)], (p, m, v)
+        assert list(played.peaks) == [in_flight(name, p, m, rank, v) for rank in range(p)], (p, m, v)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -52,7 +53,7 @@ def test_in_flight_is_never_more(name):
     for p, m in GRID:
         for v in chunks_of(name):
             played = play(make(name, p, m, v))
-            assert all(played.peak(rank) <= formulas.in_flight(name, p, m, rank, v) for rank in range(p)), (p, m, v)
+            assert all(played.peak(rank) <= in_flight(name, p, m, rank, v) for rank in range(p)), (p, m, v)
 
 
 def test_the_textbook_forms():
@@ -84,16 +85,16 @@ def test_the_table_of_bubble_and_memory():
     for p in range(2, 17):
         for m in (3 * p, 5 * p + 1):
             work, one = 3 * m, play(make("1f1b", p, m))
-            for name, (bubble, memory) in paper.items():
+            for name, (said, memory) in paper.items():
                 v = KINDS[name].chunks
                 played = play(make(name, p, m), 1 / v, 1 / v, 1 / v)
                 idle = (max(played.windows) - work) / (one.seconds - work)
-                assert bubble - 0.6 / p <= idle <= bubble + 1e-9, (
+                assert said - 0.6 / p <= idle <= said + 1e-9, (
                     name,
                     p,
                     m,
                     idle,
                 )  # V-Half and V-Min do a little better
-                if bubble in (0, 1 / 3):
-                    assert idle == pytest.approx(bubble)
+                if said in (0, 1 / 3):
+                    assert idle == pytest.approx(said)
                 assert memory - 1 / p <= max(played.peaks) / v / max(one.peaks) <= memory + 5 / 3 / p, (name, p, m)

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from autopar.errors import ScheduleError
-from autopar.schedule import KINDS, Action, Schedule, check, formulas, make, play
-from autopar.schedule.play import crossings
+from autopar.schedule import KINDS, Action, Schedule, check, make, play
+from tests.helpers.bubble_formulas import in_flight
+from tests.helpers.crossings import crossings
 
 
 def random_case(seed):
@@ -31,7 +32,7 @@ def test_dependencies_hold(seed):
         start[action], end[action] = s, e
     p, m = schedule.ranks, schedule.micro_batches
     for rank, peak in enumerate(played.peaks):
-        assert peak <= formulas.in_flight(schedule.name, p, m, rank, schedule.stages_per_rank), told
+        assert peak <= in_flight(schedule.name, p, m, rank, schedule.stages_per_rank), told
         assert played.peak(rank, until_input=True) <= peak, told
     last, rank_of = schedule.stages - 1, schedule.rank_of_stage
 

@@ -23,9 +23,9 @@ from autopar.passes.pipeline.micro_batch import micro_batch
 from autopar.planner.pipeline.plan import plan_pipeline
 from autopar.planner.plan import PlanOptions
 from autopar.schedule import KINDS, Action, play
-from autopar.schedule.formulas import in_flight
 from autopar.simulate.pipeline import Lowered, _Simulation, simulate_pipeline
 from tests.helpers import staged
+from tests.helpers.bubble_formulas import in_flight
 from tests.planner.planning import captured
 from tests.runtime import tiny
 

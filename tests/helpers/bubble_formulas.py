@@ -16,9 +16,9 @@ With p ranks, m micro-batches, v stages a rank, and F, I, W the seconds of all s
 | v_half                  | (p-1) B / 2          | the same          | 2 floor(p/2) + 2        | at most, F = I = W   |
 | v_min                   | (p-1) B 2/3          | the same          | 2 ceil((p+2)/3)         | at most, F = I = W   |
 
-Idle time is counted in the whole makespan or in the rank's own window (played.py says what for). Memory is counted as
-`Played.peak` does, with 1 for each stage and micro-batch: divided by v it is in micro-batches of the whole rank. It is
-never more than v m.
+Idle time is counted in the whole makespan or in the rank's own window (autopar/schedule/played.py says what for).
+Memory is counted as `Played.peak` does, with 1 for each stage and micro-batch: divided by v it is in micro-batches of
+the whole rank. It is never more than v m.
 
 Sources: GPipe arXiv 1811.06965, section 2.3; 1F1B and interleaved arXiv 2104.04473, section 2.2; ZB-H1, ZB-H2 and ZB-V
 arXiv 2401.10241, sections 2 and 6; V-Half and V-Min arXiv 2405.15362; DualPipeV arXiv 2412.19437, section 3.2.1, whose
@@ -27,8 +27,8 @@ F and B overlap: here they do not, so that the idle time is another one than the
 
 from __future__ import annotations
 
-from .catalogue import KINDS, canonical
-from .phases import round_size
+from autopar.schedule.catalogue import KINDS, canonical
+from autopar.schedule.phases import round_size
 
 
 def idle_seconds(name: str, ranks: int, micro_batches: int, stages_per_rank: int | None = None, forward: float = 1.0,

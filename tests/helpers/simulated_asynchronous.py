@@ -13,20 +13,20 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ..codegen.rank_program import StageProgram
-from ..codegen.split_batch import join, parts_of
-from ..errors import StageError
-from ..frontend.export import Captured
-from ..ir.graph import OutputRole
-from ..ir.layout import Layout, local_part
-from ..plans.plan import Plan
-from ..runtime.asynchronous_stage import AsynchronousStage, check_apart, rank_of
-from ..runtime.walk import Links, walk
-from ..schedule.actions import Action
-from ..schedule.asynchronous import Asynchronous, Update
-from ..schedule.play import play
-from .collectives import assemble
-from .pipeline import Lowered, SimulatedStage, whole_output
+from autopar.codegen.rank_program import StageProgram
+from autopar.codegen.split_batch import join, parts_of
+from autopar.errors import StageError
+from autopar.frontend.export import Captured
+from autopar.ir.graph import OutputRole
+from autopar.ir.layout import Layout, local_part
+from autopar.plans.plan import Plan
+from autopar.runtime.asynchronous_stage import AsynchronousStage, check_apart, rank_of
+from autopar.runtime.walk import Links, walk
+from autopar.schedule.actions import Action
+from autopar.schedule.asynchronous import Asynchronous, Update
+from autopar.schedule.play import play
+from autopar.simulate.collectives import assemble
+from autopar.simulate.pipeline import Lowered, SimulatedStage, whole_output
 
 
 class SimulatedAsynchronous:
