@@ -64,7 +64,7 @@ from .utils.gc_pause import paused_collector
 
 @dataclass(frozen=True)
 class ModelCall:
-    """What the passes of MODEL know: the call that is captured, and how it computes (see `trace`). `around`: what
+    """The context of the passes of MODEL: the call that is captured, and how it computes (see `trace`). `around`: what
     autocast says outside of the model, on `device`."""
 
     model: nn.Module
@@ -81,7 +81,7 @@ class ModelCall:
 
 @dataclass(frozen=True)
 class Local:
-    """What the passes of RANK know: the plan, and whose graph it is to be."""
+    """The context of the passes of RANK: the plan, and whose graph it is to be."""
 
     plan: Plan
     rank: int

@@ -1,4 +1,4 @@
-"""Where the files of a Hugging Face model lie on this machine: a folder, or the snapshot that `hf download` left in the
+"""Find the files of a Hugging Face model on this machine: a folder, or the snapshot that `hf download` left in the
 cache. Nothing is fetched."""
 
 from __future__ import annotations

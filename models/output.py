@@ -1,4 +1,4 @@
-"""What every model here returns, and the loss that language models share."""
+"""Define what every model here returns, and the loss that language models share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From one line of text to a model and example inputs. The text is one of
+"""Build a model and example inputs from one line of text. The text is one of
 
     gpt2                               a published size
     gpt:hidden=64,layers=2             a builder with options

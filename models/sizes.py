@@ -1,4 +1,4 @@
-"""What the sizes of a model must satisfy, refused with the numbers before a weight is made."""
+"""Check what the sizes of a model must satisfy, refused with the numbers before a weight is made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a user has seeded torch's random numbers: by `torch.manual_seed`, `torch.seed`, `torch.set_rng_state`.
+"""Notice whether a user has seeded torch's random numbers: by `torch.manual_seed`, `torch.seed`, `torch.set_rng_state`.
 
 These functions set a generator that they find among the globals of torch.random. An object in front of it notices, for
 a generator does not tell: the same seed leaves it as it was, and whoever draws changes its state as well.

@@ -17,7 +17,7 @@ def export_open(module: torch.nn.Module, inputs: Sequence[torch.Tensor], dims: S
 
 @dataclass(frozen=True)
 class OpenSize:
-    """What a trace with an open size says of it: the `guards` that it was traced under, ranges that its `symbols` are
+    """A trace with an open size: the `guards` that it was traced under, ranges that its `symbols` are
     in, and all sizes and `numbers` in it, as expressions; `known`: the sizes that it holds for, where torch has taken
     them for constants."""
 

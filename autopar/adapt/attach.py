@@ -1,4 +1,4 @@
-"""What adaptations add to a model before it is traced, and how it is taken away again.
+"""Attach to a model what adaptations add before it is traced, and take it away again.
 
 The user's model file stays as it is: its forward neither knows nor reads what is added here. Passes over the traced
 graph read it (see passes/adapt/lora.py), and `autopar.compile` takes it over with the rest of the parameters.

@@ -1,4 +1,4 @@
-"""Which adaptations go together, and in which order their passes run."""
+"""Check which adaptations go together, and order their passes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .qlora import QLoRA
 
 
 class Adaptation(Protocol):
-    """What `adapt=` takes. `name` is that of the pass that changes the graph."""
+    """A value that `adapt=` takes. `name` is that of the pass that changes the graph."""
 
     name: str
 

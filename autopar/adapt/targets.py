@@ -1,5 +1,5 @@
-"""Which modules of a model an adaptation is for, by PEFT's rules: a name, the end of one, or a regular expression for
-all of it.
+"""Find the modules of a model that an adaptation is for, by PEFT's rules: a name, the end of one, or a regular
+expression for all of it.
 
 The rules are those of `LoraConfig` (https://huggingface.co/docs/peft/package_reference/lora): `["q_proj", "v_proj"]`
 matches every module whose dotted name is one of these or ends in one, a text is a regular expression that the whole

@@ -1,4 +1,4 @@
-"""What compiles a call of a model on all ranks together: captures it, and plans it.
+"""Compile a call of a model on all ranks together: capture it, plan it, lower it.
 
 Rank 0 traces, and the others take its capture over (see autopar/frontend/capture_data.py). It plans too, and hands the
 plan out. What each rank does by itself is to lower the one by the other.

@@ -1,4 +1,4 @@
-"""Where a profile was measured, and whether that is here."""
+"""Identify the machine that a profile was measured on, and tell whether it is this one."""
 
 from __future__ import annotations
 

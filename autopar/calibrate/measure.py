@@ -53,7 +53,7 @@ EXCHANGED = "reduce_scatter as all_to_all"
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured: bytes that a device holds before a collective, rounds, dtypes."""
+    """The extent of a measurement: bytes that a device holds before a collective, rounds, dtypes."""
 
     held_bytes: tuple[int, ...]
     rounds: int

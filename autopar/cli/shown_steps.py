@@ -1,4 +1,4 @@
-"""How `autopar train` shows its steps: a line each, and on a terminal a bar below them."""
+"""Show the steps of `autopar train`: a line each, and on a terminal a bar below them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one process of `autopar train` does."""
+"""Run one process of `autopar train`."""
 
 from __future__ import annotations
 

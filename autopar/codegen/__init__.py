@@ -1,1 +1,1 @@
-"""From a plan to the graphs that each rank runs, checked and printed as code."""
+"""Turn a plan into the graphs that each rank runs, checked and printed as code."""

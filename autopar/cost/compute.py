@@ -124,7 +124,7 @@ def fused_inputs(node: fx.Node) -> list[bool]:
 
 @dataclass(frozen=True)
 class _Work:
-    """What the prices of a node have in common, whatever its strategy: looked up once, as a target is slow to hash."""
+    """The common part of a node's prices, whatever its strategy: looked up once, as a target is slow to hash."""
 
     products: Callable[..., list[Product]] | None
     is_attention: bool

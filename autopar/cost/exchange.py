@@ -1,4 +1,4 @@
-"""What rows cost on their way to their experts and back, if experts get equal numbers of them.
+"""Price rows on their way to their experts and back, if experts get equal numbers of them.
 
 With r rows of d bytes over P devices, each of which holds r / P of them, a device sends r d / P (P - 1) / P; the counts
 of rows that go first wait for the link once. Rows that every device has are picked without a message.

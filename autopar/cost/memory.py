@@ -16,7 +16,7 @@ from ..errors import OptimizerError, StrategyError, check_new
 
 @dataclass(frozen=True)
 class Optimizer:
-    """What an optimizer holds and how often it goes through memory: see `register_optimizer`."""
+    """The bytes that an optimizer holds and how often it goes through memory: see `register_optimizer`."""
 
     tensors: float
     bytes_per_element: float

@@ -1,4 +1,4 @@
-"""What moves between two layouts, and the single moves that lead from one to the other.
+"""Compute the bytes that move between two layouts, and the single moves that lead from one to the other.
 
 What stays in place has no say: dims and partial axes that are the same before and after are left out, and the dims that
 move are put in an order of their own, so that few cores serve very many pairs of layouts. All is plain tuples: planning

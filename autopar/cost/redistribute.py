@@ -1,4 +1,5 @@
-"""From one layout to another: the cheapest order of single moves, each a collective over one axis or a local slice.
+"""Redistribute from one layout to another: the cheapest order of single moves, each a collective over one axis or a
+local slice.
 
 Axes of a dim are ordered, so a move may only take away the innermost axis of a dim or add a new innermost one; anything
 else would permute blocks. With b the bytes that a device holds before the move, n the axis size:

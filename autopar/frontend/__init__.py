@@ -1,2 +1,2 @@
-"""From a user's Python to a graph: what a forward reads and writes besides tensors, while it is traced and at every
+"""Turn a user's Python into a graph: what a forward reads and writes besides tensors, while it is traced and at every
 later call."""

@@ -52,7 +52,7 @@ def inline() -> dict[object, Callable]:
 
 
 class Context:
-    """What a function's forward and backward see as `ctx`: it keeps what is saved and what is set on it."""
+    """A stand-in for the `ctx` of a function's forward and backward: it keeps what is saved and what is set on it."""
 
     def __init__(self, needs_input_grad: tuple[bool, ...] = ()):
         self.needs_input_grad, self.saved_tensors = needs_input_grad, ()

@@ -1,4 +1,4 @@
-"""How a module is called and what it returns, as flat lists of tensors.
+"""Describe how a module is called and what it returns, as flat lists of tensors.
 
 A traced graph takes tensors and gives tensors. `CallSignature` takes a user's (args, kwargs) apart and tells whether a
 later call has the same form; `Returns` puts outputs back into the object that the model returns (a dataclass, a
@@ -304,7 +304,7 @@ class Built:
 
 @dataclass
 class LossOutput:
-    """What a model compiled with `loss_fn=` returns: the loss and the model's own output."""
+    """The result of a model compiled with `loss_fn=`: the loss and the model's own output."""
 
     loss: torch.Tensor
     output: object

@@ -1,4 +1,4 @@
-"""What a value of a user's Python is, as plain data that is equal in two processes if it is the same to a forward.
+"""Describe a value of a user's Python as plain data that is equal in two processes if it is the same to a forward.
 
 Plain values say what they are, containers what they hold, tensors their form (and a hash of their values, where a graph
 has them), functions their code. An object whose reads are watched (see reads.py) is the number under which it is known.

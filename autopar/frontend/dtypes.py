@@ -1,4 +1,4 @@
-"""Whether a traced forward computes with types that its ops take.
+"""Check that a traced forward computes with types that its ops take.
 
 torch's shape functions are more lenient than its kernels: a linear layer of fp64 inputs and fp32 weights can be traced
 but not run. So every kind of op for which the two differ is run once on two elements a dim of the types in the graph,

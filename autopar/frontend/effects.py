@@ -1,4 +1,4 @@
-"""What a forward leaves behind in its model's attributes, as a part of the traced call.
+"""Trace what a forward leaves behind in its model's attributes as a part of the call.
 
 A tensor that a forward puts into an attribute (`self.aux_loss = ...`) is one more output of the graph; a buffer that it
 replaces by another tensor of the same form is written; a plain value is set again after each call, since the same state

@@ -1,4 +1,4 @@
-"""From a module and an example call to a joint graph: `export` the forward, then (after the passes that rewrite it)
+"""Turn a module and an example call into a joint graph: `export` the forward, then (after the passes that rewrite it)
 `differentiate`.
 
 The exported forward graph reads parameters and buffers by `get_attr` under their own qualified names and takes the
@@ -124,7 +124,7 @@ def open_size(
 
 @dataclass(frozen=True)
 class _Run:
-    """What torch has traced of a call, and what was seen meanwhile."""
+    """A trace by torch of a call, with what was seen meanwhile."""
 
     program: Any
     call: FlatCall

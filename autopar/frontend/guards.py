@@ -22,7 +22,7 @@ from .watch import Watch
 
 
 class Guards:
-    """What a capture read of attributes, globals and containers, as it was then. `seen`: how it got there."""
+    """The attributes, globals and containers that a capture read, as they were then. `seen`: how it got there."""
 
     def __init__(self, reads: Iterable[Read] = (), seen: Reads | None = None):
         self.reads, self.seen = list(reads), seen

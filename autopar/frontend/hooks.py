@@ -47,7 +47,7 @@ class Hooks:
 
 
 class Structure:
-    """Which modules a model is made of."""
+    """The modules that a model is made of."""
 
     def __init__(self, model: nn.Module):
         self.tables = [module._modules for module in model.modules()]

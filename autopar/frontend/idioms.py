@@ -1,4 +1,4 @@
-"""What Python code of a forward does to tensors past torch's tracing, said so that it is traced.
+"""Trace what Python code of a forward does to tensors past torch's tracing.
 
 `p.data` is `p.detach()`, `p.data = value` a write into `p`, and `torch.inference_mode` a stretch without gradients,
 whose tensors no later op may save for a backward.

@@ -1,4 +1,5 @@
-"""What the first forward of a transformers model leaves for good: hooks that collect hidden states for its outputs."""
+"""Remove what the first forward of a transformers model leaves for good: hooks that collect hidden states for its
+outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a mixture of experts of transformers is traced.
+"""Trace a mixture of experts of transformers in the order of its tokens.
 
 Of the implementations that transformers has for experts, one takes the tokens in their order, each with the matrices of
 its experts ("batched_mm"). The others sort the tokens of the whole batch by expert, after which no op knows which

@@ -1,4 +1,4 @@
-"""Which global names and closed-over values a forward can reach, found in its bytecode.
+"""Find the global names and closed-over values that a forward can reach, in its bytecode.
 
 A global that a function reads cannot be watched while it runs, so the functions that a forward can reach by name are
 followed, as far as they are the user's own: what installed libraries keep in their globals does not change between two

@@ -32,7 +32,7 @@ class Unwanted:
 
 
 class NoCache:
-    """In an output, in the place of a cache. Whatever reads it raises AbsentError."""
+    """A stand-in for a cache in an output. Whatever reads it raises AbsentError."""
 
     __slots__ = ()
 

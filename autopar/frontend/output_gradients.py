@@ -1,4 +1,4 @@
-"""Which outputs of a call require a gradient, once passes have attached to the exported forward what trains."""
+"""Find the outputs of a call that require a gradient, once passes have attached to the exported forward what trains."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What `precision="bf16"` or "fp16" means: the model computes in bfloat16 or float16, its parameters stay as they are.
+"""Trace a model under `precision="bf16"` or "fp16": it computes in bfloat16 or float16, its parameters stay as they
+are.
 
 * A parameter of a wider float type is cast where the forward first reads it, so what is gathered is the narrow copy.
-Its gradient
-  is cast back where it is made, before it is reduced over devices (passes/canonicalize/upcast.py).
+  Its gradient is cast back where it is made, before it is reduced over devices (passes/canonicalize/upcast.py).
 * Float inputs of the model are cast; those of `loss_fn` alone are not.
 * Losses of torch.nn.functional compute on float32, as under torch.autocast, and a scalar loss is returned as float32.
   What torch has no kernel for in these types, on CPUs at least (decompositions of matrices, pairwise distances, some

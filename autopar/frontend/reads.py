@@ -1,4 +1,4 @@
-"""What a forward reads of Python: attributes, globals and closures, each reached from the model through others.
+"""Record what a forward reads of Python: attributes, globals and closures, each reached from the model through others.
 
 What is known at first are the model's modules, their classes, and the variables that the functions of a forward name
 (see names.py). An object that is read out of one that is known is known from then on. So what was read is a list of

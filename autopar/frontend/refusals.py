@@ -1,4 +1,4 @@
-"""What a model may do that no joint graph can hold: why, at which of the user's lines, and what to write instead.
+"""Explain what a model does that no joint graph can hold: why, at which of the user's lines, and what to write instead.
 
 Some of it can be seen in the forward graph, as control flow over values and gradients that are sparse; the transforms
 of torch.func are noted when the model enters one, since what torch says when it cannot trace them names neither them

@@ -20,7 +20,7 @@ CONTAINERS = (list, dict, set, tuple, frozenset, collections.deque)
 
 
 class _Missing:
-    """What an attribute that is not there has for a value."""
+    """The value of an attribute that is not there."""
 
     def __repr__(self) -> str:
         return "nothing"

@@ -62,7 +62,7 @@ def corrcoef(input: Tensor) -> Tensor:
 
 
 class LeastSquares:
-    """What `lstsq` returns in a traced model: the solution. Its other fields have sizes that depend on the rank of the
+    """The result of `lstsq` in a traced model: the solution. Its other fields have sizes that depend on the rank of the
     matrix."""
 
     def __init__(self, solution: Tensor):

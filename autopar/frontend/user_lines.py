@@ -1,4 +1,4 @@
-"""Where in the user's code something stands: the lines outside of torch, autopar and Python's own library."""
+"""Find where in the user's code something stands: the lines outside of torch, autopar and Python's own library."""
 
 from __future__ import annotations
 

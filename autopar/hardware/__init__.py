@@ -1,4 +1,4 @@
-"""What a device, its links and its libraries can do, from named profiles: `load("h100")`."""
+"""Describe what a device, its links and its libraries can do, by named profiles: `load("h100")`."""
 
 from .profile import Hardware, load, names
 

@@ -1,4 +1,4 @@
-"""What a profile says of kernels: how matrix products and attention fill one device.
+"""Describe the kernels of a profile: how matrix products and attention fill one device.
 
 Every time is seconds, every speed bytes per second; autopar/cost/product_seconds.py and autopar/cost/attention.py say
 how the numbers are used.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Kernels:
-    """What all kernels of a device have in common.
+    """The constants that all kernels of a device share.
 
     `multiprocessors` work on tiles at once; 0 where work is not handed out in tiles (a CPU). There, and where a profile
     has no Products, a product of few rows, columns or little depth reaches half of its speed at `half_rows`,

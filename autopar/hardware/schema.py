@@ -1,4 +1,5 @@
-"""What a profile of hardware holds: devices, the links between them, how kernels fill a device, what was measured.
+"""Define what a profile of hardware holds: devices, the links between them, how kernels fill a device, what was
+measured.
 
 A profile states what a device can do at best and which share of that real kernels reach, each group of numbers with its
 source. Links come in tiers: the closest joins `devices` consecutive ranks (the cards of a node), the last any number.
@@ -47,7 +48,7 @@ class Tier:
 
 @dataclass(frozen=True)
 class Nccl:
-    """What NCCL's own time model needs to know of a node, which is the closest tier (autopar/cost/nccl.py).
+    """The parameters of NCCL's own time model for a node, which is the closest tier (autopar/cost/nccl.py).
 
     `generation`: a key of autopar/cost/nccl_constants.py. `intra`: "nvlink" or "pci". `channels` of
     `channel_bytes_per_second` each are what its search finds. `nvls`: whether the switch reduces.
@@ -85,7 +86,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Host:
-    """What the host gives each of its devices while all of them use it: bytes per second that a copy between host and
+    """The host's share for each of its devices while all of them use it: bytes per second that a copy between host and
     device reaches, in one direction at a time, and the device's share of the host's memory and of its speed."""
 
     link_bytes_per_second: float

@@ -1,4 +1,4 @@
-"""What the graph's nodes say about themselves: roles, phases and tensors of a captured joint graph.
+"""Define the metadata of a graph's nodes: roles, phases and tensors of a captured joint graph.
 
 A joint graph is a `torch.fx.Graph` that computes outputs and gradients of a model from its parameters, buffers, inputs
 and tangents. Its metadata, set by the capture and read by everything after it:
@@ -31,8 +31,8 @@ RANDOM_STATE = "random_state"  # the buffer of an exported graph that becomes th
 
 @dataclass(frozen=True)
 class Role:
-    """What a placeholder is: kind "parameter" (name: its qualified name), "buffer", "input" (index as name), "tangent"
-    (position of the output it belongs to), "constant", "random" (int64 (2,): seed and offset, see
+    """The meaning of a placeholder: kind "parameter" (name: its qualified name), "buffer", "input" (index as name),
+    "tangent" (position of the output it belongs to), "constant", "random" (int64 (2,): seed and offset, see
     autopar/ops/counter_rng.py) or "total" (a sum over the whole batch that a micro-batch needs, see
     passes/pipeline/micro_batch.py). In a stage of a pipeline (passes/pipeline/stages.py) also "activation", "copy" (see
     passes/pipeline/compute_once.py) and "arriving", a gradient of the backward, by the name of the node that makes
@@ -58,10 +58,10 @@ PARTNERS = {
 
 @dataclass(frozen=True)
 class OutputRole:
-    """What an output is: kind "output" (name: its position), "gradient" (name of the parameter), "input_gradient" (of
-    the input), "mutation" (name of the parameter or buffer that takes the value), or "input_mutation" (of the input).
-    In a stage of a pipeline also "activation", which goes to the next stage, and "returned", a gradient that goes to
-    the one before (name: of the node)."""
+    """The meaning of an output: kind "output" (name: its position), "gradient" (name of the parameter),
+    "input_gradient" (of the input), "mutation" (name of the parameter or buffer that takes the value), or
+    "input_mutation" (of the input). In a stage of a pipeline also "activation", which goes to the next stage, and
+    "returned", a gradient that goes to the one before (name: of the node)."""
 
     kind: str
     name: str

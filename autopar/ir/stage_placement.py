@@ -1,4 +1,4 @@
-"""Which stage of a pipeline every op of a joint graph belongs to, by data flow.
+"""Place every op of a joint graph on a stage of a pipeline, by data flow.
 
 Forward ops belong to the stage in whose range of the graph's order they stand. What follows from inputs alone, or from
 parameters alone (a cast or view of one that trains), is no activation: each stage that reads it computes it (`free`).

@@ -1,5 +1,5 @@
-"""What all forms of attention share: torch's CPU kernel (attention_cpu.py), its kernels for GPUs (attention_gpu.py) and
-the form written out block by block (attention_blocks.py).
+"""Share what all forms of attention need: torch's CPU kernel (attention_cpu.py), its kernels for GPUs
+(attention_gpu.py) and the form written out block by block (attention_blocks.py).
 
 A query that the mask closes to every key (the padding of a batch that is padded on the left, under a causal mask) has
 the output 0, the log-sum-exp -inf and gives no gradient, in all forms, as torch's own attention has it. A mask of the

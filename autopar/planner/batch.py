@@ -1,4 +1,4 @@
-"""How a global batch becomes micro-batches: what a user says of it, and the fewest passes that need no recomputation.
+"""Turn a global batch into micro-batches: what a user says of it, and the fewest passes that need no recomputation.
 
 A step of K passes holds the activations of one pass alone. K is a number, follows from the samples that a data-parallel
 replica computes at once (Megatron's micro-batch: K = batch / (samples * data-parallel ways)), or is looked for.

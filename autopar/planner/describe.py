@@ -1,4 +1,4 @@
-"""What a finished search says as a Plan: costs, memory by kind, collectives, layouts, and the decisions that the
+"""Describe a finished search as a Plan: costs, memory by kind, collectives, layouts, and the decisions that the
 lowering reads."""
 
 from __future__ import annotations

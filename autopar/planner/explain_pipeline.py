@@ -46,7 +46,7 @@ class Priced:
 
 @dataclass(frozen=True)
 class RankCost:
-    """What one rank along the pipeline's axis does in a step, in seconds, and holds at most."""
+    """The seconds of a step on one rank along the pipeline's axis, and the most bytes that it holds."""
 
     stages: tuple[int, ...]
     forward_seconds: float

@@ -1,5 +1,5 @@
-"""Which mesh for so many devices: factorizations are tried on the node's topology, cheap bounds first, and the fastest
-plan wins.
+"""Choose a mesh for so many devices: factorizations are tried on the node's topology, cheap bounds first, and the
+fastest plan wins.
 
 An axis has no role of its own in the search space, so a mesh is its sizes, outermost first. The innermost of several
 stays inside a node, since its neighbours are the closest; the outermost divides the batch. First come all meshes of one

@@ -1,4 +1,4 @@
-"""What a step of a model computes by its mathematics, whatever is computed again: what model FLOPs utilization is of.
+"""Count the FLOPs of a step by the model's mathematics, whatever is computed again, for model FLOPs utilization.
 
 Three times the forward's products, attention counted without its causal mask and without the scores that its backward
 makes again. For a GPT of L layers, hidden size h and vocabulary V on B sequences of length s these are the terms of

@@ -1,4 +1,4 @@
-"""What a user says of planning, read into `PlanOptions`: units of bytes, pins and forbidden layouts, the hardware of a
+"""Read what a user says of planning into `PlanOptions`: units of bytes, pins and forbidden layouts, the hardware of a
 mesh."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the outputs of a call are in a plan: their layouts, and what it takes to gather one that is read.
+"""Describe the outputs of a call in a plan: their layouts, and what it takes to gather one that is read.
 
 They stay in the layouts that their ops leave them in (autopar/runtime/outputs.py), so no step contains these seconds.
 """

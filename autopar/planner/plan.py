@@ -1,4 +1,4 @@
-"""From a captured graph to a finished search, which autopar/planner/describe.py writes down as a Plan."""
+"""Search for the plan of a captured graph, which autopar/planner/describe.py writes down as a Plan."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What a user may say about planning. `fixed`: layouts by placeholder name. `forbid`: pairs of a glob and a layout
+    """The options of a search. `fixed`: layouts by placeholder name. `forbid`: pairs of a glob and a layout
     that it may not take. `memory_bytes`: None takes the hardware's. `micro_batches`: of a step; the graph that is
     planned is that of one of them. `recompute`: "auto", or the level of every block; `refuses`: what does not fit the
     memory (else it is planned anyway). `offload`: see autopar/planner/problem/offload.py; `on_host`: placeholders of

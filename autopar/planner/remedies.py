@@ -1,5 +1,5 @@
-"""What would fit instead of a plan that does not: one change at a time to what was asked for, each priced by planning
-again.
+"""Find what would fit instead of a plan that does not: one change at a time to what was asked for, each priced by
+planning again.
 
     recomputation      as much as the memory demands, if a level was asked for
     strategy           a free one, and the next stages of ZeRO (zero1 -> zero2 -> fsdp), if a strategy was asked for

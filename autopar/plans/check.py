@@ -1,4 +1,4 @@
-"""Whether the decisions of a plan that comes from a file can be right for a graph.
+"""Check that the decisions of a plan that comes from a file can be right for a graph.
 
 A plan's hash says that nobody changed it by accident, its fingerprint that it was made for this graph. Neither says
 that what it decides gives right numbers: so every decision is derived again from the op's rule before it is used.

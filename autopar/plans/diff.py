@@ -1,4 +1,5 @@
-"""What one plan decides otherwise than another: differing lines alone, equal blocks of a module list as one line."""
+"""Say what one plan decides otherwise than another: differing lines alone, equal blocks of a module list as one
+line."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class MeshCandidate:
 
 @dataclass(frozen=True)
 class Offloaded:
-    """What a plan keeps on the host: how many parameters, bytes for each device (gradients and optimizer state
+    """The part of a plan that is on the host: how many parameters, bytes for each device (gradients and optimizer state
     included), and seconds of a step for copies to the device and back and for the optimizer there."""
 
     parameters: int = 0
@@ -108,7 +108,7 @@ class Offloaded:
 
 @dataclass(frozen=True)
 class Flops:
-    """What a step computes by the model's mathematics, over all devices, most of it in `dtype`, in which a device does
+    """The FLOPs of a step by the model's mathematics, over all devices, most of them in `dtype`, in which a device does
     `peak_per_second` at best. `published`: the largest share of that in published runs on such devices, 0 if none is
     known."""
 

@@ -1,4 +1,4 @@
-"""What the planner tells the lowering: a layout for every tensor of the joint graph, not how it was found."""
+"""Hold what the planner tells the lowering: a layout for every tensor of the joint graph, not how it was found."""
 
 from __future__ import annotations
 

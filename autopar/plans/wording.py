@@ -1,5 +1,5 @@
-"""What the texts of a plan say of a step through stages in other words than of one without: all of it is here, so that
-no text has to ask."""
+"""Word the texts of a plan for a step through stages, or for one without: all of it is here, so that no text has to
+ask."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What all ranks do together: groups, agreement on errors and values, a watch over those that are missing."""
+"""Let all ranks act together: groups, agreement on errors and values, a watch over those that are missing."""

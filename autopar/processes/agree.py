@@ -1,4 +1,4 @@
-"""What all ranks must agree on before the first step: one graph, one plan, one program of collectives, one batch.
+"""Check what all ranks must agree on before the first step: one graph, one plan, one program of collectives, one batch.
 
 Rank 0 plans; the others receive its plan. Whatever fails on one rank fails on all of them, and all compare what they
 are going to run: a disagreement is a typed error on every rank instead of a hang or a wrong number later.

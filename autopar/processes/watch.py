@@ -1,4 +1,4 @@
-"""When a collective fails: which rank is missing, since what step, and where everybody is.
+"""Report why a collective fails: which rank is missing, since what step, and where everybody is.
 
 A step costs nothing for it but a count of graph calls. The work is done when gloo reports that a connection broke or
 that a wait took too long: the rank asks all others where they are (autopar/processes/peers.py). Who is gone, who stands
@@ -37,8 +37,9 @@ END = 1 << 30  # position after the last collective of a graph
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a rank is: in the call number `call` of a graph (or of an agreement of all ranks) and at `position` in
-    it, 2k after k collectives, 2k + 1 in the next one. All ranks run through the same collectives in the same order."""
+    """The position of a rank: in the call number `call` of a graph (or of an agreement of all ranks) and at `position`
+    in it, 2k after k collectives, 2k + 1 in the next one. All ranks run through the same collectives in the same
+    order."""
 
     call: int
     position: int
@@ -48,7 +49,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Cause:
-    """What went wrong first. `kind`: "gone", "failed" (`what` says how), "late" or "unknown"."""
+    """The first thing that went wrong. `kind`: "gone", "failed" (`what` says how), "late" or "unknown"."""
 
     kind: str
     ranks: list[int]

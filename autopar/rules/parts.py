@@ -1,4 +1,5 @@
-"""Which tensors may be sharded inside equal parts, because some op cuts them into pieces or joins them from pieces.
+"""Find the tensors that may be sharded inside equal parts, because some op cuts them into pieces or joins them from
+pieces.
 
 GPT-2 computes query, key and value by one weight: the split after it wants its input sharded inside 3 parts, and so the
 linear's output, the weight, the bias and all their gradients may be. An `Inner(f, k)` entry of a rule makes k a

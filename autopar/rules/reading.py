@@ -1,4 +1,4 @@
-"""How rules read a node: arguments by name, global shapes, and whether a value is known to be zero."""
+"""Read a node for a rule: arguments by name, global shapes, and whether a value is known to be zero."""
 
 from __future__ import annotations
 

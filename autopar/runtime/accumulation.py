@@ -27,8 +27,8 @@ def is_unreduced(gradient: torch.Tensor | None) -> bool:
 
 
 class Accumulation:
-    """What the backward passes of a module share. `is_deferring`: inside no_sync. `is_pending`: some `.grad` may be
-    unreduced. `layouts` are the parameters' by name."""
+    """The state that the backward passes of a module share. `is_deferring`: inside no_sync. `is_pending`: some `.grad`
+    may be unreduced. `layouts` are the parameters' by name."""
 
     def __init__(self, module: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh, coordinate: Mapping[str, int]):
         self.module, self.layouts, self.mesh, self.coordinate = module, layouts, mesh, coordinate

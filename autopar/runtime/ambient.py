@@ -1,4 +1,4 @@
-"""What torch is told around a call, and computes by: autocast, whether gradients are recorded, the default type."""
+"""Read the state of torch around a call: autocast, whether gradients are recorded, the default type."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ Batches = Callable[[int], Mapping[str, Tensor]]  # global values of a micro-batc
 
 @dataclass
 class Rank:
-    """What the stage has on one rank: the local tensors of what does not train by name, and the versions of what
+    """The stage on one rank: the local tensors of what does not train by name, and the versions of what
     does."""
 
     program: StageProgram

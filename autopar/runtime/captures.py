@@ -60,9 +60,8 @@ _module_numbers = itertools.count()  # modules are compiled in the same order on
 
 
 class Compiler(Protocol):
-    """What compiles calls of one model: see autopar/api/entry.py. Its methods are called, and raise, on all ranks
-    together.
-    `forms`: of the model's tensors, before they were taken over."""
+    """An interface to what compiles calls of one model: see autopar/api/entry.py. Its methods are called, and raise, on
+    all ranks together. `forms`: of the model's tensors, before they were taken over."""
 
     forms: Forms
     loss_fn: Callable | None

@@ -1,4 +1,4 @@
-"""What `autopar.compile(model, mesh)` returns without example_inputs: a module that is compiled at its first call."""
+"""Compile a module at its first call: what `autopar.compile(model, mesh)` returns without example_inputs."""
 
 from __future__ import annotations
 

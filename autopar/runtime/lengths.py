@@ -33,7 +33,7 @@ Padding = Mapping[str, float | tuple[float, str]]  # by the name of an input, th
 
 @dataclass(frozen=True)
 class Length:
-    """How long a dim is on all ranks, and what this rank has of it: `own` places from `start` on."""
+    """The length of a dim on all ranks, and this rank's part of it: `own` places from `start` on."""
 
     whole: int
     own: int
@@ -96,9 +96,9 @@ class OwnLengths:
 
 
 class Lengths:
-    """What ranks do about lengths of their own. `pad`: by the name of an input, the value that it is padded with, or
-    (value, "left"). `takes`: the functions that take the inputs; `parts`: of the batch, ranks with the same one pass
-    the same."""
+    """The padding for ranks with lengths of their own. `pad`: by the name of an input, the value that it is padded
+    with, or (value, "left"). `takes`: the functions that take the inputs; `parts`: of the batch, ranks with the same
+    one pass the same."""
 
     def __init__(self, pad: Padding | None, takes: Sequence[Callable | None], parts: int):
         self.parts, self.pad = parts, dict(pad or {})

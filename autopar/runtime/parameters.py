@@ -37,8 +37,8 @@ _ANSWERS = frozenset(
 
 
 class MovedParameter(nn.Parameter):
-    """What is left of a source parameter: any use, also by an optimizer built on it before, says where its values
-    went."""
+    """A parameter of the source model that was taken over: any use, also by an optimizer built on it before, says where
+    its values went."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):

@@ -20,7 +20,7 @@ Message = tuple[str, tuple[int, ...], str]  # name, local shape and dtype of a t
 
 @dataclass(frozen=True)
 class Border:
-    """What a stage hands over, in the order in which it travels."""
+    """The values that a stage hands over, in the order in which they travel."""
 
     received: tuple[Message, ...]
     sent: tuple[Message, ...]

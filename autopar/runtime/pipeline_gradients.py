@@ -1,4 +1,4 @@
-"""From the sums that the stages of a rank leave to the gradients of its parameters, in the backward of a call.
+"""Turn the sums that the stages of a rank leave into the gradients of its parameters, in the backward of a call.
 
 Each stage reduces what waited for all of its micro-batches, and stages that share a parameter add up its gradients.
 Inside of `no_sync` the reductions wait for the next backward outside (see accumulation.py): gradients are Partial over

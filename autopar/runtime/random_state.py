@@ -1,4 +1,4 @@
-"""Where the random numbers of a compiled model stand: a seed, and how many forwards have drawn with it.
+"""Keep the state of a compiled model's random numbers: a seed, and how many forwards have drawn with it.
 
 A forward that draws takes the pair as a tensor; every number it draws is a function of the pair, of the op that draws
 and of the element's place in the global tensor (see autopar/ops/counter_rng.py). So two integers say it all, equal on

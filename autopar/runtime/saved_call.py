@@ -1,4 +1,4 @@
-"""What a call remembers of the tensors that its backward needs: how often they were written to, and for a second
+"""Remember of a call's tensors what its backward needs: how often they were written to, and for a second
 forward the tensors themselves. A DTensor counts the writes to itself, its local values, which the graphs take, do not.
 
 A program in which the loss alone has a tangent is the cheapest one, and serves every loop that calls `loss.backward()`.
@@ -19,9 +19,9 @@ from ..ir.graph import PARTNERS, Role, output_node
 
 
 class SavedCall:
-    """Of one forward: how often its tensors had been written to, and the `values` of its placeholders if a second one
-    may need them, else None. `owners`: for each placeholder the tensor that counts the writes, a DTensor if the value
-    is its local part; `watched`: positions of those that matter."""
+    """A record of one forward: how often its tensors had been written to, and the `values` of its placeholders if a
+    second one may need them, else None. `owners`: for each placeholder the tensor that counts the writes, a DTensor if
+    the value is its local part; `watched`: positions of those that matter."""
 
     def __init__(self, roles: Sequence[Role], owners: Sequence[torch.Tensor], watched: Sequence[int],
                  values: list[torch.Tensor] | None):  # fmt: skip

@@ -1,4 +1,5 @@
-"""Which sizes of a call need no capture of their own: what all ranks decide together about programs that follow a size.
+"""Find the sizes of a call that need no capture of their own: what all ranks decide together about programs that follow
+a size.
 
 After captures at two sizes of a dim, or three (see following.py), a new one costs milliseconds. Where no program
 follows, each size is captured as any new call is.

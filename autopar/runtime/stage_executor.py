@@ -1,4 +1,4 @@
-"""What a stage of a pipeline does at each action of a schedule, on whatever its graphs run.
+"""Execute the actions of a schedule on a stage of a pipeline, on whatever its graphs run.
 
 A stage is on one rank, or on all of its ranks in lock step in the simulator: what follows from the schedule is the
 same, so values come as lists here, with one item a rank.

@@ -1,4 +1,4 @@
-"""What passes between this rank's stages and those of other ranks along a pipeline's axis, message by message."""
+"""Send and receive between this rank's stages and those of other ranks along a pipeline's axis, message by message."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def local_value(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a parameter is: its module, and its name there."""
+    """The location of a parameter: its module, and its name there."""
 
     module: Any
     name: str

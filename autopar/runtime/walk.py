@@ -17,8 +17,8 @@ from .stage_executor import StageExecutor, Values
 
 
 class Links:
-    """What passes between the stages of one process, by message (see autopar/schedule/transfers.py). `count`: of all
-    stages. `sends`: by (stage, "forward" or "backward"), how many values it has sent."""
+    """The values that pass between the stages of one process, by message (see autopar/schedule/transfers.py). `count`:
+    of all stages. `sends`: by (stage, "forward" or "backward"), how many values it has sent."""
 
     def __init__(self, stages: Mapping[int, StageExecutor], count: int):
         self.stages, self.count = stages, count

@@ -51,7 +51,7 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which rank has which stages, and one order of actions a rank. `print(schedule)` gives one line a rank.
+    """The stages of each rank, and one order of actions a rank. `print(schedule)` gives one line a rank.
 
     Nothing is promised about the orders: `play.check` says whether they are complete and end.
     """

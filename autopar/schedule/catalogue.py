@@ -35,7 +35,7 @@ Phases = Callable[[int, int, int, int], list[phases.Phase]]
 
 @dataclass(frozen=True)
 class Kind:
-    """How a named schedule is made: see `register_schedule`."""
+    """A recipe for a named schedule: see `register_schedule`."""
 
     orders: Callable[[list[tuple[int, ...]], int], Orders]
     chunks: int | None  # stages a rank; None: any number

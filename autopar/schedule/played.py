@@ -1,5 +1,5 @@
-"""When each action of a schedule began and ended, predicted (`play.play`) or measured, and what follows: idle time and
-memory."""
+"""Record when each action of a schedule began and ended, predicted (`play.play`) or measured, and what follows: idle
+time and memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the ranks of a schedule send each other: when they begin to receive it, and when it is known to have arrived.
+"""List what the ranks of a schedule send each other: when they begin to receive it, and when it is known to have
+arrived.
 
 A message is named by the action that waits for it, in which a backward is B, in parts or not: `1F0` is what stage 0
 sends to stage 1 of micro-batch 0, `0B0` the gradient that comes back.

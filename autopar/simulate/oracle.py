@@ -31,8 +31,8 @@ from ..runtime.random_state import RandomState
 
 
 class OneDevice(NamedTuple):
-    """What a step gives: outputs in order, gradients by name, and the values by name of buffers and of what else the
-    forward writes to; all global. Parameters and buffers have their own names, the input x is "input x"."""
+    """The results of a step: outputs in order, gradients by name, and the values by name of buffers and of what else
+    the forward writes to; all global. Parameters and buffers have their own names, the input x is "input x"."""
 
     outputs: Sequence[Tensor]
     gradients: Mapping[str, Tensor]

@@ -46,9 +46,9 @@ _runs: WeakKeyDictionary[nn.Module, str] = (
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What was loaded. `data`: what `save_checkpoint` was given as data on this rank; where ranks gave different data
-    and there is another number of ranks now, the list of it all. `run`: the name of the run that saved it, `saved`:
-    when, in UTC."""
+    """The rest of a loaded checkpoint. `data`: what `save_checkpoint` was given as data on this rank; where ranks gave
+    different data and there is another number of ranks now, the list of it all. `run`: the name of the run that saved
+    it, `saved`: when, in UTC."""
 
     path: Path
     step: int

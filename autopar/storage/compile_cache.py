@@ -1,4 +1,4 @@
-"""What a job found out when it started, on the disk for the next one that starts with the same.
+"""Keep on disk what a job found out when it started, for the next one that starts with the same.
 
 An entry is a safetensors file under the hash of its key: text, and tensors. It is data alone, and what reads it checks
 it against the model at hand (autopar/frontend/capture_data.py, autopar/plans/file.py, autopar/codegen/program_data.py).

@@ -1,4 +1,4 @@
-"""What Hugging Face's transformers knows of its models and the files they come in: other names of tensors, tensors
+"""Read what Hugging Face's transformers knows of its models and the files they come in: other names of tensors, tensors
 stored in other forms, names to pass over, buffers to compute. A model of any other kind is stored under its own
 names."""
 
@@ -41,7 +41,7 @@ class Group:
 
 @dataclass
 class Names:
-    """Where a file keeps the tensors of a model. `alone`: name in the model -> name in the file."""
+    """The names that a model's tensors have in a file. `alone`: name in the model -> name in the file."""
 
     alone: dict[str, str] = field(default_factory=dict)
     groups: list[Group] = field(default_factory=list)

@@ -1,5 +1,5 @@
-"""What makes a folder a checkpoint: a manifest with length and sha256 of every file, and a COMMIT with the sha256 of
-the manifest.
+"""Write and check what makes a folder a checkpoint: a manifest with length and sha256 of every file, and a COMMIT with
+the sha256 of the manifest.
 
 COMMIT is written last. A folder without it is what a save that did not end has left behind; one with it is complete,
 and then any difference between the files and the manifest is damage, as is a file that it does not list. The manifest

@@ -74,7 +74,8 @@ class WeightsFolder:
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a model's tensor is: alone under `name`, or (`group`) as a result, `name`, of a conversion of several."""
+    """The location of a model's tensor: alone under `name`, or (`group`) as a result, `name`, of a conversion of
+    several."""
 
     name: str
     group: huggingface.Group | None = None

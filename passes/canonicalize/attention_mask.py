@@ -1,4 +1,4 @@
-"""What the mask of an attention says, told plainly: causal or not, and what is left of it.
+"""Find what the mask of an attention says: whether it is causal, and what is left of it.
 
 Libraries build masks from arange and comparisons, bool tensors of batch x sequence x sequence, and join the padding of
 a batch to them. A mask is taken apart at its conjunctions. What depends on no input is computed here: where it lets

@@ -1,4 +1,5 @@
-"""Where rows may go to their experts and come back: `autopar::dispatch` and `combine` around each mixture of experts.
+"""Mark where rows may go to their experts and come back: `autopar::dispatch` and `combine` around each mixture of
+experts.
 
 Between them lie the products of one grouping, forward and backward, and all ops between those that treat rows alike
 (gates, activations). Both change nothing: what they allow is another layout (autopar/rules/experts.py).

@@ -1,5 +1,5 @@
-"""What torch's dispatcher makes of one op: the calls that arrive at kernels, after autocast has cast and composite ops
-are taken apart; and what autocast has done to it, read off these calls.
+"""Record what torch's dispatcher makes of one op: the calls that arrive at kernels, after autocast has cast and
+composite ops are taken apart; and what autocast has done to it, read off these calls.
 
 Arguments are stand-ins that look like tensors of some device type; the device itself need not be there.
 """
@@ -84,8 +84,8 @@ class Recorder:
 
 @dataclass(frozen=True)
 class Way:
-    """How an op runs under autocast: types that its tensor arguments are cast to (None: not cast) and the `dtype` that
-    it is told, or as the calls that it is made of. `types`: of its results, () if they were not seen."""
+    """The form of an op under autocast: types that its tensor arguments are cast to (None: not cast) and the `dtype`
+    that it is told, or as the calls that it is made of. `types`: of its results, () if they were not seen."""
 
     casts: tuple[torch.dtype | None, ...] = ()
     dtype: torch.dtype | None = None

@@ -32,8 +32,8 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Collective:
-    """What a collective node does. `kind` as in Move; `wire_bytes` are sent by this device (ring); `tensor` is the
-    global tensor's name; `phase` is "forward" or "backward"."""
+    """The metadata of a collective node. `kind` as in Move; `wire_bytes` are sent by this device (ring); `tensor` is
+    the global tensor's name; `phase` is "forward" or "backward"."""
 
     kind: str
     axes: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""From the global joint graph to the graph of one rank: shapes become local and redistributions become collectives.
+"""Turn the global joint graph into the graph of one rank: shapes become local and redistributions become collectives.
 
 For each op in order: every tensor argument is brought from its producer's layout into the layout that the op's
 sharding asks for, constants of the call become local ones (`rules.local_call`), and the op is emitted and run on fake

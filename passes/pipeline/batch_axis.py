@@ -1,4 +1,4 @@
-"""Which dims of a joint graph's tensors are the samples of the batch: the graph's sharding over an axis of
+"""Find the dims of a joint graph's tensors that are the samples of the batch: the graph's sharding over an axis of
 micro-batches.
 
 A micro-batch is a shard of the batch over time instead of over devices, so the factor rules say what becomes of it: the

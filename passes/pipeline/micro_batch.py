@@ -1,4 +1,4 @@
-"""From the joint graph of a whole batch to that of one of its micro-batches, which run one after the other.
+"""Turn the joint graph of a whole batch into that of one of its micro-batches, which run one after the other.
 
 The graph is cut along the samples as for one more mesh axis (passes/pipeline/batch_axis.py), so what it computes is
 what the whole batch computes: a mean over the batch's valid tokens stays that, whatever tokens a micro-batch has.

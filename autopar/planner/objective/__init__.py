@@ -1,1 +1,1 @@
-"""What a choice costs: seconds, bytes over a step, what is computed again."""
+"""Price a choice: seconds, bytes over a step, what is recomputed."""

@@ -1,4 +1,4 @@
-"""What the backward makes again in one block instead of reading it saved: minimum cuts at rising prices of memory.
+"""Find what the backward of a block recomputes instead of reading it saved: minimum cuts at rising prices of memory.
 
 Every op of the block, and every transfer into it that the backward does not make anyway, is made again or not. Making
 one again takes its seconds, and needs what it reads: saved, there anyway, or made again in turn. With L seconds a byte
@@ -34,10 +34,10 @@ LITTLE = 1e-6  # of the cost, less than which a cut gains nothing
 
 @dataclass(frozen=True)
 class Recomputation:
-    """What taking one block of an evaluated plan one step further frees and costs; `copies` blocks of the whole graph
-    are like it. `freed`: what need not be saved, `needed`: what has to be instead, both with the bytes of all copies.
-    `recomputed`: vertices computed twice from then on, in `compute_seconds` more than before; `moved`: transfers
-    of the forward that the backward makes for this alone. `price`: priced seconds a byte."""
+    """The bytes freed and the seconds spent by taking one block of an evaluated plan one step further; `copies` blocks
+    of the whole graph are like it. `freed`: what need not be saved, `needed`: what has to be instead, both with the
+    bytes of all copies. `recomputed`: vertices computed twice from then on, in `compute_seconds` more than before;
+    `moved`: transfers of the forward that the backward makes for this alone. `price`: priced seconds a byte."""
 
     block: str
     level: str
@@ -62,10 +62,9 @@ def key_of(transfer: Transfer) -> Key:
 
 
 class Moves:
-    """What an evaluation moves, as blocks see it. `in_backward`: copies that the backward makes anyway, or that all
-    passes of a step share; `readers`: forward vertices
-    that read another layout of something that is not a parameter; `alone`: by block, transfers whose copies it alone
-    reads."""
+    """The transfers of an evaluation, as blocks see them. `in_backward`: copies that the backward makes anyway, or that
+    all passes of a step share; `readers`: forward vertices that read another layout of something that is not a
+    parameter; `alone`: by block, transfers whose copies it alone reads."""
 
     def __init__(self, e: Evaluation, blocks: Blocks):
         kinds = [v.kind for v in blocks.problem.vertices]

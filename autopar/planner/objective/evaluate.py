@@ -1,4 +1,4 @@
-"""What a plan costs, recomputed on the unfolded graph: every tensor, every redistribution, every byte that stays.
+"""Compute the cost of a plan anew on the unfolded graph: every tensor, every redistribution, every byte that stays.
 
 The solver is checked against it: the objective of a solution must equal the cost found here. A tensor is redistributed
 once for all consumers of a phase that want the same layout, and served in the cheapest of its modes
@@ -238,7 +238,7 @@ def unreduced_bytes(
 
 @dataclass(frozen=True)
 class _Served:
-    """What one tensor moves, which copies are kept, and the bytes of what of it waits for the backward."""
+    """The transfers of one tensor, the copies of it that are kept, and the bytes of it that wait for the backward."""
 
     transfers: tuple[Transfer, ...]
     retained: tuple[tuple[int, int, Layout], ...]

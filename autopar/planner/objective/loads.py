@@ -1,4 +1,4 @@
-"""How busy a pass keeps its streams, and the seconds that it takes at least for that.
+"""Add up how busy a pass keeps its streams, and the seconds that it takes at least for that.
 
 Stream 0 computes, each other one is a class of links (autopar/planner/problem/multipliers.py). No play of the pass
 (autopar/planner/objective/player.py) ends before its busiest stream does.

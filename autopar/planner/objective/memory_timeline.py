@@ -1,4 +1,5 @@
-"""Which bytes a device holds at every moment of a step: what stays, what waits for the backward, and what passes by.
+"""Count the bytes that a device holds at every moment of a step: what stays, what waits for the backward, and what
+passes by.
 
 Parameters and optimizer state stay all through training; a gradient lives from the op that makes it to the end. A
 tensor saved for the backward lives from the op that makes it to its last reader. Besides these live the values between
@@ -117,7 +118,7 @@ def live_bytes(problem: Problem, evaluation: Evaluation, pricer: Pricer) -> Live
 
 
 class _Lives:
-    """From which run to which each tensor lives."""
+    """The first and the last run in which each tensor lives."""
 
     def __init__(self, problem: Problem, evaluation: Evaluation, pricer: Pricer, order: StepOrder):
         self.problem, self.evaluation, self.pricer, self.order = problem, evaluation, pricer, order

@@ -1,4 +1,5 @@
-"""How a tensor is served to those who read it: the one statement of what that costs, in seconds and in bytes that wait.
+"""List the modes in which a tensor is served to those who read it: the one statement of what that costs, in seconds and
+in bytes that wait.
 
 A tensor is made in a layout p. Each other layout q in which it is read is a copy, made in one of three ways. With early
 and late the seconds from p to q in the forward and in the backward, and m passes of a step:

@@ -1,4 +1,4 @@
-"""What redistributions of a problem's tensors cost, in seconds and in bytes."""
+"""Price the redistributions of a problem's tensors, in seconds and in bytes."""
 
 from __future__ import annotations
 

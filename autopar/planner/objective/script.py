@@ -1,5 +1,5 @@
-"""What is played of a plan: what the compute stream does one thing after the other, and which collectives run beside
-it.
+"""Write the script of a plan that is played: what the compute stream does one thing after the other, and which
+collectives run beside it.
 
 The compute stream works in the order of the step (autopar/planner/objective/step_order.py): ops, local copies, and
 collectives that it waits for, each where its first reader is. What is hidden is issued at one place of that order and

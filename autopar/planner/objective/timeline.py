@@ -1,4 +1,4 @@
-"""When everything happens: what the player does with a chosen plan (autopar/planner/objective/player.py), written down.
+"""Write down when everything happens as a chosen plan is played (autopar/planner/objective/player.py).
 
 A collective that is pushed aside by another goes on later: it is as many events as it has stretches.
 """

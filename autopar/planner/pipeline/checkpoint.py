@@ -1,4 +1,4 @@
-"""What each stage of a pipeline computes again: on every rank as little as its memory demands, the cheapest steps
+"""Choose what each stage of a pipeline recomputes: on every rank as little as its memory demands, the cheapest steps
 first.
 
 A block may be computed again in steps (autopar/planner/objective/checkpoint_blocks.py). On a rank with f micro-batches

@@ -1,4 +1,4 @@
-"""What a pipeline costs: the stages of one cut played in the order of a schedule, and the memory of every rank.
+"""Price a pipeline: the stages of one cut played in the order of a schedule, and the memory of every rank.
 
 The solver of the cut (autopar/planner/pipeline/cut.py) knows formulas of schedules; here the schedule itself is played
 with the seconds of its stages (autopar/schedule/play.py), those of the busiest streams times what a micro-batch takes

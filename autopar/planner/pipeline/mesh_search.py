@@ -1,4 +1,4 @@
-"""How many stages, which mesh inside of them and which micro-batch for so many devices; or no stages at all.
+"""Choose stages, the mesh inside of them and a micro-batch for so many devices; or no stages at all.
 
 Every combination is a mesh pp x dp x tp and a number of samples that a replica computes at once. What a sample costs
 depends on tp, hardly on pp: so some plans of a micro-batch of one sample for each tp, at rising prices of memory, say
@@ -69,7 +69,7 @@ def combinations(devices: int, node: int, batch: int, most_stages: int) -> list[
 
 @dataclass(frozen=True)
 class Point:
-    """What a plan of a micro-batch of one sample a replica costs on the devices that one stage has: seconds and saved
+    """The cost of a micro-batch of one sample a replica on the devices that one stage has: seconds and saved
     bytes of all stages, and the same with all computed again; `state_bytes` of all stages. `left`: the share of a
     bubble that weight gradients cannot fill, (F + I - W) / (F + I + W) by Qi et al., arXiv 2401.10241, with half of the
     backward's compute as W."""

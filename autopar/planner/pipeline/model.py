@@ -72,7 +72,7 @@ class Shared:
 
 @dataclass(frozen=True)
 class Timing:
-    """What a schedule does to time and memory. `bubble_factor`: above. `in_flight`: micro-batches whose activations a
+    """The time and memory of a schedule. `bubble_factor`: above. `in_flight`: micro-batches whose activations a
     rank holds at most, of (ranks, rank, micro-batches). `looped`: stages of a rank."""
 
     name: str

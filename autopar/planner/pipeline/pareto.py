@@ -1,4 +1,4 @@
-"""Which levels the segments of a stage run at: the fewest seconds for every number of activation bytes.
+"""Choose the levels that the segments of a stage run at: the fewest seconds for every number of activation bytes.
 
 Pieces of one kind are interchangeable, so a stage is the count of each kind, and all stages with the same counts,
 wherever they begin and however many micro-batches they hold, read their answer from one frontier. It is exact: the

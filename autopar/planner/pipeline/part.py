@@ -1,4 +1,4 @@
-"""What one part of a cut model costs: its seconds by kind of work, and its bytes.
+"""Add up the cost of one part of a cut model: its seconds by kind of work, and its bytes.
 
 W, the part of the backward that may wait, is told apart from the rest of it (autopar/planner/pipeline/stage_costs.py).
 """

@@ -1,4 +1,4 @@
-"""From a plan of one micro-batch to the chain of segments that the stage solver cuts: where a cut is cheap, and what
+"""Turn a plan of one micro-batch into the chain of segments that the stage solver cuts: where a cut is cheap, and what
 lies between.
 
 A place to cut is looked for between each two ops that have FLOPs: where the fewest bytes of a device pass. Of those

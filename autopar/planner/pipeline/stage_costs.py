@@ -1,4 +1,4 @@
-"""What the parts of a cut model cost under one plan of the whole of it: seconds, bytes, and what passes from part to
+"""Price the parts of a cut model under one plan of the whole of it: seconds, bytes, and what passes from part to
 part.
 
 A plan decides how every op of one micro-batch is sharded; autopar/ir/stage_placement.py says in which part each op

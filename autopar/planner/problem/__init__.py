@@ -1,4 +1,4 @@
-"""What the planner is asked, as one integer program.
+"""State what the planner is asked, as one integer program.
 
 Sets
 

@@ -1,4 +1,4 @@
-"""Which parameters Muon updates: the matrices of hidden layers.
+"""Find the parameters that Muon updates: the matrices of hidden layers.
 
 Those are matrices that train and multiply what flows forward, but the last of a way through the model, the head, behind
 which no other matrix multiplies. Tables of embeddings and vectors are no such matrices; AdamW updates all of them, as

@@ -1,4 +1,4 @@
-"""What a search pays for besides seconds: bytes, and communication that runs beside compute.
+"""Hold the prices of what a search pays for besides seconds: bytes, and communication that runs beside compute.
 
 Both are constraints in truth, and enter as prices (Lagrange multipliers). For any prices the least priced cost, less
 what the limits themselves are worth, is a lower bound of every plan that keeps the limits.

@@ -1,4 +1,4 @@
-"""Which parameters may live on the host, and what those cost that a plan puts there.
+"""Find the parameters that may live on the host, and price those that a plan puts there.
 
 A parameter on the host is a shard in the host's memory in one of its layouts: the user's optimizer makes its state
 beside it and steps there. On the device stays the copy that computes, in that layout, as long as the step lasts; from

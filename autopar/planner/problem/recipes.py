@@ -29,7 +29,7 @@ ROLES = (DATA, TENSOR, TENSOR_SEQUENCE, SEQUENCE, SEQUENCE_HEADS, WHOLE, FREE)
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a strategy says of the axes of a mesh and of parameters.
+    """The roles that a strategy gives to the axes of a mesh and to parameters.
 
     data: all axes carry the batch.
     tensor: what the tensor axis does, "tensor" or "tensor with sequence"; the others carry the batch.

@@ -1,4 +1,4 @@
-"""What a vertex may choose: strategies with their seconds and bytes, in arrays that the solver adds up."""
+"""List what a vertex may choose: strategies with their seconds and bytes, in arrays that the solver adds up."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .vertices import STATE, Vertex
 
 @dataclass
 class Choices:
-    """What a class may choose: strategies with their price for one of its `copies` vertices of the whole graph."""
+    """The strategies that a class may choose, with their price for one of its `copies` vertices of the whole graph."""
 
     strategies: list[Strategy]
     seconds: np.ndarray

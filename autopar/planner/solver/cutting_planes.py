@@ -22,7 +22,7 @@ REACH = 0.1  # of weights around a point
 
 
 class Cuts:
-    """What is known of the bound as a function of the prices between `low` and `high`."""
+    """The cutting planes found so far: an upper estimate of the bound, for prices between `low` and `high`."""
 
     def __init__(self, low: tuple[float, ...], high: tuple[float, ...], classes: int = 1):
         """`classes`: so many neighbouring prices, the last one left out, are weights of one span."""

@@ -22,7 +22,7 @@ _least = np.minimum.reduce
 
 
 class Side:
-    """How the options of a class map to layouts of one tensor."""
+    """The map from the options of a class to layouts of one tensor."""
 
     def __init__(self, which: np.ndarray):
         self.which = which

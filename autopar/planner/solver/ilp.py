@@ -59,7 +59,7 @@ class _Readers(dict):
 
 @dataclass(frozen=True)
 class _Costs:
-    """What serving all copies of a hyperedge costs, with a first axis for the prices: of a copy that is made in the
+    """The cost of serving all copies of a hyperedge, with a first axis for the prices: of a copy that is made in the
     forward, in the backward, or for both, of what `retained` ones cost more than they did in the forward, and of the
     tensor itself (`base`) where it waits."""
 

@@ -1,4 +1,4 @@
-"""From bounds to a plan: ascend the dual, round, improve, and let the integer program decide what is left.
+"""Go from bounds to a plan: ascend the dual, round, improve, and let the integer program decide what is left.
 
 One call minimizes the priced cost over the allowed strategies. The ascent alone usually closes the gap; where it
 stalls, strategies whose reduced cost exceeds the gap are removed and HiGHS solves the rest exactly, or, if too many are
@@ -22,9 +22,9 @@ DUAL, ILP = "dual", "ilp"
 
 @dataclass(frozen=True)
 class Search:
-    """How far to go: relative gap that is good enough, sweeps, and variables of the integer programs that are solved at
-    the end. A plan that takes `cutoff_seconds` or more is of no use: a search may give up with BeyondCutoff once no
-    other can be found."""
+    """The effort of a search: relative gap that is good enough, sweeps, and variables of the integer programs that are
+    solved at the end. A plan that takes `cutoff_seconds` or more is of no use: a search may give up with BeyondCutoff
+    once no other can be found."""
 
     gap: float = 2e-3
     rounds: int = 120
