@@ -2,10 +2,10 @@
 
 A frozen weight W (o, i) gets a trained product of two thin matrices, y = W x + scaling * B A x with A (r, i) and B (o,
 r) (arXiv 2106.09685); scaling is lora_alpha / r, or lora_alpha / sqrt(r) for rank-stabilized LoRA (arXiv 2312.03732).
-DoRA (
-arXiv 2402.09353) trains the length of every row of W + scaling * B A besides. Names, shapes, starting values and the
-meaning of every argument are those of PEFT's `LoraConfig` (https://huggingface.co/docs/peft/package_reference/lora);
-what PEFT would do silently to a shared parameter, or what no file of an adapter holds, is refused.
+DoRA (arXiv 2402.09353) trains the length of every row of W + scaling * B A besides. Names, shapes, starting values and
+the meaning of every argument are those of PEFT's `LoraConfig`
+(https://huggingface.co/docs/peft/package_reference/lora); what PEFT would do silently to a shared parameter, or what no
+file of an adapter holds, is refused.
 """
 
 from __future__ import annotations

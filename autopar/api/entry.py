@@ -93,9 +93,8 @@ def plan(
     autopar/frontend/precision.py says; torch.bfloat16 and the like mean the same; "auto" is bf16 where the hardware
     computes faster in it. `reduce_dtype`: "bf16" or "fp16", in which gradients are added up over devices, if it is
     narrower than theirs. `state_dtype`: "bf16", in which the optimizer's tensors are kept from step to step
-    (runtime/narrow_state.py). `adapt`: LoRA, QLoRA, FakeQuant
-    (autopar/adapt), planned with the rest. `passes`: autopar.Pass values of your own, each run after the compiler's
-    pass that it names (docs/extending.md).
+    (runtime/narrow_state.py). `adapt`: LoRA, QLoRA, FakeQuant (autopar/adapt), planned with the rest. `passes`:
+    autopar.Pass values of your own, each run after the compiler's pass that it names (docs/extending.md).
     `baselines=False` leaves the expert strategies out. `example_inputs` are the whole batch of a step, which is cut
     into `micro_batches`, whose gradients add up; the plan says whether they are reduced once a step or each ("auto":
     the fewest that fit without recomputation; None: one, or on a mesh with an axis pp as many as are best). The stages
