@@ -1,7 +1,7 @@
-"""The last step: graph modules that run, and the same programs as text that reads well.
+"""Make graph modules that run, and print them as text that reads well.
 
-`program` lowers canonical ops and splits the phases; `bind_groups` puts process groups in place of axis names at load;
-`emit_text` prints a graph as Python with the layout of every value beside it.
+`bind_groups` puts process groups in place of axis names at load; `emit_text` prints a graph as Python with the layout
+of every value beside it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,6 @@ from ..errors import MeshError
 from ..ir.graph import values_of
 from ..ir.layout import Layout
 from ..ops import autopar
-from ..passes.distribute.lower_ops import lower_ops
-from ..passes.distribute.partition import Parts, partition
-
-
-def program(local: fx.GraphModule) -> Parts:
-    """Return forward and backward modules of one rank's joint graph, in ATen ops and collectives. Changes `local`."""
-    return partition(lower_ops(local))
 
 
 def group_names(module: fx.GraphModule) -> list[str]:

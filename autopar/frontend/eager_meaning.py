@@ -37,7 +37,6 @@ class EagerMeaning(TorchFunctionMode):
         super().__init__()
         self.model = model
         self._frozen: dict[int, tuple[Tensor, Tensor]] = {}  # what stands for a parameter, and the parameter
-        self._changed: dict[int, tuple[Tensor, bool]] = {}  # parameters whose flag was set, and what it was
         self._stack = ExitStack()
 
     def __enter__(self):

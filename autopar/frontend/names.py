@@ -15,11 +15,9 @@ import sysconfig
 import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from torch import nn
 
-OWN = Path(__file__).resolve().parent.parent.parent
 _LIBRARIES = tuple(
     {os.path.realpath(sysconfig.get_path(key)) + os.sep for key in ("stdlib", "platstdlib", "purelib", "platlib")}
 )

@@ -33,9 +33,6 @@ from . import (  # noqa: F401  (most for their ops, which they register)
 from .attention_blocks import BLOCKS
 from .attention_forms import Form, additive, contiguous, lse_dtype
 
-aten = torch.ops.aten
-
-
 # linear
 # ----------------------------------------------------------------------------------------------------------------
 

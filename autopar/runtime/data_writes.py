@@ -17,8 +17,8 @@ _parameters: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def take(parameter: Tensor) -> None:
-    """Write into a sharded parameter what is set as its data from now on; let single numbers that are read of DTensors be
-    those of whole tensors."""
+    """Write into a sharded parameter what is set as its data from now on; let single numbers that are read of DTensors
+    be those of whole tensors."""
     if not _parameters:
         on_data_set(_write)
         items_of_whole_tensors()

@@ -1,5 +1,5 @@
-"""Schedules that repeat one building block: Qi et al., "Pipeline Parallelism with Controllable Memory" (
-arXiv 2405.15362).
+"""Schedules that repeat one building block: Qi et al., "Pipeline Parallelism with Controllable Memory"
+(arXiv 2405.15362).
 
 Each rank has two stages, placed as a V: rank r has stages r and 2p-1-r. Micro-batch i goes through the block
 

@@ -1,7 +1,7 @@
 """Puts the weight gradients into the gaps of an order of forwards and input gradients: a list scheduler.
 
-Nobody waits for a W before the optimizer step, so it is the work that fills the time in which a rank would wait (
-arXiv 2401.10241, section 2). What limits it is memory: until its W, a micro-batch keeps the inputs of the stage's
+Nobody waits for a W before the optimizer step, so it is the work that fills the time in which a rank would wait
+(arXiv 2401.10241, section 2). What limits it is memory: until its W, a micro-batch keeps the inputs of the stage's
 matrix products.
 """
 

@@ -114,12 +114,6 @@ def _copy_into(whole: Tensor, part: Tensor, ranges: Ranges) -> None:
         at += stop - start
 
 
-def is_plain(layout: Layout, mesh: Mesh) -> bool:
-    """Return whether parts are the blocks that DTensor's `Shard` placements say: cut in the order of the mesh's axes,
-    in one part."""
-    return layout == plain(layout, mesh)
-
-
 def plain(layout: Layout, mesh: Mesh) -> Layout:
     """Return the layout with the same dims cut by the same axes, as DTensor's `Shard` placements cut them."""
     return Layout(tuple(tuple(sorted(axes, key=mesh.names.index)) for axes in layout.dims))

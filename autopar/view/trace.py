@@ -7,8 +7,6 @@ window.
 
 from __future__ import annotations
 
-import torch
-
 from ..ir.graph import values_of
 from ..ir.layout import Layout, local_shape
 from ..ops import autopar
@@ -16,8 +14,7 @@ from ..planner.objective.memory_timeline import ends_of
 from ..planner.objective.timeline import COMPUTE, Event, Timeline
 from ..planner.plan import Planned
 
-aten = torch.ops.aten
-EMITTED = {  # canonical ops as autopar/passes/lower_ops.py emits them
+EMITTED = {  # canonical ops as passes/distribute/lower_ops.py emits them
     autopar.linear.default: "aten::linear",
     autopar.linear_dx.default: "aten::matmul",
     autopar.linear_dw.default: "aten::mm",

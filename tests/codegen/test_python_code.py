@@ -3,10 +3,12 @@
 import pytest
 import torch
 
-from autopar.codegen.python_code import bind_groups, emit_text, group_names, program
+from autopar.codegen.python_code import bind_groups, emit_text, group_names
 from autopar.errors import MeshError
 from autopar.ir.mesh import Mesh
 from autopar.passes.distribute.localize import localize
+from autopar.passes.distribute.lower_ops import lower_ops
+from autopar.passes.distribute.partition import partition
 
 from ..passes.lowering import MLP, capture, written
 
@@ -17,7 +19,8 @@ def parts():
     joint, _ = capture(MLP(), x, x.clone())
     leaves = {"x_args_0_": "dp:S(0)", "p_up": "tp:S(0)", "p_down": "tp:S(1)"}
     nodes = {"linear": "R|tp:S(0)->tp:S(2)", "linear_1": "tp:S(2)|tp:S(1)->tp:P"}
-    return program(localize(joint, written(joint, Mesh.parse("dp=2,tp=2"), "R", nodes, leaves, ["R"] * 4), 3))
+    sharding = written(joint, Mesh.parse("dp=2,tp=2"), "R", nodes, leaves, ["R"] * 4)
+    return partition(lower_ops(localize(joint, sharding, 3)))
 
 
 def test_text_shows_layouts_and_collectives(parts):
@@ -39,7 +42,7 @@ def test_text_computes_what_the_graph_computes():
     x = torch.randn(4, 6, 8, dtype=torch.float64)
     joint, values = capture(MLP(), x, x.clone())
     local = localize(joint, written(joint, Mesh.parse("dp=1"), "R", {}, {}, ["R"] * 4), 0)
-    module = program(local).forward
+    module = partition(lower_ops(local)).forward
     space = {"torch": torch}
     exec(emit_text(module), space)
     inputs = [values[n.name] for n in module.graph.nodes if n.op == "placeholder"]

@@ -10,7 +10,6 @@ import torch
 from torch import fx
 
 from autopar._torch import fake_mode
-from autopar.codegen.python_code import program
 from autopar.codegen.verify_graph import check_global, check_local, check_ranks, check_sharding
 from autopar.cost.redistribute import Link
 from autopar.frontend.export import differentiate, export
@@ -18,6 +17,8 @@ from autopar.ir.graph import OutputRole, Role, is_op, output_node, tensor_argume
 from autopar.ir.layout import Layout, is_legal, local_part
 from autopar.ir.mesh import Mesh
 from autopar.passes.distribute.localize import localize
+from autopar.passes.distribute.lower_ops import lower_ops
+from autopar.passes.distribute.partition import partition
 from autopar.plans.sharding import NodeSharding, Sharding
 from autopar.simulate.collectives import Simulator, assemble, local_inputs, simulate_step
 
@@ -100,7 +101,7 @@ def run_step(joint: fx.GraphModule, sharding: Sharding, values: dict, reduce_sca
     graphs = local_graphs(joint, sharding, reduce_scatter)
     inputs, tangents = zip(*(local_inputs(graph, values) for graph in graphs))
     simulator = Simulator(sharding.mesh)
-    parts = [program(graph) for graph in graphs]
+    parts = [partition(lower_ops(graph)) for graph in graphs]
     outputs, gradients = simulate_step(simulator, parts, inputs, tangents)
     roles, whole = output_node(joint.graph).meta["roles"], {}
     per_rank = [list(out) + list(grad) for out, grad in zip(outputs, gradients)]
