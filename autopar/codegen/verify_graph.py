@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from .._torch import c10d
 from ..errors import VerifyError
 from ..ir.graph import OutputRole, describe, is_op, output_node, tensor_arguments, values_of
 from ..ir.layout import Layout, local_shape
@@ -156,8 +157,16 @@ def collective_call(node: fx.Node) -> tuple[str, str, str, str, tuple[int, ...]]
     reduction = next((a for a in node.args[1:-1] if isinstance(a, str)), "")
     dtype = str(value.dtype).removeprefix("torch.")
     op = node.target.overloadpacket.__name__.rstrip("_")  # in place or not is each rank's own business
-    rows = 1 if node.target is autopar.exchange_rows.default else 0  # their number is each rank's own business
+    rows = 1 if sends_own_rows(node) else 0  # their number is each rank's own business
     return node.args[-1], op, reduction, dtype, tuple(value.shape[rows:])
+
+
+def sends_own_rows(node: fx.Node) -> bool:
+    """Return whether a collective is an all-to-all in which ranks may send different numbers of rows."""
+    if node.target is c10d.all_to_all_single.default:
+        counts = {*node.args[1], *node.args[2]}
+        return len(counts) > 1 or 0 in counts
+    return node.target is autopar.exchange_rows.default
 
 
 def _starts(local: fx.GraphModule) -> Iterable[fx.Node]:

@@ -44,10 +44,11 @@ def forward(
 
 
 def backward(
-    grad, q, k, v, out, lse, mask: Tensor | None, causal: bool, scale: float, block: int = BLOCK, first: int = 0
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v."""
-    problem = _Problem(q, k, mask, causal, scale, block, first)
+    grad, q, k, v, out, lse, mask: Tensor | None, causal: bool, scale: float, block: int = BLOCK, first: int = 0,
+    lse_is_exact: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of q, k and v. `lse_is_exact`: nothing of the log-sum-exp is lost in the mask."""
+    problem = _Problem(q, k, mask, causal, scale, block, first, lse_is_exact)
     dq, dk, dv = torch.empty_like(q), *(torch.zeros_like(x, dtype=problem.wide) for x in (k, v))
     for rows in problem.row_blocks():
         query, grad_rows = problem.rows_of(q, rows), problem.rows_of(grad, rows)
@@ -84,6 +85,7 @@ class _Problem:
     scale: float
     block: int
     first: int
+    lse_is_exact: bool = False
 
     @property
     def wide(self) -> torch.dtype:
@@ -127,7 +129,7 @@ class _Problem:
     def statistics(self, rows: slice, lse: Tensor) -> tuple[Tensor, Tensor]:
         """Return (m, l) of each row with weights exp(scores - m) / l. The log-sum-exp is m with l = 1, but where a mask
         has numbers so large that it is lost in them."""
-        if self.mask is None:
+        if self.mask is None or self.lse_is_exact:
             top = self.rows_of(lse.unsqueeze(-1), rows)
             return top, torch.ones_like(top)
         top, total, _ = self.start(rows, 0)

@@ -20,6 +20,7 @@ from torch.library import custom_op
 from . import (  # noqa: F401  (most for their ops, which they register)
     attention_cpu,
     attention_gpu,
+    attention_join,
     attention_rows,
     batch_norm,
     counter_rng,
@@ -108,8 +109,9 @@ def attention_bw(
     scale: float | None, first: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of q, k and v; those of keys and values are sums over the queries that are here."""
-    mask = additive(mask, q.dtype)
-    gradients = attention_rows.backward(_form, grad, q, k, v, out, lse, mask, causal, _scale(q, scale), first)
+    closes = mask is None or mask.dtype == torch.bool
+    arguments = additive(mask, q.dtype), causal, _scale(q, scale), first, closes
+    gradients = attention_rows.backward(_form, grad, q, k, v, out, lse, *arguments)
     dq, dk, dv = map(_seq_major, gradients)
     return dq, dk, dv
 

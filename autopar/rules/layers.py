@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import fx
 
 from ..ir.graph import is_tensor
+from ..ir.layout import Layout
 from .families import each, sets
 from .reading import bound, input_shapes, named, output_shapes, shape_of, tensors_by_name
 from .rule import Dim, Rule, rule
+
+RING = "ring"  # the factor of an attention that cuts queries and keys alike
 
 
 def attention(node: fx.Node) -> Rule | None:
     """Return the rule of attention, forward and backward: batch, heads and the queries' sequence s, not keys nor head
     dims; None with dropout. Where s is cut keys and values are whole, and their gradients Partial; an op cuts s that
-    takes the number of its first query. With grouped queries (fewer key heads) heads are cut between groups; a single
-    key head belongs to all devices, so its gradient is Partial over the heads."""
+    takes the number of its first query. Where RING is cut, so are the queries' sequence and the keys', and blocks of
+    keys go round; not with a mask that is added to the scores, in whose lowest number a block's log-sum-exp would be
+    lost. With grouped queries (fewer key heads) heads are cut between groups; a single key head belongs to all devices,
+    so its gradient is Partial over the heads."""
     arguments = bound(node)
     if arguments.get("dropout_p", 0.0) != 0.0:
         return None
     grouped = {shape_of(arguments[name])[1] for name in ("q", "k", "query", "key") if name in arguments} - {1}
-    of_queries: tuple[Dim, ...] = ("b", "h", "s" if "first" in arguments else None, None)
-    of_keys: tuple[Dim, ...] = ("b", "h", None, None)
+    goes_round = "first" in arguments and _may_go_round(arguments)
+    of_queries: tuple[Dim, ...] = ("b", "h", ("s", RING) if goes_round else "s" if "first" in arguments else None, None)
+    of_keys: tuple[Dim, ...] = ("b", "h", RING if goes_round else None, None)
 
     def dims(shape: tuple[int, ...], names: tuple[Dim, ...]) -> tuple[Dim, ...]:
         return tuple(None if size == 1 else factor for factor, size in zip(names, shape))
@@ -39,8 +48,23 @@ def attention(node: fx.Node) -> Rule | None:
         tuple(map(dims, output_shapes(node), outputs)),
         sets(([0],)) if is_backward else (),
         even={"h": math.gcd(*grouped)} if len(grouped) > 1 else {},
-        contiguous=frozenset({"s"}),
+        contiguous=frozenset({"s", RING}),
     )
+
+
+def _may_go_round(arguments: Mapping[str, Any]) -> bool:
+    mask, queries, keys = arguments["mask"], *(shape_of(arguments[name])[2] for name in ("q", "k"))
+    if is_tensor(mask) and mask.meta["val"].dtype != torch.bool:
+        return False
+    return keys > 1 and (queries == keys or not arguments["causal"]) and not arguments["first"]
+
+
+def ring_axes(node: fx.Node, inputs: Sequence[Layout]) -> tuple[str, ...]:
+    """Return the axes over which blocks of keys go round in an attention with these layouts of its tensor arguments:
+    those that cut queries and keys."""
+    names = list(tensors_by_name(node))
+    q, k = (inputs[names.index(name)].dims[2] for name in ("q", "k"))
+    return tuple(axis for axis in q if axis in k)
 
 
 def embedding_dense_backward(node: fx.Node) -> Rule:

@@ -20,6 +20,7 @@ Metadata of the local graph's nodes, besides role, phase, module and source (see
     sharding    on ops of the joint graph: their NodeSharding
     collective  on collectives: a passes.distribute.emit.Collective, and `tensor_bytes` of the global tensor that moves
     tensor      on nodes of a redistribution: name of the global tensor
+    part_of     on nodes of an op that is computed by several: its name
     kept        True on the copy that one ends with if the backward may read it as the forward made it
 
 The graph module's own `meta` has "rank" and "mesh".
@@ -29,7 +30,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx
@@ -43,6 +44,7 @@ from ...ir.layout import Layout, is_partial_sum, local_part, local_shape
 from ...plans.sharding import NodeSharding, Sharding
 from .emit import Builder, Emitter
 from .exchange_rows import WAYS, RowExchange
+from .ring_attention import RingAttention
 
 aten = torch.ops.aten
 HOST = torch.device("cpu")
@@ -86,6 +88,7 @@ class _Localizer:
         self.builder = Builder(fx.Graph())
         self.emitter = Emitter(self.builder, self.mesh, self.coordinate, reduce_scatter)
         self.exchange = RowExchange(self.builder, self.mesh, self.coordinate, rank)
+        self.ring = RingAttention(self.builder, self.mesh, self.coordinate, rank)
         self.own: dict[tuple[str, int], tuple[fx.Node, Layout]] = {}
         self.several: dict[str, fx.Node] = {}  # ops with several outputs
         self.copies: dict[tuple[str, int, Layout, str], fx.Node] = {}
@@ -130,6 +133,8 @@ class _Localizer:
     def item(self, node: fx.Node) -> None:
         """Add one output of an op. It belongs to the op's phase whoever reads it: ops stay whole when phases part."""
         producer, index = tensor_of(node)
+        if (producer.name, index) in self.own:  # made one by one
+            return
         local = self.several[producer.name]
         if not isinstance(node.meta.get("val"), torch.Tensor):
             return
@@ -156,6 +161,9 @@ class _Localizer:
         if node.target in WAYS:
             self._exchange(node, sharding, args)
             return
+        if self.ring.goes_round(node, sharding):
+            self._go_round(node, sharding, args)
+            return
         args, kwargs = rules.local_call(node, sharding, self.mesh, self.coordinate, args, kwargs)
         single = isinstance(node.meta["val"], torch.Tensor)
         self.builder.meta = {
@@ -168,7 +176,7 @@ class _Localizer:
             local = self.builder.call(RESHAPE.get(node.target, node.target), *args, name=node.name, **kwargs)
         except Exception as error:
             raise _error(f"the local op failed on rank {self.rank}: {error}", node, sharding) from error
-        self._check(node, local, sharding)
+        self._check(node, values_of(local), sharding)
         if single:
             self.own[node.name, 0] = local, sharding.outputs[0]
         else:
@@ -178,13 +186,22 @@ class _Localizer:
         """Send rows to their experts or back."""
         self.builder.meta = _origin(node)
         local = self.exchange(node, sharding, *args)
-        self._check(node, local, sharding)
+        self._check(node, values_of(local), sharding)
         if local is not args[0]:
             local.meta |= {"global": node.meta["val"], "layout": sharding.outputs[0]}
         self.own[node.name, 0] = local, sharding.outputs[0]
 
-    def _check(self, node: fx.Node, local: fx.Node, sharding) -> None:
-        got, values = values_of(local), values_of(node)
+    def _go_round(self, node: fx.Node, sharding, args) -> None:
+        """Compute attention by steps between which blocks of keys go round."""
+        self.builder.meta = _origin(node)
+        outputs = self.ring(node, sharding, args)
+        self._check(node, [x.meta["val"] for x in outputs], sharding)
+        for index, (local, value, layout) in enumerate(zip(outputs, values_of(node), sharding.outputs)):
+            local.meta |= {"global": value, "layout": layout}
+            self.own[node.name, index] = local, layout
+
+    def _check(self, node: fx.Node, got: Sequence[torch.Tensor], sharding) -> None:
+        values = values_of(node)
         if not len(got) == len(values) == len(sharding.outputs):
             raise _error(f"{len(got)} local outputs, {len(sharding.outputs)} layouts", node, sharding)
         for mine, value, layout in zip(got, values, sharding.outputs):

@@ -40,7 +40,7 @@ def lower_ops(local: fx.GraphModule) -> fx.GraphModule:
 
 def _same_form(old: fx.Node, new: fx.Node) -> bool:
     """Return whether all outputs agree in shape, dtype and strides. The strides of an attention's log-sum-exp matter to
-    nobody: it goes from one attention kernel to another."""
+    nobody: it goes from one attention kernel to another, or joins that of other keys."""
     for index, (a, b) in enumerate(zip(values_of(old), values_of(new), strict=True)):
         free = old.target is autopar.attention.default and index == 1 and _only_for_attention(old, index)
         if (a.shape, a.dtype) != (b.shape, b.dtype) or (a.stride() != b.stride() and not free):
@@ -50,8 +50,11 @@ def _same_form(old: fx.Node, new: fx.Node) -> bool:
 
 def _only_for_attention(node: fx.Node, index: int) -> bool:
     readers = [user for item in node.users if item.args[1] == index for user in item.users]
-    backward = (autopar.attention_bw.default, aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
-    return all(user.target in backward for user in readers)
+    takes_any = (
+        autopar.attention_bw.default, aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+        autopar.join_attention.default,
+    )  # fmt: skip
+    return all(user.target in takes_any for user in readers)
 
 
 # Each lowering adds nodes and returns the last of them, or None to keep the canonical op.

@@ -25,7 +25,8 @@ def recompute(local: fx.GraphModule, ops: Collection[str]) -> fx.GraphModule:
     graph, inner = local.graph, set()
     for node in graph.nodes:
         is_copy = "tensor" in node.meta and not node.meta.get("kept") and phase_of(node) == "forward"
-        if node.op == "call_function" and (is_copy or tensor_of(node)[0].name in ops):
+        made_by = node.meta.get("part_of", tensor_of(node)[0].name)
+        if node.op == "call_function" and (is_copy or made_by in ops and phase_of(node) == "forward"):
             inner.add(node)
     copies: dict[fx.Node, fx.Node] = {}
 

@@ -20,11 +20,24 @@ from ...ir.layout import Layout
 from ...ir.mesh import Mesh
 from ...ops import autopar
 from ...rules import Rule
+from ...rules.layers import RING
 from ...rules.reading import bound
 from ...rules.rule import Rows, entries_of, name_of
 from .hf_tp_plan import inside
 from .problem import Problem
-from .recipes import DATA, FREE, SEQUENCE, SEQUENCE_HEADS, TENSOR, TENSOR_SEQUENCE, WHOLE, Restriction, required_globs
+from .recipes import (
+    DATA,
+    FREE,
+    SEQUENCE,
+    SEQUENCE_HEADS,
+    SEQUENCE_RING,
+    SEQUENCE_ROLES,
+    TENSOR,
+    TENSOR_SEQUENCE,
+    WHOLE,
+    Restriction,
+    required_globs,
+)
 from .vertices import Vertex
 
 aten = torch.ops.aten
@@ -35,7 +48,6 @@ ROW_OPS = {  # that stand between blocks, where sequence parallelism cuts the se
     aten._fused_rms_norm.default, aten._fused_rms_norm_backward.default,
 }  # fmt: skip
 TENSOR_ROLES = (TENSOR, TENSOR_SEQUENCE)
-SEQUENCE_ROLES = (SEQUENCE, SEQUENCE_HEADS)
 ATTENTION_OPS = {autopar.attention.default, autopar.attention_bw.default}
 TENSOR_OPS = LINEAR_OPS | ATTENTION_OPS | {autopar.matmul.default}
 
@@ -74,9 +86,12 @@ def allowed_strategies(
                 )
             rows = v.node.target in ROW_OPS
             if v.node.target not in ATTENTION_OPS:
-                roles = {axis: SEQUENCE if role == SEQUENCE_HEADS else role for axis, role in roles.items()}
-            elif SEQUENCE_HEADS in roles.values():
-                _check_heads(v, options.strategies, restriction, mesh, fits)
+                roles = {axis: SEQUENCE if role in SEQUENCE_ROLES else role for axis, role in roles.items()}
+            else:
+                if SEQUENCE_HEADS in roles.values():
+                    _check_heads(v, options.strategies, restriction, mesh, fits)
+                if SEQUENCE_RING in roles.values():
+                    _check_ring(v, options.strategies, restriction, mesh, fits)
             mask = _op_mask(options.strategies, roles, mesh, factors[cls], must_cut, fits, rows)
             if plan is not None:
                 mask &= _in_place_mask(problem, v, options.strategies, restriction)
@@ -139,6 +154,21 @@ def _check_heads(v: Vertex, strategies, restriction: Restriction, mesh: Mesh, fi
     )  # fmt: skip
 
 
+def _check_ring(v: Vertex, strategies, restriction: Restriction, mesh: Mesh, fits: np.ndarray) -> None:
+    """Raise StrategyError for an attention whose keys cannot go round the axis that is to cut them."""
+    axes = [i for i, axis in enumerate(mesh.names) if restriction.roles[axis] == SEQUENCE_RING]
+    if any(fit and s.choice and all(s.choice[i] == RING for i in axes) for s, fit in zip(strategies, fits)):
+        return
+    mask = bound(v.node)["mask"]
+    is_added = mask is not None and mask.meta["val"].dtype != torch.bool
+    raise StrategyError(
+        f"{v.name} cannot have its keys go round "
+        + ("with a mask that is added to its scores" if is_added else "with these lengths"),
+        node=v.name, source=v.node.meta.get("source") or None, mesh=mesh,
+        fix="use all_gather_kv or ulysses" + (", or a mask that says what to keep" if is_added else ""),
+    )  # fmt: skip
+
+
 def _op_mask(strategies, roles: dict[str, str], mesh: Mesh, of: Factors, must_cut: bool, fits: np.ndarray,
              cuts_rows: bool = False) -> np.ndarray:  # fmt: skip
     """Return a mask over the strategies of an op: those that keep to the roles of the axes. With `must_cut` a tensor
@@ -156,10 +186,12 @@ def _op_mask(strategies, roles: dict[str, str], mesh: Mesh, of: Factors, must_cu
             fits = np.array([f in of.batch for f in factors]) & mask
             mask &= fits if fits.any() else np.array([not f or f.startswith("+") for f in factors])
         elif role == SEQUENCE:  # what has lost the sequence, as rows of samples and places together, is free
-            fits = np.array([f in of.sequence for f in factors]) & mask
+            fits = np.array([f in of.sequence and f != RING for f in factors]) & mask
             mask &= fits if fits.any() else np.array([f not in of.weight for f in factors])
         elif role == SEQUENCE_HEADS:
             mask &= np.array([f == "h" for f in factors])
+        elif role == SEQUENCE_RING:
+            mask &= np.array([f == RING for f in factors])
         elif role == WHOLE:
             mask &= np.array([not f or f.startswith("+") for f in factors])
         elif role == TENSOR:

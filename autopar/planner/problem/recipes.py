@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from .hf_tp_plan import TensorPlan
 
 DATA, TENSOR, TENSOR_SEQUENCE, WHOLE, FREE = "data", "tensor", "tensor with sequence", "whole", "free"
-SEQUENCE, SEQUENCE_HEADS = "sequence", "sequence, heads in attention"
-ROLES = (DATA, TENSOR, TENSOR_SEQUENCE, SEQUENCE, SEQUENCE_HEADS, WHOLE, FREE)
+SEQUENCE, SEQUENCE_HEADS, SEQUENCE_RING = "sequence", "sequence, heads in attention", "sequence, keys go round"
+SEQUENCE_ROLES = (SEQUENCE, SEQUENCE_HEADS, SEQUENCE_RING)
+ROLES = (DATA, TENSOR, TENSOR_SEQUENCE, *SEQUENCE_ROLES, WHOLE, FREE)
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,8 @@ class Recipe:
 
     data: all axes carry the batch.
     tensor: what the tensor axis does, "tensor" or "tensor with sequence"; the others carry the batch.
-    sequence: what the axis named cp does, else the last one, "sequence" or "sequence, heads in attention"; the others
-        carry the batch.
+    sequence: what the axis named cp does, else the last one, "sequence", "sequence, heads in attention" or "sequence,
+        keys go round"; the others carry the batch.
     roles: instead of these three, each axis's role by its name: one of those, "data", "whole" (the axis cuts no op)
         or "free" (the planner says).
     shard: the data axes over which parameters are stored sharded: "none", "last", "all".
@@ -94,7 +95,7 @@ class Recipe:
                 mesh=mesh, fix="give the mesh two axes, such as dp_replicate=2,dp_shard=4, or use fsdp",
             )  # fmt: skip
         stored = {"none": (), "last": data[-1:], "all": data}[self.shard]
-        kept = *data, *(axis for axis, role in roles.items() if role in (SEQUENCE, SEQUENCE_HEADS))
+        kept = *data, *(axis for axis, role in roles.items() if role in SEQUENCE_ROLES)
         return Restriction(
             name, roles, tuple(a for a, role in roles.items() if a in stored or role in (TENSOR, TENSOR_SEQUENCE)),
             tuple(a for a in kept if a not in stored), self.keep,
@@ -134,6 +135,7 @@ register_strategy("megatron", Recipe(tensor=TENSOR, reduces_once=True), baseline
 register_strategy("megatron_sp", Recipe(tensor=TENSOR_SEQUENCE, reduces_once=True), baseline=True)
 register_strategy("all_gather_kv", Recipe(sequence=SEQUENCE, reduces_once=True))
 register_strategy("ulysses", Recipe(sequence=SEQUENCE_HEADS, reduces_once=True))
+register_strategy("ring", Recipe(sequence=SEQUENCE_RING, reduces_once=True))
 
 
 @dataclass(frozen=True)
