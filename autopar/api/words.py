@@ -10,7 +10,9 @@ Recompute = Literal["auto", "none", "selective", "full"]
 Solver = Literal["dual", "ilp"]
 MicroBatches = int | Literal["auto"]
 Strategy = (
-    Literal["ddp", "zero1", "zero2", "fsdp", "hsdp", "megatron", "megatron_sp", "all_gather_kv", "ulysses", "ring", "hf_tp"]
+    Literal[
+        "ddp", "zero1", "zero2", "fsdp", "hsdp", "megatron", "megatron_sp", "all_gather_kv", "ulysses", "ring", "hf_tp"
+    ]
     | str
 )
 Optimizer = Literal["adamw", "adam", "muon", "sgd", "sgd_momentum", "none"] | str

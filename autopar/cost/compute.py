@@ -24,7 +24,7 @@ from torch import fx
 from .._torch import op_name
 from ..hardware.profile import Hardware
 from ..ir.graph import is_foreign, tensor_arguments, values_of
-from ..ir.layout import Layout
+from ..ir.layout import Layout, fraction
 from ..ir.mesh import Mesh
 from ..ops import autopar
 from ..ops.counter_rng import STREAM
@@ -32,6 +32,7 @@ from ..rules import Strategy
 from .attention import Shape, attention_seconds
 from .product_seconds import ProductSeconds
 from .products import PRODUCTS, Product, shapes_of
+from .ring import ring_of
 
 aten = torch.ops.aten
 
@@ -183,6 +184,8 @@ class ComputeCost:
             q, k, v = local[:3] if forward else local[1:4]
             share = q[2] / work.shapes[0][2]  # queries are the first argument, or have the length of the gradient
             shape = Shape(q[0], q[1], q[2], k[2], q[3], v[3], bool(node.args[4 if forward else 7]), share)
+            if (ring := ring_of(node, strategy, mesh)) is not None:
+                return ring.seconds(shape, peak, forward, mesh, self.hardware)
             return attention_seconds(self.hardware, peak, shape, forward)
         if work.kind == "grouped":
             depth, columns = local[0][1], local[1 if node.target is autopar.grouped_mm_dw.default else 3][1]
@@ -200,8 +203,3 @@ def _local_shape(shape: Sequence[int], layout: Layout, axis_sizes: Mapping[str, 
             size = -(-size // axis_sizes[axis])
         local.append(size)
     return local
-
-
-def fraction(layout: Layout, mesh: Mesh) -> float:
-    """Return the share of a tensor's elements that a device holds."""
-    return 1.0 / math.prod(mesh.size(a) for a in layout.sharding_axes)

@@ -12,10 +12,10 @@ from torch import fx
 
 from ..hardware.schema import Hardware
 from ..ir.graph import bytes_of
+from ..ir.layout import fraction
 from ..ir.mesh import Mesh
 from ..ops import autopar
 from ..rules import Strategy
-from .compute import fraction
 
 WAYS = (autopar.dispatch.default, autopar.combine.default)
 

@@ -162,6 +162,11 @@ def local_ranges(
     ]
 
 
+def fraction(layout: Layout, mesh: Mesh) -> float:
+    """Return the share of a tensor's elements that a device holds."""
+    return 1.0 / math.prod(mesh.size(a) for a in layout.sharding_axes)
+
+
 def local_shape(shape: Sequence[int], layout: Layout, mesh: Mesh, coordinate: Mapping[str, int]) -> tuple[int, ...]:
     """Return the local shape on the device at `coordinate` of a tensor of global `shape`."""
     return tuple(

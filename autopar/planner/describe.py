@@ -11,6 +11,7 @@ from torch import fx
 
 from ..cost.exchange import exchange_axes, exchange_bytes, exchange_seconds
 from ..cost.orthogonalize import ELEMENT_BYTES
+from ..cost.ring import ring_of
 from ..hardware.schema import Hardware
 from ..ir.graph import PARTNERS, fingerprint, op_base_name, output_node
 from ..ops import autopar
@@ -114,6 +115,11 @@ def _collectives(problem: Problem, e: Evaluation, hardware: Hardware) -> tuple[C
             count[key] += copies
             wire[key] += copies * exchange_bytes(v.node, strategy, problem.mesh)
             seconds[key] += copies * exchange_seconds(v.node, strategy, problem.mesh, hardware)
+        if ring := ring_of(v.node, strategy, problem.mesh):
+            key = ("all_to_all", ring.axes, v.node.meta["phase"])
+            count[key] += copies * ring.messages
+            wire[key] += copies * ring.sent_bytes
+            seconds[key] += copies * ring.sent_seconds(problem.mesh, hardware)
     for transfer in e.every_transfer:
         for step, charged in transfer.step_seconds:
             if step.move.kind == "slice":

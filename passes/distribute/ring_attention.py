@@ -102,8 +102,9 @@ class _Steps:
     def backward(self, grad, q, k, v, out, lse, mask, causal: bool, scale: float | None) -> list[fx.Node]:
         """Return the gradients of q, k and v."""
         wide = lse_dtype(q.meta["val"].dtype)
-        keys, dq, own, passed = [k, v], None, None, None
+        keys, dq, own = [k, v], None, None
         of_keys, unused, of_gradients = [], [], []
+        started = None
         for step in range(self.ring.size):
             following = self._start_keys(keys, (k, v), step)
             block, parts = self.ring.block(self.place, step), None
@@ -112,16 +113,19 @@ class _Steps:
                 made = self.call(autopar.attention_bw.default, *arguments, name=f"{self.node.name}_of_{step}")
                 d, *parts = [self._in(wide, self.call(operator.getitem, made, i)) for i in range(3)]
                 dq = d if dq is None else self.call(aten.add.Tensor, dq, d)
-                parts = parts if passed is None else self._sums(passed, parts)
+            passed, own, marks = self._received_gradients(started, own, (k, v), step - 1)
+            of_gradients += marks
+            if passed is not None:
+                parts = self._sums(passed, parts)
             if step == 0:
-                own, passed = parts, None
+                own = parts
             else:
-                passed, back, marks = self._exchange_gradients(parts, (k, v), step)
-                own = own if back is None else self._sums(own, back)
-                of_gradients += marks
+                started = self._start_gradients(parts, (k, v), step)
             keys, marks = self._received_keys(following, (k, v), step)
             of_keys += marks
             unused += marks if keys is None else []
+        _, own, marks = self._received_gradients(started, own, (k, v), self.ring.size - 1)
+        of_gradients += marks
         outputs = [self._in(x.meta["val"].dtype, d) for x, d in zip((q, k, v), (dq, *own))]
         return [self._after(outputs[0], unused), *(self._after(x, of_keys + of_gradients) for x in outputs[1:])]
 
@@ -179,23 +183,37 @@ class _Steps:
     def _after(self, x: fx.Node, marks: list[fx.Node]) -> fx.Node:
         return self.call(autopar.after.default, x, marks) if marks else x
 
-    def _exchange_gradients(self, parts, like, step: int):
-        """Send a block's gradients on; return those that came of the next block and of the own one, None for each that
-        did not, and a mark of the exchange."""
+    def _start_gradients(self, parts: list[fx.Node] | None, like, step: int) -> fx.Node:
+        """Start to send a block's gradients on behind the step that added to them."""
         to, sources = self.ring.gradients_to(self.place, step), self.ring.gradients_from(self.place, step)
-        wide = lse_dtype(like[0].meta["val"].dtype)
         message = self._packed(parts) if to is not None else None
-        started = self._start(message, like, {to} - {None}, set(sources), "gradients", wide)
+        wide = lse_dtype(like[0].meta["val"].dtype)
+        return self._start(message, like, {to} - {None}, set(sources), "gradients", wide)
+
+    def _received_gradients(self, started: fx.Node | None, own, like, step: int):
+        """Wait for what was sent behind a step; return the gradients that came of the block that is worked on now, None
+        if none did, those of the own block with what came home, and a mark of the exchange."""
+        if started is None:
+            return None, own, []
         arrived, mark = self._arrived(started)
-        passed = back = None
-        for row, source in enumerate(sources):
+        passed = None
+        for row, source in enumerate(self.ring.gradients_from(self.place, step)):
             block = self.ring.block(source, step)
             found = self._unpacked(arrived, row, like, block)
-            passed, back = (passed, found) if block == self.place else (found, back)
-        return passed, back, [mark]
+            if block == self.place:
+                own = self._sums(own, found)
+            else:
+                passed = found
+        return passed, own, [mark]
 
     def _start(
-        self, message: fx.Node | None, like, to: set[int], sources: set[int], what: str, dtype: torch.dtype | None = None
+        self,
+        message: fx.Node | None,
+        like,
+        to: set[int],
+        sources: set[int],
+        what: str,
+        dtype: torch.dtype | None = None,
     ) -> fx.Node:
         """Start an all-to-all that sends the message, a row, to the device in `to` and takes one from each of
         `sources`."""
@@ -209,7 +227,9 @@ class _Steps:
         phase = self.builder.meta.get("phase", "forward")
         sent_bytes = float(bytes_of(message.meta["val"]))
         started.meta["collective"] = Collective("all_to_all", self.axes, sent_bytes, self.node.name, phase)
-        started.meta["tensor_bytes"] = message.meta["val"].shape[1] * message.meta["val"].element_size() * self.ring.size
+        started.meta["tensor_bytes"] = (
+            message.meta["val"].shape[1] * message.meta["val"].element_size() * self.ring.size
+        )
         return started
 
     def _counts(self, like: Sequence[fx.Node]) -> list[int]:
@@ -234,7 +254,9 @@ class _Steps:
         """Return keys and values, or their gradients, of a block that arrived as a row."""
         message, found, start = self.call(aten.select.int, arrived, 0, row), [], 0
         for x, count in zip(like, self._counts(like)):
-            x = self.call(aten.reshape.default, self.call(aten.slice.Tensor, message, 0, start, start + count), self._padded(x))
+            x = self.call(
+                aten.reshape.default, self.call(aten.slice.Tensor, message, 0, start, start + count), self._padded(x)
+            )
             length = self.blocks[block][1]
             found.append(x if length == self.longest else self.call(aten.slice.Tensor, x, KEYS, 0, length))
             start += count

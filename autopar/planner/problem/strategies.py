@@ -9,14 +9,14 @@ import numpy as np
 from torch import fx
 
 from ... import rules
-from ...cost.compute import ComputeCost, fraction, fused_inputs
+from ...cost.compute import ComputeCost, fused_inputs
 from ...cost.exchange import WAYS, exchange_seconds, moves_rows
 from ...cost.memory import Optimizer
 from ...cost.orthogonalize import OrthogonalizeCost
 from ...cost.update import UpdateCost
 from ...ir.casts import PASS_PARTIAL
 from ...ir.graph import bytes_of, is_foreign, tensor_arguments, values_of
-from ...ir.layout import Layout, is_even, is_legal, largest_local_numel
+from ...ir.layout import Layout, fraction, is_even, is_legal, largest_local_numel
 from ...ir.mesh import Mesh
 from ...rules import Rule, Strategy
 from .offload import Offload
