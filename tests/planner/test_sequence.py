@@ -65,6 +65,8 @@ def test_exchanged_heads_send_what_the_formula_says():
     ("dp=2,cp=2", "ulysses+zero1", ["data", "sequence, heads in attention"], ("dp", "cp")),
     ("cp=2", "all_gather_kv+fsdp", ["sequence"], ("cp",)),
     ("dp=2,cp=2", "all_gather_kv+ddp", ["data", "sequence"], ()),
+    ("dp=2,cp=4", "ring", ["data", "sequence, keys go round"], ()),
+    ("dp=2,cp=2,up=2", "ring+ulysses", ["data", "sequence, keys go round", "sequence, heads in attention"], ()),
 ])  # fmt: skip
 def test_roles(mesh, strategy, roles, sharded):
     found = Restriction.of(strategy, Mesh.parse(mesh))
@@ -74,7 +76,7 @@ def test_roles(mesh, strategy, roles, sharded):
 
 @pytest.mark.parametrize("mesh, strategy", [
     ("cp=2", "all_gather_kv+megatron"), ("cp=2", "ulysses+hsdp"), ("dp=2,cp=2", "fsdp+ulysses"),
-    ("dp=2,cp=2", "ulysses+"), ("dp=2,cp=2", "all_gather_kv+none"),
+    ("cp=4", "ring+ulysses"), ("dp=2,cp=2", "ulysses+"), ("dp=2,cp=2", "all_gather_kv+none"),
 ])  # fmt: skip
 def test_what_does_not_go_together(mesh, strategy):
     with pytest.raises(StrategyError, match="as two strategies"):

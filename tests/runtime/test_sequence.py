@@ -24,7 +24,7 @@ def _step(rank: int, mesh: str, strategies: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("mesh, strategies", [
-    ("cp=4", ("all_gather_kv", "ulysses")), ("dp=2,cp=2", ("all_gather_kv", "ulysses+fsdp")),
+    ("cp=4", ("all_gather_kv", "ulysses", "ring")), ("dp=2,cp=2", ("all_gather_kv", "ulysses+fsdp", "ring+fsdp")),
 ])  # fmt: skip
 def test_gradients(mesh, strategies):
     gloo.run(4, _step, mesh, strategies)
@@ -52,6 +52,6 @@ def _lora(rank: int, strategy: str) -> None:
         assert_close(found[name].grad, gradient, name, 1e-10)
 
 
-@pytest.mark.parametrize("strategy", ["all_gather_kv", "ulysses"])
+@pytest.mark.parametrize("strategy", ["all_gather_kv", "ulysses", "ring"])
 def test_lora(strategy):
     gloo.run(2, _lora, strategy)

@@ -163,9 +163,10 @@ def _check_ring(v: Vertex, strategies, restriction: Restriction, mesh: Mesh, fit
     is_added = mask is not None and mask.meta["val"].dtype != torch.bool
     raise StrategyError(
         f"{v.name} cannot have its keys go round "
-        + ("with a mask that is added to its scores" if is_added else "with these lengths"),
+        + ("with a mask that is added to its scores" if is_added else "in blocks, one for each device"),
         node=v.name, source=v.node.meta.get("source") or None, mesh=mesh,
-        fix="use all_gather_kv or ulysses" + (", or a mask that says what to keep" if is_added else ""),
+        fix="use all_gather_kv or ulysses, or "
+        + ("a mask that says what to keep" if is_added else "fewer devices for so short a sequence"),
     )  # fmt: skip
 
 

@@ -1,0 +1,105 @@
+"""Ring attention as it is emitted: its messages are those of the formula, all ranks take part in the same ones, and two
+blocks of keys are held, not all."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+
+from autopar.codegen.python_code import is_collective
+from autopar.codegen.verify_graph import collective_call
+from autopar.errors import StrategyError
+from autopar.simulate.oracle import global_values
+from autopar.simulate.step import plan_and_capture, simulate_step
+
+from ..helpers.sequences import Decoder, batch
+
+SAMPLES, WIDTH = 2, 8
+
+
+def planned(model, size: int, length: int):
+    options = dict(strategy="ring", hardware="cpu-gloo", baselines=False)
+    return plan_and_capture(model, f"cp={size}", batch(length, samples=SAMPLES), **options)
+
+
+def simulated(model, size: int, length: int):
+    """Simulate a step of a layer; a rank that waits for one that does not come is an error. Return it and the plan."""
+    plan, captured = planned(model, size, length)
+    return simulate_step(captured, plan, global_values(captured, model, batch(length, samples=SAMPLES))), plan
+
+
+def messages(graph) -> list[float]:
+    """Bytes that each exchange of blocks sends."""
+    found = [n for n in graph.graph.nodes if n.meta.get("collective") and "attention" in n.name]
+    return [n.meta["collective"].wire_bytes for n in found]
+
+
+@pytest.mark.parametrize("size, causal", itertools.product((2, 3, 4), (True, False)))
+def test_bytes_are_those_of_the_formula(size, causal):
+    """A block of keys and values is n / P rows of 2 d_kv numbers; forward it goes to each device that needs it, backward
+    again, and its gradients once."""
+    length, (heads, kv_heads) = 12, (4, 2)
+    step, plan = simulated(Decoder("causal" if causal else "full", heads, kv_heads), size, length)
+    block = SAMPLES * length // size * 2 * kv_heads * WIDTH * 8
+    visits = size * (size - 1) // (2 if causal else 1)
+    for phase, rounds in (("forward", 1), ("backward", 2)):
+        graphs = [getattr(p.parts, phase) for p in step.programs]
+        assert sum(sum(messages(g)) for g in graphs) == rounds * visits * block
+        assert max(sum(messages(g)) for g in graphs) <= rounds * (size - 1) * block
+        (planned,) = [c for c in plan.collectives if c.phase == phase and c.kind == "all_to_all"]
+        assert planned.count == rounds * (size - 1) and planned.wire_bytes == rounds * (size - 1) * block
+
+
+@pytest.mark.parametrize("size, length, kind", [(4, 13, "causal"), (3, 7, "window"), (4, 10, "full")])
+def test_all_ranks_call_the_same(size, length, kind):
+    step, _ = simulated(Decoder(kind, 4, 1), size, length)
+    for phase in ("forward", "backward"):
+        calls = [
+            [collective_call(n) for n in getattr(p.parts, phase).graph.nodes if is_collective(n)] for p in step.programs
+        ]
+        assert all(of_rank == calls[0] for of_rank in calls)
+
+
+class Frozen(Decoder):
+    """Only the projection of the queries, of the keys or of the values is trained: nobody asks for other gradients."""
+
+    def __init__(self, part: int):
+        super().__init__("causal", 4, 4)
+        self.part = part
+        self.delta = torch.nn.Parameter(torch.zeros(32, 32, dtype=torch.float64))
+        for name, p in self.named_parameters():
+            p.requires_grad_(name == "delta")
+
+    def forward(self, input_ids, labels, attention_mask):
+        place = torch.arange(input_ids.shape[1])
+        x = self.tokens(input_ids) + self.places(place)
+        parts = list(self.qkv(self.norm(x)).split(32, -1))
+        parts[self.part] = parts[self.part] + self.norm(x) @ self.delta
+        q, k, v = (t.unflatten(-1, (-1, 8)).transpose(1, 2) for t in parts)
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.head(x + self.out(y.transpose(1, 2).flatten(2))).square().mean()
+
+
+@pytest.mark.parametrize("part, size", [(0, 3), (1, 3), (2, 2)])
+def test_what_nobody_needs_is_left_out_on_all_ranks(part, size):
+    step, _ = simulated(Frozen(part), size, 9)
+    kinds = [Counter(n.name.split("_start")[0] for n in p.parts.backward.graph.nodes if "start" in n.name)
+             for p in step.programs]  # fmt: skip
+    assert all(found == kinds[0] for found in kinds)
+    assert any("gradients" in name for name in kinds[0]) == (part > 0)
+
+
+def test_a_mask_that_is_added_is_refused():
+    class Biased(Decoder):
+        def forward(self, input_ids, labels, attention_mask):
+            x = self.tokens(input_ids)
+            q = x.unflatten(-1, (-1, 8)).transpose(1, 2)
+            bias = torch.arange(x.shape[1]).double()[:, None] * 0.1
+            y = torch.nn.functional.scaled_dot_product_attention(q, q, q, bias + bias.T)
+            return y.square().mean()
+
+    with pytest.raises(StrategyError, match="with a mask that is added to its scores"):
+        planned(Biased("full", 4, 4), 2, 8)
