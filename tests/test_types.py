@@ -107,6 +107,6 @@ def test_words_are_those_that_are_known():
     assert listed(words.Offload) == {offload.NONE, offload.AUTO, offload.OPTIMIZER}
     assert listed(words.Recompute) == {*fixed_recompute.LEVELS}
     assert listed(words.Solver) == {minimize.DUAL, minimize.ILP}
-    assert listed(words.Strategy) <= {*recipes.RECIPES, recipes.MODELS_OWN} and len(listed(words.Strategy)) == 10
+    assert listed(words.Strategy) <= {*recipes.RECIPES, recipes.MODELS_OWN} and len(listed(words.Strategy)) == 11
     assert listed(words.Optimizer) <= {*memory.OPTIMIZERS} and len(listed(words.Optimizer)) == 6
     assert listed(words.Schedule) <= {"auto", *catalogue.KINDS} and len(listed(words.Schedule)) == 12

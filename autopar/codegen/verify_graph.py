@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import fx
@@ -164,7 +165,8 @@ def collective_call(node: fx.Node) -> tuple[str, str, str, str, tuple[int, ...]]
 def sends_own_rows(node: fx.Node) -> bool:
     """Return whether a collective is an all-to-all in which ranks may send different numbers of rows."""
     if node.target is c10d.all_to_all_single.default:
-        counts = {*node.args[1], *node.args[2]}
+        received, sent = cast(Sequence[Sequence[int]], node.args[1:3])
+        counts = {*received, *sent}
         return len(counts) > 1 or 0 in counts
     return node.target is autopar.exchange_rows.default
 

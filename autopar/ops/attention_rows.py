@@ -45,8 +45,8 @@ def backward(
     keys and adds nothing, so no log-sum-exp is lost in it; that of more keys than are here serves too."""
     form = form_of(q, k, v, mask, causal)
     if form is BLOCKS:
-        how = dict(first=first, lse_is_exact=lse_is_exact)
-        return blocks_backward(grad, q, k, v, out, lse, mask, causal, scale, **how)
+        arguments = grad, q, k, v, out, lse, mask, causal, scale
+        return blocks_backward(*arguments, first=first, lse_is_exact=lse_is_exact)
     if not (causal and first):
         return form.backward(grad, q, k, v, out, lse, mask, causal, scale)
     dq, dk, dv = zip(*(

@@ -68,6 +68,9 @@ class RingAttention:
         return steps.backward(*args[:9])
 
 
+Block = list[fx.Node]  # keys and values, or their gradients
+
+
 @dataclass(frozen=True)
 class _Steps:
     """One attention's way round. `blocks`: start and length of every device's keys."""
@@ -81,19 +84,18 @@ class _Steps:
 
     def forward(self, q, k, v, mask, causal: bool, scale: float | None) -> list[fx.Node]:
         """Return output and log-sum-exp."""
-        own = sum(self.ring.block(self.place, step) is not None for step in range(self.ring.size))
-        keys, joined, unused = [k, v], None, []
+        last = sum(self.ring.block(self.place, step) is not None for step in range(self.ring.size)) - 1
+        keys: Block | None = [k, v]
+        joined: list[fx.Node] = []
+        unused: list[fx.Node] = []
         for step in range(self.ring.size):
             following = self._start_keys(keys, (k, v), step)
-            block = self.ring.block(self.place, step)
-            if block is not None:
-                arguments = (q, *keys, self._mask(mask, block), causal and step == 0, scale)
-                name = self.node.name if own == 1 else f"{self.node.name}_of_{step}"
-                result = self._pair(self.call(autopar.attention.default, *arguments, name=name))
-                if joined is not None:
-                    name = self.node.name if step == own - 1 else f"{self.node.name}_to_{step}"
-                    arguments = (*joined, *result, step == own - 1)
-                    result = self._pair(self.call(autopar.join_attention.default, *arguments, name=name))
+            if keys is not None:
+                block = self._mask(mask, step), causal and step == 0, scale
+                result = self._pair(autopar.attention.default, q, *keys, *block, name=self._name(step == last == 0))
+                if joined:
+                    arguments = *joined, *result, step == last
+                    result = self._pair(autopar.join_attention.default, *arguments, name=self._name(step == last))
                 joined = result
             keys, marks = self._received_keys(following, (k, v), step)
             unused += marks if keys is None else []
@@ -102,93 +104,87 @@ class _Steps:
     def backward(self, grad, q, k, v, out, lse, mask, causal: bool, scale: float | None) -> list[fx.Node]:
         """Return the gradients of q, k and v."""
         wide = lse_dtype(q.meta["val"].dtype)
-        keys, dq, own = [k, v], None, None
-        of_keys, unused, of_gradients = [], [], []
-        started = None
+        keys: Block | None = [k, v]
+        dq, own, started = None, [], None
+        of_keys: list[fx.Node] = []
+        of_gradients: list[fx.Node] = []
+        unused: list[fx.Node] = []
         for step in range(self.ring.size):
-            following = self._start_keys(keys, (k, v), step)
-            block, parts = self.ring.block(self.place, step), None
-            if block is not None:
-                arguments = (grad, q, *keys, out, lse, self._mask(mask, block), causal and step == 0, scale)
-                made = self.call(autopar.attention_bw.default, *arguments, name=f"{self.node.name}_of_{step}")
-                d, *parts = [self._in(wide, self.call(operator.getitem, made, i)) for i in range(3)]
-                dq = d if dq is None else self.call(aten.add.Tensor, dq, d)
+            following, parts = self._start_keys(keys, (k, v), step), None
+            if keys is not None:
+                block = self._mask(mask, step), causal and step == 0, scale
+                made = self.call(autopar.attention_bw.default, grad, q, *keys, out, lse, *block)
+                here, *parts = [self._in(wide, self.call(operator.getitem, made, i)) for i in range(3)]
+                dq = here if dq is None else self.call(aten.add.Tensor, dq, here)
             passed, own, marks = self._received_gradients(started, own, (k, v), step - 1)
             of_gradients += marks
-            if passed is not None:
+            if passed is not None and parts is not None:
                 parts = self._sums(passed, parts)
-            if step == 0:
-                own = parts
-            else:
+            if step:
                 started = self._start_gradients(parts, (k, v), step)
+            else:
+                own = parts
             keys, marks = self._received_keys(following, (k, v), step)
             of_keys += marks
             unused += marks if keys is None else []
         _, own, marks = self._received_gradients(started, own, (k, v), self.ring.size - 1)
-        of_gradients += marks
         outputs = [self._in(x.meta["val"].dtype, d) for x, d in zip((q, k, v), (dq, *own))]
-        return [self._after(outputs[0], unused), *(self._after(x, of_keys + of_gradients) for x in outputs[1:])]
+        all_marks = of_keys + of_gradients + marks
+        return [self._after(outputs[0], unused), *(self._after(x, all_marks) for x in outputs[1:])]
 
     def call(self, target, *args, name: str | None = None) -> fx.Node:
         """Append an op."""
         return self.builder.call(target, *args, name=name or f"{self.node.name}_{op_name(target)}")
 
-    def _pair(self, node: fx.Node) -> list[fx.Node]:
-        return [self.call(operator.getitem, node, i) for i in range(2)]
+    def _name(self, is_whole: bool) -> str | None:
+        """Return the name of the op itself for what gives its outputs."""
+        return self.node.name if is_whole else None
+
+    def _pair(self, target, *args, name: str | None) -> list[fx.Node]:
+        made = self.call(target, *args, name=name)
+        return [self.call(operator.getitem, made, i) for i in range(2)]
 
     def _in(self, dtype: torch.dtype, x: fx.Node) -> fx.Node:
-        if x.meta["val"].dtype == dtype:
-            return x
-        return self.builder.call(aten._to_copy.default, x, dtype=dtype, name=f"{self.node.name}_cast")
+        return x if x.meta["val"].dtype == dtype else self.builder.call(
+            aten._to_copy.default, x, dtype=dtype, name=f"{self.node.name}_cast"
+        )  # fmt: skip
 
-    def _sums(self, some: Sequence[fx.Node], more: Sequence[fx.Node]) -> list[fx.Node]:
+    def _sums(self, some: Block, more: Block) -> Block:
         return [self.call(aten.add.Tensor, a, b) for a, b in zip(some, more)]
 
-    def _mask(self, mask: fx.Node | None, block: int) -> fx.Node | None:
-        """Return the columns of a mask that are of one block."""
+    def _mask(self, mask: fx.Node | None, step: int) -> fx.Node | None:
+        """Return the columns of a mask that are of a step's block."""
         if mask is None or mask.meta["val"].shape[-1] == 1:
             return mask
-        start, length = self.blocks[block]
+        start, length = self.blocks[(self.place - step) % self.ring.size]
         return self.call(aten.slice.Tensor, mask, -1, start, start + length)
-
-    # messages
-
-    @cached_property
-    def longest(self) -> int:
-        """Return the keys of the longest block, to which messages are padded."""
-        return max(length for _, length in self.blocks)
-
-    def _start_keys(self, keys: list[fx.Node] | None, like, step: int) -> fx.Node | None:
-        """Start to send the block of a step on; None behind the last step."""
-        if step + 1 == self.ring.size:
-            return None
-        to, source = self.ring.keys_to(self.place, step), self.ring.keys_from(self.place, step)
-        message = self._packed(keys) if to is not None else None
-        return self._start(message, like, {to} - {None}, {source} - {None}, "keys")
-
-    def _received_keys(self, started: fx.Node | None, like, step: int) -> tuple[list[fx.Node] | None, list[fx.Node]]:
-        """Wait for the block of the next step; return it, None if none comes, and a mark of the exchange."""
-        if started is None:
-            return None, []
-        arrived, mark = self._arrived(started)
-        if self.ring.keys_from(self.place, step) is None:
-            return None, [mark]
-        return self._unpacked(arrived, 0, like, self.ring.block(self.place, step + 1)), [mark]
-
-    def _arrived(self, started: fx.Node) -> tuple[fx.Node, fx.Node]:
-        """Wait for an exchange; return what came and a mark of it, which holds no memory."""
-        arrived = self.call(c10d.wait_tensor.default, started)
-        return arrived, self.call(aten.new_empty.default, arrived, [0])
 
     def _after(self, x: fx.Node, marks: list[fx.Node]) -> fx.Node:
         return self.call(autopar.after.default, x, marks) if marks else x
 
-    def _start_gradients(self, parts: list[fx.Node] | None, like, step: int) -> fx.Node:
+    # messages
+
+    def _start_keys(self, keys: Block | None, like, step: int) -> fx.Node | None:
+        """Start to send the block of a step on; None behind the last step."""
+        if step + 1 == self.ring.size:
+            return None
+        to, source = self.ring.keys_to(self.place, step), self.ring.keys_from(self.place, step)
+        return self._start(keys, like, to, [] if source is None else [source], "keys")
+
+    def _received_keys(self, started: fx.Node | None, like, step: int) -> tuple[Block | None, list[fx.Node]]:
+        """Wait for the block of the next step; return it, None if none comes, and a mark of the exchange."""
+        if started is None:
+            return None, []
+        arrived, mark = self._arrived(started)
+        source = self.ring.keys_from(self.place, step)
+        if source is None:
+            return None, [mark]
+        return self._unpacked(arrived, 0, like, source, step), [mark]
+
+    def _start_gradients(self, parts: Block | None, like, step: int) -> fx.Node:
         """Start to send a block's gradients on behind the step that added to them."""
         to, sources = self.ring.gradients_to(self.place, step), self.ring.gradients_from(self.place, step)
-        message = self._packed(parts) if to is not None else None
-        wide = lse_dtype(like[0].meta["val"].dtype)
-        return self._start(message, like, {to} - {None}, set(sources), "gradients", wide)
+        return self._start(parts, like, to, sources, "gradients", lse_dtype(like[0].meta["val"].dtype))
 
     def _received_gradients(self, started: fx.Node | None, own, like, step: int):
         """Wait for what was sent behind a step; return the gradients that came of the block that is worked on now, None
@@ -198,39 +194,43 @@ class _Steps:
         arrived, mark = self._arrived(started)
         passed = None
         for row, source in enumerate(self.ring.gradients_from(self.place, step)):
-            block = self.ring.block(source, step)
-            found = self._unpacked(arrived, row, like, block)
-            if block == self.place:
+            found = self._unpacked(arrived, row, like, source, step)
+            if self.ring.block(source, step) == self.place:
                 own = self._sums(own, found)
             else:
                 passed = found
         return passed, own, [mark]
 
     def _start(
-        self,
-        message: fx.Node | None,
-        like,
-        to: set[int],
-        sources: set[int],
-        what: str,
-        dtype: torch.dtype | None = None,
+        self, parts: Block | None, like, to: int | None, sources: list[int], what: str, dtype: torch.dtype | None = None
     ) -> fx.Node:
-        """Start an all-to-all that sends the message, a row, to the device in `to` and takes one from each of
-        `sources`."""
-        if message is None:
-            dtype = dtype or like[0].meta["val"].dtype
+        """Start an all-to-all that sends a block as a row to one device, or to none, and takes one from each of
+        `sources`. `like`: keys and values; `dtype`: that of the message, if it is not theirs."""
+        if parts is not None and to is not None:
+            message = self._packed(parts)
+        else:
             message = self.call(aten.new_empty.default, like[0], [0, sum(self._counts(like))])
-            message = self._in(dtype, message)
-        received, sent = ([int(place in places) for place in range(self.ring.size)] for places in (sources, to))
+            message = self._in(dtype or like[0].meta["val"].dtype, message)
+        received, sent = (
+            [int(p in sources) for p in range(self.ring.size)],
+            [int(p == to) for p in range(self.ring.size)],
+        )
         arguments = message, received, sent, ",".join(self.axes)
         started = self.call(c10d.all_to_all_single.default, *arguments, name=f"{self.node.name}_{what}_start")
-        phase = self.builder.meta.get("phase", "forward")
-        sent_bytes = float(bytes_of(message.meta["val"]))
-        started.meta["collective"] = Collective("all_to_all", self.axes, sent_bytes, self.node.name, phase)
-        started.meta["tensor_bytes"] = (
-            message.meta["val"].shape[1] * message.meta["val"].element_size() * self.ring.size
-        )
+        bytes_, phase = bytes_of(message.meta["val"]), self.builder.meta.get("phase", "forward")
+        started.meta["collective"] = Collective("all_to_all", self.axes, float(bytes_), self.node.name, phase)
+        started.meta["tensor_bytes"] = sum(self._counts(like)) * message.meta["val"].element_size() * self.ring.size
         return started
+
+    def _arrived(self, started: fx.Node) -> tuple[fx.Node, fx.Node]:
+        """Wait for an exchange; return what came and a mark of it, which holds no memory."""
+        arrived = self.call(c10d.wait_tensor.default, started)
+        return arrived, self.call(aten.new_empty.default, arrived, [0])
+
+    @cached_property
+    def longest(self) -> int:
+        """Return the keys of the longest block, to which messages are padded."""
+        return max(length for _, length in self.blocks)
 
     def _counts(self, like: Sequence[fx.Node]) -> list[int]:
         """Return the elements of keys and of values in a message."""
@@ -240,7 +240,7 @@ class _Steps:
         b, h, _, d = x.meta["val"].shape
         return [b, h, self.longest, d]
 
-    def _packed(self, parts: Sequence[fx.Node]) -> fx.Node:
+    def _packed(self, parts: Block) -> fx.Node:
         """Return keys and values, or their gradients, as one row."""
         flat = []
         for x in parts:
@@ -250,14 +250,14 @@ class _Steps:
         row = self.call(aten.cat.default, flat)
         return self.call(aten.reshape.default, row, [1, -1])
 
-    def _unpacked(self, arrived: fx.Node, row: int, like: Sequence[fx.Node], block: int) -> list[fx.Node]:
-        """Return keys and values, or their gradients, of a block that arrived as a row."""
-        message, found, start = self.call(aten.select.int, arrived, 0, row), [], 0
+    def _unpacked(self, arrived: fx.Node, row: int, like: Sequence[fx.Node], source: int, step: int) -> Block:
+        """Return keys and values, or their gradients, of the block that a device had in a step, from the row in which
+        it sent them."""
+        message, length = self.call(aten.select.int, arrived, 0, row), self.blocks[(source - step) % self.ring.size][1]
+        found, start = [], 0
         for x, count in zip(like, self._counts(like)):
-            x = self.call(
-                aten.reshape.default, self.call(aten.slice.Tensor, message, 0, start, start + count), self._padded(x)
-            )
-            length = self.blocks[block][1]
-            found.append(x if length == self.longest else self.call(aten.slice.Tensor, x, KEYS, 0, length))
+            part = self.call(aten.slice.Tensor, message, 0, start, start + count)
+            part = self.call(aten.reshape.default, part, self._padded(x))
+            found.append(part if length == self.longest else self.call(aten.slice.Tensor, part, KEYS, 0, length))
             start += count
         return found
