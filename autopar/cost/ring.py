@@ -1,8 +1,8 @@
 """What ring attention costs on the device that has most to do: blocks of keys that travel beside the products.
 
-With n keys and values over P devices, of w bytes an element, a message has n / P of them. Forward P - 1 messages go
-beside the products of a block each, backward P - 1 of keys and as many of their gradients, which come in the type of the
-log-sum-exp and of which the last finds no product beside it. A message and a block's products gain of each other what a
+With n keys and values over P devices a message has n / P of them. Forward P - 1 messages go beside the products of a
+block each, backward P - 1 of keys and as many of their gradients, which come in the log-sum-exp's type and of which the
+last finds no product beside it. A message and a block's products gain of each other what a
 profile says of collectives beside compute. Under a causal mask the last device works on P - 1 whole blocks and half of
 its own.
 """

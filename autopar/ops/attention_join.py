@@ -11,8 +11,8 @@ from . import attention_rows
 
 @custom_op("autopar::join_attention", mutates_args=())
 def join_attention(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor, is_last: bool) -> tuple[Tensor, Tensor]:
-    """Return (output, log-sum-exp) over two sets of keys: outputs (b, h, s, d), log-sum-exps (b, h, s). The output is in
-    the log-sum-exp's type, so that many can be added up; after the last in the type of `more`."""
+    """Return (output, log-sum-exp) over two sets of keys: outputs (b, h, s, d), log-sum-exps (b, h, s). The output is
+    in the log-sum-exp's type, so that many can be added up; after the last in the type of `more`."""
     joined, total = attention_rows.joined((out.to(lse.dtype), lse), (more.to(lse.dtype), more_lse))
     if is_last:
         joined = joined.to(more.dtype).transpose(1, 2).contiguous().transpose(1, 2)  # stored as (b, s, h, d)
@@ -29,8 +29,8 @@ def _(out, lse, more, more_lse, is_last):
 
 @custom_op("autopar::after", mutates_args=())
 def after(x: Tensor, marks: list[Tensor]) -> Tensor:
-    """Return a copy of x. `marks`, empty tensors made of what arrived, keep exchanges in a graph of which a device needs
-    nothing, but takes part in."""
+    """Return a copy of x. `marks`, empty tensors made of what arrived, keep exchanges in a graph of which a device
+    needs nothing, but takes part in."""
     return x.clone(memory_format=torch.preserve_format)
 
 

@@ -1,9 +1,9 @@
 """Which block of keys a device works on at each step of ring attention, and where blocks go between steps.
 
 P devices hold a block of the queries and of the keys and values each. In step i device r works on block r - i of the
-keys (modulo P), which its neighbour r - 1 had in the step before (Liu et al., Ring Attention, arXiv 2310.01889). Under a
-causal mask blocks behind the device's own are closed to it: they are neither computed with nor sent there. Gradients of
-a block travel with it, from the first device that is not its owner to the last, and from there home; the owner's own
+keys (modulo P), which its neighbour r - 1 had in the step before (Liu et al., Ring Attention, arXiv 2310.01889). Under
+a causal mask blocks behind the device's own are closed to it: they are neither computed with nor sent there. Gradients
+of a block travel with it, from the first device that is not its owner to the last, and from there home; the owner's own
 part never leaves it.
 """
 

@@ -3,8 +3,8 @@
 Where an attention has its queries and its keys cut over the same axes, each device works on one block of keys after the
 other (autopar/ops/ring.py says which). The block of the next step is sent before the present one is computed with, and
 waited for behind it, so two blocks are held, never all keys. Outputs of blocks join by their log-sum-exps. The backward
-goes round once more, from the joint output and log-sum-exp: gradients of the queries add up here, those of a block travel
-with it in the type of the log-sum-exp and end at its owner.
+goes round once more, from the joint output and log-sum-exp: gradients of the queries add up here, those of a block
+travel with it in the type of the log-sum-exp and end at its owner.
 
 Blocks travel by all-to-alls of rows, of which there is one a block, padded to the longest block. All devices of a group
 call the same ones, also those that neither send nor receive: each output depends on the same exchanges on all of them,

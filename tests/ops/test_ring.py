@@ -31,7 +31,7 @@ def test_every_device_has_every_block_that_it_needs_once(size, causal):
 
 @pytest.mark.parametrize("size, causal", itertools.product(SIZES, (False, True)))
 def test_gradients_add_up_on_the_way_home(size, causal):
-    """Each device adds its own number to the block that it works on; the owner ends with the sum of all that need it."""
+    """Each device adds its own number to the block that it works on; the owner ends with all that need it."""
     ring = Ring(size, causal)
     travelling: dict[int, set[int]] = {}
     home = {place: {place} for place in range(size)}

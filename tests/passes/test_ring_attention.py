@@ -39,8 +39,8 @@ def messages(graph) -> list[float]:
 
 @pytest.mark.parametrize("size, causal", itertools.product((2, 3, 4), (True, False)))
 def test_bytes_are_those_of_the_formula(size, causal):
-    """A block of keys and values is n / P rows of 2 d_kv numbers; forward it goes to each device that needs it, backward
-    again, and its gradients once."""
+    """A block of keys and values is n / P rows of 2 d_kv numbers; forward it goes to each device that needs it,
+    backward again, and its gradients once."""
     length, (heads, kv_heads) = 12, (4, 2)
     step, plan = simulated(Decoder("causal" if causal else "full", heads, kv_heads), size, length)
     block = SAMPLES * length // size * 2 * kv_heads * WIDTH * 8
