@@ -3,12 +3,11 @@
     OMP_NUM_THREADS=1 python benchmarks/planner.py [WORD ...]         the cases whose name or mesh has one of the words
     OMP_NUM_THREADS=1 python benchmarks/planner.py --growth           seconds by number of layers and of devices
     OMP_NUM_THREADS=1 python benchmarks/planner.py --determinism 5    each case under 5 hash seeds, plans compared
-    OMP_NUM_THREADS=1 python benchmarks/planner.py --programs         how many integer programs each case solves
     OMP_NUM_THREADS=1 python benchmarks/planner.py --case MODEL MESH BATCH SEQ
 
-All are bf16 with AdamW on H100s with 80e9 bytes. Seconds are those of a fresh process: importing torch and autopar,
-capturing the joint graph, planning with all expert strategies beside. `margin`: how much longer the best expert plan
-that fits takes.
+All are bf16 with AdamW on H100s with 80e9 bytes. Seconds are CPU seconds of a fresh process: importing torch and
+autopar, capturing the joint graph, planning with all expert strategies beside; `all` has the building of the model too.
+`margin`: how much longer the best expert plan that fits takes. `IPs`: integer programs solved, for the experts too.
 """
 
 from __future__ import annotations
@@ -62,17 +61,18 @@ DEVICES = [64, 256, 1024, 4096, 16384]
 WIDENING = [Case("llama3-8b", f"dp={n // 8},tp=8", n // 4, 8192) for n in DEVICES]
 HEAD = (
     f"{'model':14} {'mesh':15} {'batch x seq':>14} | {'import':>6} {'capture':>7} {'plan':>6} {'all s':>6} {'GiB':>5} "
-    f"| {'gap':>6} {'step ms':>9} {'GiB':>5} {'best expert':>12} {'margin':>7}"
+    f"| {'gap':>6} {'step ms':>9} {'GiB':>5} {'best expert':>17} {'margin':>7} {'IPs':>4}"
 )
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds and resident GiB of the process that planned, and what it found. `hash` is that of the plan's JSON."""
+    """CPU seconds and resident GiB of the process that planned, and what it found. `hash`: of the plan's JSON."""
 
     import_seconds: float
     capture_seconds: float
     plan_seconds: float
+    seconds: float
     resident_gib: float
     gap: float
     step_seconds: float
@@ -82,16 +82,12 @@ class Measured:
     hash: str
     programs: int  # that were solved, those of the expert plans included
 
-    @property
-    def seconds(self) -> float:
-        return self.import_seconds + self.capture_seconds + self.plan_seconds
-
     def __str__(self) -> str:
         margin = f"{self.expert_seconds / self.step_seconds - 1:7.1%}" if self.expert else f"{'':>7}"
         return (
             f"{self.import_seconds:6.1f} {self.capture_seconds:7.1f} {self.plan_seconds:6.1f} {self.seconds:6.1f} "
             f"{self.resident_gib:5.2f} | {self.gap:6.2%} {self.step_seconds * 1e3:9.1f} {self.planned_gib:5.1f} "
-            f"{self.expert or 'none fits':>12} {margin}"
+            f"{self.expert or 'none fits':>17} {margin} {self.programs:4}"
         )
 
 
@@ -99,13 +95,13 @@ def plan_here(case: Case) -> Measured:
     """Plans in this process, which has imported neither torch nor autopar yet."""
     import resource
 
-    start = time.perf_counter()
+    start = time.process_time()
     from autopar import models
     from autopar.api import entry as api
     from autopar.cli.common import quiet
     from autopar.planner.solver.ilp import Program
 
-    imported = time.perf_counter()
+    imported, begun = time.process_time(), {}
     quiet()
     solve, solved = Program.solve, []
     Program.solve = lambda self, *args, **options: solved.append(self.variables) or solve(self, *args, **options)
@@ -115,15 +111,18 @@ def plan_here(case: Case) -> Measured:
             (Path(folder) / "config.json").write_text(json.dumps(DESCRIBED[text]))
             text = f"hf:{folder}"
         model, inputs = models.build(text, batch=case.batch, seq=case.seq)
-    planned = api.search(model, case.mesh, inputs, hardware="h100", memory=80e9, precision="bf16", name=case.model)
+    planned = api.search(model, case.mesh, inputs, hardware="h100", memory=80e9, precision="bf16", name=case.model,
+                         report=lambda text: begun.setdefault(text, time.process_time()))  # fmt: skip
     plan = planned.plan
-    done = time.perf_counter()
+    done = time.process_time()
     experts = {a.name: a.step_seconds for a in plan.alternatives if a.fits and a.step_seconds}
     expert = min(experts, key=experts.get, default="")
-    capture = done - imported - planned.seconds
+    captured = begun["building the problem"]
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
-    return Measured(imported - start, capture, planned.seconds, resident, plan.gap, plan.step_seconds,
-                    plan.peak_bytes / 2**30, expert, experts.get(expert, 0.0), plan.hash, len(solved))  # fmt: skip
+    return Measured(
+        imported - start, captured - begun["tracing the model"], done - captured, done - start, resident, plan.gap,
+        plan.step_seconds, plan.peak_bytes / 2**30, expert, experts.get(expert, 0.0), plan.hash, len(solved),
+    )  # fmt: skip
 
 
 def measured(case: Case, seconds_limit: float, hash_seed: str = "0") -> Measured | str:
@@ -170,18 +169,6 @@ def growth(name: str, cases: list[Case], sizes: list, seconds_limit: float) -> i
     return len(cases) - len(found)
 
 
-def programs(cases: Iterable[Case], seconds_limit: float) -> int:
-    """Prints how many integer programs each case solves, and in how many cases there is one; returns how many cases
-    failed."""
-    results = []
-    for case in cases:
-        results.append(measured(case, seconds_limit))
-        print(f"{case} | {getattr(results[-1], 'programs', results[-1])}", flush=True)
-    counts = [result.programs for result in results if isinstance(result, Measured)]
-    print(f"{sum(count > 0 for count in counts)} of {len(counts)} cases solve an integer program, {sum(counts)} in all")
-    return len(results) - len(counts)
-
-
 def determinism(cases: Iterable[Case], runs: int, seconds_limit: float) -> int:
     """Prints whether all runs of a case gave the same plan, and returns how many cases did not."""
     differing = 0
@@ -202,7 +189,6 @@ def main() -> int:
     parser.add_argument("words", nargs="*", metavar="WORD", help="only the cases whose name or mesh has one of them")
     parser.add_argument("--case", nargs=4, action="append", default=[], metavar=("MODEL", "MESH", "BATCH", "SEQ"))
     parser.add_argument("--growth", action="store_true")
-    parser.add_argument("--programs", action="store_true")
     parser.add_argument("--determinism", type=int, metavar="N")
     parser.add_argument("--seconds", type=float, default=1200.0, help="limit for one case (default 1200)")
     parser.add_argument("--here", nargs=4, help=argparse.SUPPRESS)
@@ -214,8 +200,6 @@ def main() -> int:
     cases = cases or [c for c in CASES if not a.words or any(word in str(c) for word in a.words)]
     if a.growth:
         failed = growth("layers", GROWING, LAYERS, a.seconds) + growth("devices", WIDENING, DEVICES, a.seconds)
-    elif a.programs:
-        failed = programs(cases, a.seconds)
     elif a.determinism:
         failed = determinism(cases, a.determinism, a.seconds)
     else:
