@@ -105,12 +105,14 @@ class _Steps:
         """Return the gradients of q, k and v."""
         wide = lse_dtype(q.meta["val"].dtype)
         keys: Block | None = [k, v]
-        dq, own, started = None, [], None
+        own: Block = []
+        dq, started = None, None
         of_keys: list[fx.Node] = []
         of_gradients: list[fx.Node] = []
         unused: list[fx.Node] = []
         for step in range(self.ring.size):
-            following, parts = self._start_keys(keys, (k, v), step), None
+            following = self._start_keys(keys, (k, v), step)
+            parts: Block | None = None
             if keys is not None:
                 block = self._mask(mask, step), causal and step == 0, scale
                 made = self.call(autopar.attention_bw.default, grad, q, *keys, out, lse, *block)
@@ -123,7 +125,7 @@ class _Steps:
             if step:
                 started = self._start_gradients(parts, (k, v), step)
             else:
-                own = parts
+                own = parts or own
             keys, marks = self._received_keys(following, (k, v), step)
             of_keys += marks
             unused += marks if keys is None else []
