@@ -105,8 +105,9 @@ class _Steps:
         """Return the gradients of q, k and v."""
         wide = lse_dtype(q.meta["val"].dtype)
         keys: Block | None = [k, v]
+        dq: Block = []
         own: Block = []
-        dq, started = None, None
+        started = None
         of_keys: list[fx.Node] = []
         of_gradients: list[fx.Node] = []
         unused: list[fx.Node] = []
@@ -117,7 +118,7 @@ class _Steps:
                 block = self._mask(mask, step), causal and step == 0, scale
                 made = self.call(autopar.attention_bw.default, grad, q, *keys, out, lse, *block)
                 here, *parts = [self._in(wide, self.call(operator.getitem, made, i)) for i in range(3)]
-                dq = here if dq is None else self.call(aten.add.Tensor, dq, here)
+                dq = self._sums(dq, [here]) if dq else [here]
             passed, own, marks = self._received_gradients(started, own, (k, v), step - 1)
             of_gradients += marks
             if passed is not None and parts is not None:
@@ -130,7 +131,7 @@ class _Steps:
             of_keys += marks
             unused += marks if keys is None else []
         _, own, marks = self._received_gradients(started, own, (k, v), self.ring.size - 1)
-        outputs = [self._in(x.meta["val"].dtype, d) for x, d in zip((q, k, v), (dq, *own))]
+        outputs = [self._in(x.meta["val"].dtype, d) for x, d in zip((q, k, v), (*dq, *own))]
         all_marks = of_keys + of_gradients + marks
         return [self._after(outputs[0], unused), *(self._after(x, all_marks) for x in outputs[1:])]
 
