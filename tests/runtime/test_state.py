@@ -224,3 +224,25 @@ def _staged(rank: int) -> None:
 @pytest.mark.gloo
 def test_state_of_stages():
     gloo.run(2, _staged, seconds=120)
+
+
+class Noting(nn.Module):
+    """Sets a number in each call that it never reads, and counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.rows, self.calls = nn.Linear(6, 4), 0, 0
+
+    def forward(self, x):
+        self.rows = x.shape[0]
+        self.calls += 1
+        return self.layer(x)
+
+
+def test_a_number_that_is_set_is_no_counter(alone):
+    parallel, reference = pair(Noting(), alone, (batch(0),))
+    for seed in range(3):
+        for m in (parallel, reference):
+            m(batch(seed))
+        assert (parallel.rows, parallel.calls) == (reference.rows, reference.calls) == (6, seed + 1)
+    assert len(parallel.captures) == 1
