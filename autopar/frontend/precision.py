@@ -125,7 +125,7 @@ def computing_in(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
             copies[id(tensor)] = narrowed(tensor, dtype)
         return copies[id(tensor)]
 
-    changed = [module for module in model.modules() if not _stays_wide(module)]
+    changed = [module for module in model.modules() if not stays_wide(module)]
     before = [(module._parameters, module._buffers) for module in changed]
     buffers = [b for _, table in before for b in table.values() if b is not None]
     for module, (parameters, table) in zip(changed, before):
@@ -146,7 +146,8 @@ def computing_in(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
                 buffer.copy_(copy)
 
 
-def _stays_wide(module: nn.Module) -> bool:
+def stays_wide(module: nn.Module) -> bool:
+    """Return whether a module keeps its tensors in their own type, whatever the model computes in."""
     return isinstance(module, nn.modules.batchnorm._NormBase)
 
 

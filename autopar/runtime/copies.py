@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import AdaptError
 from ..frontend.call_signature import Returns
@@ -59,9 +60,9 @@ def deep_copy(module, memo: dict):
     return made
 
 
-def plain_model(module) -> nn.Module:
+def plain_model(module, taken: Callable[[str, Any], Tensor] = lambda name, tensor: tensor.clone()) -> nn.Module:
     """Return the model on one device, with whole parameters and buffers, as it was before it was compiled. All ranks
-    call this together, and each gets it.
+    call this together, and each gets it. `taken`: what it has of a gathered tensor, which may be this rank's own memory.
 
     Raises AdaptError for a model with adapters that are not merged or with a quantized base."""
     if module.quantized_names or (module._adapters is not None and not module._adapters.merged):
@@ -71,10 +72,10 @@ def plain_model(module) -> nn.Module:
         )
     forms, here = module._forms, dict(module.named_buffers())
     saved = forms.saved_buffers
-    values = {name: nn.Parameter(whole(module, name).clone(), form.trainable) for name, form in forms.items()}
+    values = {name: nn.Parameter(taken(name, whole(module, name)), form.trainable) for name, form in forms.items()}
     for name in forms.buffers:
         buffer = whole(module, name) if name in saved else here.get(name, forms.left.get(name))
-        values[name] = buffer.detach().clone()
+        values[name] = taken(name, buffer.detach())
     return forms.copy_of(module._source, values)
 
 

@@ -34,6 +34,7 @@ from . import captures, copies, optimizers, parts
 from .adapters import Adapters
 from .captures import Captures, Compiler
 from .elsewhere import name_absent
+from .generation import with_cache
 from .inputs import data_axes
 from .lengths import Lengths, Padding
 from .modes import Modes
@@ -329,7 +330,8 @@ class ParallelModule(OfSource):
     def __getattr__(self, name: str) -> Any:
         if name == "_ddp_params_and_buffers_to_ignore":  # and DistributedDataParallel
             raise parallel_already("DistributedDataParallel")
-        return super().__getattr__(name)
+        value = super().__getattr__(name)
+        return with_cache(self, value) if name == "generate" and not isinstance(value, nn.Module) else value
 
 
 def _others(source: nn.Module, ties: Mapping[str, str], missing: Sequence[Set[str]], here: int):
