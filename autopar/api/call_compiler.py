@@ -204,9 +204,9 @@ class CallCompiler:
 def _example_of(traced: Traced) -> tuple[tuple, dict]:
     """Return the call of a capture, on global shapes without values."""
     signature = traced.captured.signature
-    form = zip(signature.shapes, signature.dtypes, signature.differentiated)
+    form = zip(signature.shapes, signature.dtypes, signature.differentiated, signature.numbers)
     return signature.rebuild(
-        [torch.empty(s, dtype=d, device="meta", requires_grad=g) for s, d, g in form if s is not None]
+        [n or torch.empty(s, dtype=d, device="meta", requires_grad=g) for s, d, g, n in form if s is not None]
     )
 
 

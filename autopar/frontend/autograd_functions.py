@@ -21,6 +21,7 @@ from torch import Tensor
 from .._torch import functionalized, tree_flatten, tree_unflatten
 from ..errors import CaptureError
 from .autocast import ambient, entered
+from .open_numbers import plain
 
 NAMESPACE = "autopar_function"
 _numbers = itertools.count()
@@ -74,6 +75,7 @@ class Context:
 
 def _apply(cls, *args, **kwargs):
     flat, spec = tree_flatten((args, kwargs))
+    flat = [plain(x) for x in flat]  # its backward computes with the arguments outside of the trace
     positions = [i for i, x in enumerate(flat) if isinstance(x, Tensor)]
     form: dict[str, bool] = {}
     are_tensors: list[bool] = []  # of the outputs; the others are None

@@ -11,8 +11,8 @@ import copy
 import dataclasses
 import enum
 import inspect
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -23,6 +23,7 @@ from ..errors import CaptureError, InputError
 from .constants import text_of, value_of
 from .effects import Effect, Refill, Slot
 from .no_cache import NoCache
+from .open_numbers import OpenNumber, plain
 
 _PLAIN = (
     bool,
@@ -68,11 +69,14 @@ class CallSignature:
     dtypes: tuple[torch.dtype | None, ...]
     differentiated: tuple[bool, ...]  # whether the call computes a gradient for the leaf
     values: tuple = ()  # of the constants, as they were at that call (see constants.py)
+    numbers: tuple[OpenNumber | None, ...] = ()  # one a leaf, of floats that are tensors for the graph
 
     @staticmethod
     def of(args: tuple, kwargs: dict) -> tuple[CallSignature, list[torch.Tensor]]:
         """Return the signature of a call and its tensors. Raises InputError for a tensor that is empty or sparse."""
         leaves, spec = tree_flatten((args, kwargs))
+        numbers = tuple(x if isinstance(x, OpenNumber) else None for x in leaves)
+        leaves = [x if number is None else number.tensor() for x, number in zip(leaves, numbers)]
         is_tensor = [isinstance(x, torch.Tensor) for x in leaves]
         signature = CallSignature(
             spec,
@@ -82,6 +86,7 @@ class CallSignature:
             tuple(x.dtype if t else None for x, t in zip(leaves, is_tensor)),
             tuple(t and needs_gradient(x) for x, t in zip(leaves, is_tensor)),
             tuple(None if t else value_of(x, n) for x, t, n in zip(leaves, is_tensor, leaf_names(args, kwargs))),
+            numbers,
         )
         tensors = [x for x, t in zip(leaves, is_tensor) if t]
         for name, x in zip(signature.tensor_names, tensors):
@@ -105,6 +110,38 @@ class CallSignature:
         """Return the names of the keyword arguments, in the order of the compiled call."""
         return list(self.rebuild([None] * len(self.tensor_names))[1])
 
+    @cached_property
+    def open_numbers(self) -> dict[str, OpenNumber]:
+        """Return the floats that are tensors for the graph, by name."""
+        return {name: number for name, number in zip(self.names, self.numbers) if number is not None}
+
+    def keeping_open(self, names: Collection[str]) -> CallSignature:
+        """Return the signature in which no other floats than those of these names are tensors."""
+        if set(self.open_numbers) <= set(names):
+            return self
+        leaves = [n if n is not None else c for n, c in zip(self.numbers, self.constants)]
+        leaves = [x.value if isinstance(x, OpenNumber) and n not in names else x for n, x in zip(self.names, leaves)]
+        is_closed = [isinstance(x, float) and number is not None for x, number in zip(leaves, self.numbers)]
+
+        def without(values: tuple, closed: Callable = lambda x, name: None) -> tuple:
+            return tuple(closed(x, n) if c else v for x, n, c, v in zip(leaves, self.names, is_closed, values))
+
+        return replace(
+            self, constants=without(self.constants, lambda x, name: x), shapes=without(self.shapes),
+            dtypes=without(self.dtypes), differentiated=without(self.differentiated, lambda x, name: False),
+            values=without(self.values, value_of), numbers=without(self.numbers),
+        )  # fmt: skip
+
+    def other_numbers(self, other: CallSignature) -> set[str]:
+        """Return the names of the floats of a call that have another value in another call of this structure, or any."""
+        if (self.spec, self.names) != (other.spec, other.names):
+            return set()
+        mine, theirs = zip(self.constants, self.values), zip(other.constants, other.values, other.numbers)
+        return {
+            name for name, (x, value), (y, before, number) in zip(self.names, mine, theirs)
+            if type(x) is float and (number is not None or type(y) is float and value != before)
+        }  # fmt: skip
+
     def shape_of(self, name: str) -> tuple[int, ...] | None:
         """Return the global shape of the leaf of this name, None if it is not a tensor."""
         return self.shapes[self.names.index(name)]
@@ -123,7 +160,7 @@ class CallSignature:
         if len(leaves) != len(self.constants) or spec != self.spec:
             return None
         tensors = []
-        for name, leaf, constant, value, whole, part, dtype, differentiated in zip(
+        for name, leaf, constant, value, whole, part, dtype, differentiated, number in zip(
             self.names,
             leaves,
             self.constants,
@@ -132,9 +169,15 @@ class CallSignature:
             parts or self.shapes,
             self.dtypes,
             self.differentiated,
+            self.numbers,
         ):
             if constant is ...:
-                if not isinstance(leaf, torch.Tensor) or leaf.dtype != dtype or needs_gradient(leaf) != differentiated:
+                if type(leaf) is float and number is not None:
+                    tensors.append(torch.tensor(leaf, dtype=dtype))
+                    continue
+                if number is not None or not isinstance(leaf, torch.Tensor) or leaf.dtype != dtype:
+                    return None
+                if needs_gradient(leaf) != differentiated:
                     return None
                 if leaf.shape != (whole if hasattr(leaf, "placements") else part):
                     return None
@@ -153,6 +196,8 @@ def describe_call(args: tuple, kwargs: dict) -> str:
             usual = leaf.dtype in (torch.float32, torch.int64)
             dtype = "" if usual else f" {str(leaf.dtype).removeprefix('torch.')}"
             words.append(f"{name} {tuple(leaf.shape)}{dtype}" + (" with gradient" if needs_gradient(leaf) else ""))
+        elif isinstance(leaf, OpenNumber):
+            words.append(f"{name}=any float")
         else:
             words.append(f"{name}={text_of(leaf)}")
     return ", ".join(words) or "nothing"
@@ -200,6 +245,7 @@ class Returns:
         self.names = []
 
         def walk(value, name):
+            value = plain(value)
             if isinstance(value, torch.Tensor):
                 tensors.append(value)
                 self.names.append(name or "output")

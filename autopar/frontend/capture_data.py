@@ -54,6 +54,7 @@ def capture_data(captured: Captured, forms: Forms) -> tuple[str, list[torch.Tens
     places, guards = _Places(reads), captured.guards.reads
     data = {
         "call": call_data(captured.signature),
+        "numbers": sorted(captured.signature.open_numbers),
         "model": model_data(reads.model, forms),
         "graph": graph,
         "ties": captured.ties,
@@ -78,6 +79,7 @@ def captured_from(
     """Return the capture of this process's own model for a call of this signature. Raises NotPortable if the call, the
     code or the Python state that was read is another one here."""
     data = json.loads(text)
+    signature = signature.keeping_open(data["numbers"])
     if json.loads(json.dumps(call_data(signature))) != data["call"]:
         raise NotPortable("another call")
     if model_data(model, forms) != data["model"]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..errors import CaptureError
 from .eager_meaning import is_stand_in
+from .open_numbers import plain
 from .reads import Read
 from .snapshot import MISSING, PLAIN, Snapshot, text
 from .steps import step_of
@@ -127,6 +128,7 @@ def _template(
 ) -> object:
     """Return the value with Slots for the tensors that a run made; elements that were there `before` are what they
     were."""
+    value = plain(value)
     if value is MISSING or isinstance(value, PLAIN) or id(value) in before:
         return value
     if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):

@@ -22,12 +22,13 @@ from ..ir.compiler_pass import Pass
 from ..ir.graph import RANDOM_STATE, OutputRole, Role, leaf_name, mark_phases, output_node
 from . import refusals
 from .autograd_functions import inline, recorded_backwards
-from .call_signature import CallSignature, Returns, split_example
+from .call_signature import CallSignature, Returns, leaf_names, split_example
 from .fake_parameters import Form, Forms, fake, fake_state, forms_of
 from .flat_call import ROOT, FlatCall
 from .guards import Guards
 from .hooks import refuse_backward_hooks
 from .moe_in_token_order import in_order
+from .open_numbers import closed, opened
 from .quiet import quiet
 from .random_branches import no_random_branches
 from .repeated_blocks import Compact
@@ -85,7 +86,7 @@ def export(
 
     Raises CaptureError with torch's reason and the user's line if the model cannot be traced, InputError if the model
     rejects the example."""
-    run = _traced(model, example_inputs, loss_fn, forms, dtype, loss_alone, with_gradients)
+    run = _with_open_numbers(model, example_inputs, loss_fn, forms, dtype, loss_alone, with_gradients)
     constants = [c for c in run.program.constants.values() if isinstance(c, torch.Tensor)]
     with quiet():
         graph_module = run.program.module(check_guards=False)
@@ -136,11 +137,29 @@ class _Run:
     entered: dict
 
 
+def _with_open_numbers(model: nn.Module, example_inputs, *how) -> _Run:
+    """Trace a call, again with those numbers closed of which the forward reads the values."""
+    args, kwargs = split_example(example_inputs)
+    open_names = list(CallSignature.of(args, kwargs)[0].open_numbers)
+    if not open_names:
+        return _traced(model, example_inputs, *how)
+    try:
+        run = _traced(model, (args, kwargs), *how)
+    except AutoparError:  # of the call with plain numbers, if it has one too
+        return _traced(model, closed(args, kwargs), *how)
+    read = run.call.numbers_read.names
+    if not read:
+        return run
+    still_open = [name for name in open_names if name not in read]
+    again = opened(*closed(args, kwargs), still_open, leaf_names(args, kwargs))
+    return _with_open_numbers(model, again, *how)
+
+
 def _traced(model: nn.Module, example_inputs, loss_fn: Callable | None, forms: Mapping[str, Form] | None,
             dtype: torch.dtype | None, loss_alone: bool, with_gradients: bool,
             open_dims: Sequence[Sequence[int]] | None = None, as_eager: bool = False) -> _Run:  # fmt: skip
     signature, inputs = CallSignature.of(*split_example(example_inputs))
-    if not inputs:
+    if not inputs or len(inputs) == len(signature.open_numbers):
         raise InputError("the example call passes no tensor", fix="pass example_inputs with at least one tensor")
     mode, forms = _torch.fake_mode(), forms if isinstance(forms, Forms) else _with_tables(model, forms)
     differentiated = {*signature.differentiated_names}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +20,21 @@ from .effects import TensorTables, effects_of
 from .fake_parameters import Held, refreshed
 from .idioms import traced_idioms
 from .no_cache import Unwanted, keeps_cache, marked
+from .open_numbers import TracedNumber
 from .precision import computing_in, narrowed, upcast
 from .watch import Watch
 
 ROOT = "model"  # name of the user's module inside the traced wrapper
+
+
+class Found:
+    """Names that turn up while a call is traced: in no container, of which torch puts the contents back afterwards."""
+
+    def __init__(self) -> None:
+        self.names: frozenset[str] = frozenset()
+
+    def add(self, name: str) -> None:
+        self.names |= {name}
 
 
 class FlatCall(nn.Module):
@@ -41,10 +53,16 @@ class FlatCall(nn.Module):
         self.add_module(ROOT, model)
         self.signature, self.returns, self.loss_fn, self.dtype, self.held = signature, returns, loss_fn, dtype, held
         self.as_eager, self.loss_alone, self.watch, self.with_gradients = False, loss_alone, watch, True
+        self.numbers_read = Found()
 
     def forward(self, *tensors):
+        numbers = self.signature.open_numbers
+        leaves = [
+            TracedNumber(numbers[name].value, x, partial(self.numbers_read.add, name)) if name in numbers else x
+            for name, x in zip(self.signature.tensor_names, tensors)
+        ]
         with computing_in(getattr(self, ROOT), self.dtype), refreshed(self.held), _torch.as_if_eager(self.as_eager):
-            return self._call(*self.signature.rebuild(tensors))
+            return self._call(*self.signature.rebuild(leaves))
 
     def _call(self, args: tuple, kwargs: dict):
         model = getattr(self, ROOT)

@@ -26,10 +26,11 @@ from .._torch import OpenSize
 from ..codegen.rank_program import PipelineProgram, RankProgram
 from ..compiler import lower_deferred
 from ..errors import InputError
-from ..frontend.call_signature import CallSignature, describe_call
+from ..frontend.call_signature import CallSignature, describe_call, leaf_names
 from ..frontend.export import Captured
 from ..frontend.fake_parameters import Forms
 from ..frontend.hooks import Hooks, Structure
+from ..frontend.open_numbers import opened
 from ..ir.graph import output_node
 from ..ir.layout import Layout, local_shape
 from ..passes.distribute.defer import unreduced_layouts
@@ -105,7 +106,7 @@ class Captures:
         self.name, self.rendezvous_count = f"module {next(_module_numbers)}", 0
         self.table: list[Capture] = []
         self.calls = itertools.count(1)
-        self.sizes = Sizes()
+        self.sizes, self.numbers_read = Sizes(), set[str]()  # floats that a forward was seen to read
         self.compile_options: Mapping[str, object] | None = None  # of torch.compile, if graphs go through it
 
     def compile(self, options: Mapping[str, object]) -> None:
@@ -213,6 +214,8 @@ class Captures:
     def _compile(self, call: str, args: tuple, kwargs: dict, gradients: bool) -> Capture:
         changed = "".join(f", {words}" for _, words in self.last.guards.changed()[:3])
         signature = CallSignature.of(args, kwargs)[0]
+        changing = set().union(*(signature.other_numbers(c.inputs.signature) for c in self.table)) - self.numbers_read
+        args, kwargs = opened(args, kwargs, changing, leaf_names(args, kwargs))
         alike = [c for c in self.table if _of_tensors(c.inputs.parts) == _of_tensors(signature.shapes)]
         if len(alike) >= self.module.capture_limit:
             raise InputError(
@@ -237,6 +240,8 @@ class Captures:
         """Capture a call, and return also whether no program for it was there yet."""
         trains = self._by_name(self._trainable())
         traced = self.compiler.trace(call, gradients, self.modes.adapters, trains)
+        asked = CallSignature.of(*call)[0].open_numbers
+        self.numbers_read |= asked.keys() - traced.captured.signature.open_numbers.keys()
         same = next((c for c in self.table if not c.follows_size and c.traced.computes_as(traced)), None)
         if same is not None:
             return self._add(traced, same.plan, same.step, gradients, state[-1], changed, same.planned_for), False

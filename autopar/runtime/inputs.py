@@ -43,7 +43,8 @@ def global_example(example_inputs, mode: str, mesh: Mesh) -> tuple[tuple[tuple, 
             fixed[name] = Layout((axes, *((),) * (x.dim() - 1))) if x.dim() else Layout(())
             for axis in axes if x.dim() else ():
                 shape[0] *= mesh.size(axis)
-        whole.append(torch.empty(shape, dtype=x.dtype, device="meta", requires_grad=needs_gradient(x)))
+        empty = torch.empty(shape, dtype=x.dtype, device="meta", requires_grad=needs_gradient(x))
+        whole.append(signature.open_numbers.get(name, empty))
     return signature.rebuild(whole), fixed
 
 
@@ -77,9 +78,10 @@ class Inputs:
 
     def text(self) -> str:
         """Return the form of a call, as a rank passes it: `x (4, 6), scale=2.0`."""
-        like = zip(self.parts, self.signature.dtypes, self.signature.differentiated)
+        like = zip(self.parts, self.signature.dtypes, self.signature.differentiated, self.signature.numbers)
         with torch.enable_grad():
-            tensors = [torch.empty(s, dtype=d, device="meta", requires_grad=g) for s, d, g in like if s is not None]
+            tensors = [number or torch.empty(s, dtype=d, device="meta", requires_grad=g)
+                       for s, d, g, number in like if s is not None]  # fmt: skip
             return describe_call(*self.signature.rebuild(tensors))
 
     def check(self, tensors: list[torch.Tensor]) -> None:
