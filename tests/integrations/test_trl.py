@@ -38,13 +38,14 @@ def _sentences(seed: int, shortest: int, longest: int) -> list[str]:
     return [" ".join(WORDS[i] for i in torch.randint(0, 90, (n,), generator=generator)) for n in lengths]
 
 
-def _trained(kind: str, bases: tuple[type, ...], compile_, folder, parts: int) -> list[dict[str, float]]:
+def _trained(kind: str, bases: tuple[type, ...], compile_, folder, parts: int,
+             steps: int = 6) -> list[dict[str, float]]:  # fmt: skip
     """Train on sentences of several lengths and return what the trainer has logged."""
     import trl
     from datasets import Dataset
 
     options = dict(
-        output_dir=str(folder), per_device_train_batch_size=BATCH // parts, max_steps=6, learning_rate=1e-3, bf16=False,
+        output_dir=str(folder), per_device_train_batch_size=BATCH // parts, max_steps=steps, learning_rate=1e-3, bf16=False,
         logging_steps=1, use_cpu=True, report_to="none", save_strategy="no", max_grad_norm=0.5, seed=3,
         disable_tqdm=True, gradient_checkpointing=False,
     )  # fmt: skip
@@ -74,25 +75,26 @@ def _own() -> GPT2LMHeadModel:
     return model
 
 
-def _on_autopar(rank: int, mesh: str, parts: int, kind: str, folder) -> list[dict[str, float]]:
+def _on_autopar(rank: int, mesh: str, parts: int, kind: str, folder, steps: int) -> list[dict[str, float]]:
     from autopar.integrations.trainer import ForTrainer
 
     _as_launched(rank)
     devices = device_mesh(mesh)
     return _trained(
-        kind, (ForTrainer,), lambda model, batch: autopar.compile(model, devices, batch, inputs="local"), folder, parts
-    )
+        kind, (ForTrainer,), lambda model, batch: autopar.compile(model, devices, batch, inputs="local"), folder, parts,
+        steps,
+    )  # fmt: skip
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(("kind", "mesh", "parts"), [
-    ("sft", "dp=2", 2), ("dpo", "dp=1", 1),
+@pytest.mark.parametrize(("kind", "mesh", "parts", "steps"), [
+    ("sft", "dp=2", 2, 6), ("dpo", "dp=1", 1, 6),
     *[pytest.param(*case, marks=pytest.mark.slow) for case in
-      (("sft", "dp=1", 1), ("dpo", "dp=2", 2), ("sft", "dp=2,tp=2", 2), ("dpo", "dp=2,tp=2", 2))],
+      (("sft", "dp=1", 1, 6), ("dpo", "dp=2", 2, 6), ("sft", "dp=2,tp=2", 2, 50), ("dpo", "dp=2,tp=2", 2, 50))],
 ])  # fmt: skip
-def test_losses_are_those_of_one_process(tmp_path, kind, mesh, parts):
+def test_losses_are_those_of_one_process(tmp_path, kind, mesh, parts, steps):
     _start_anew()
-    expected = _trained(kind, (), lambda model, batch: model, tmp_path / "plain", 1)
+    expected = _trained(kind, (), lambda model, batch: model, tmp_path / "plain", 1, steps)
     ranks = {"dp=1": 1, "dp=2": 2}.get(mesh, 4)
-    for found in gloo.run(ranks, _on_autopar, mesh, parts, kind, tmp_path / "autopar", seconds=200):
+    for found in gloo.run(ranks, _on_autopar, mesh, parts, kind, tmp_path / "autopar", steps, seconds=400):
         _assert_same(found, expected)
