@@ -107,7 +107,7 @@ def _run(device_mesh, settings: dict, say) -> None:
     optimizer = torch.optim.AdamW(trained, lr=settings["lr"])
     say(fit(summary(replace(model.plan, model=settings["model"])) + "\n"))
     scaler = torch.amp.GradScaler(device_mesh.device_type, enabled=model.plan.precision == "fp16")
-    done = _resume(model, optimizer, stream, settings, say)
+    done = _resume(model, optimizer, scaler, stream, settings, say)
     kind = dtype if model.plan.precision == "fp32" else model.plan.precision  # in which products are computed
     peak_flops = device_mesh.size() * hardware.flops_per_second.get(kind, math.inf)
     seconds, peak = [], 0
@@ -126,7 +126,7 @@ def _run(device_mesh, settings: dict, say) -> None:
             peak = max(peak, most())
             optimizer.zero_grad()
             show(step, loss.item(), _now() - start)
-            _save(step, model, optimizer, stream, settings)
+            _save(step, model, optimizer, scaler, stream, settings)
     if settings["save_adapter"]:
         model.save_adapter(settings["save_adapter"])
         say(f"adapter saved in {settings['save_adapter']}")
@@ -156,7 +156,7 @@ def _trace(model, settings: dict, say) -> None:
     say(f"written to {settings['trace']}")
 
 
-def _resume(model, optimizer, stream, settings: dict, say) -> int:
+def _resume(model, optimizer, scaler, stream, settings: dict, say) -> int:
     """Load the newest checkpoint if the settings ask for it, and return the number of steps that were taken before; 0
     without a checkpoint to go on from."""
     folder = settings["checkpoint"]
@@ -172,7 +172,7 @@ def _resume(model, optimizer, stream, settings: dict, say) -> int:
             f"they stay"
         )
         return 0
-    loaded = checkpoint.load_checkpoint(newest, model, optimizer)
+    loaded = checkpoint.load_checkpoint(newest, model, optimizer, scaler=scaler)
     _check_settings(loaded, settings)
     if "position" in loaded.data:
         stream.position = loaded.data["position"]
@@ -193,14 +193,14 @@ def _check_settings(loaded: checkpoint.Checkpoint, settings: dict) -> None:
         )
 
 
-def _save(step: int, model, optimizer, stream, settings: dict) -> None:
+def _save(step: int, model, optimizer, scaler, stream, settings: dict) -> None:
     """Save a checkpoint, if the settings want one after this step."""
     every = settings["every"]
     if settings["checkpoint"] and (step == settings["steps"] or every and step % every == 0):
         data = {"settings": {name: settings[name] for name in OF_A_RUN}}
         data |= {"position": stream.position} if hasattr(stream, "position") else {}
         checkpoint.save_checkpoint(
-            settings["checkpoint"], model, optimizer, step=step, data=data, keep=settings["keep"]
+            settings["checkpoint"], model, optimizer, step=step, data=data, scaler=scaler, keep=settings["keep"]
         )
 
 

@@ -10,6 +10,7 @@ a narrow type (narrow_state.py). torch calls the hook below at the start of ever
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -283,3 +284,10 @@ def _unscaled_together(unscale: Callable) -> Callable:
         return {device: worst.to(device) for device in found or [worst.device]}
 
     return unscaled
+
+
+def scale_of_scalers() -> float:
+    """Return the least scale of the GradScalers of this process that are enabled, 1 if there is none."""
+    kind: Any = torch.amp.GradScaler
+    scalers = [x for x in gc.get_objects() if issubclass(type(x), kind) and x.is_enabled()]
+    return min((float(scaler.get_scale()) for scaler in scalers), default=1.0)

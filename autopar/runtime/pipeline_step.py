@@ -6,7 +6,8 @@ autograd. So the training loop is that of any module. The loss is known on every
 is, and None elsewhere, or is sent from there to all ranks along the pipeline.
 
 In float16 small gradients would vanish before they are scaled: there a schedule begins with the gradient that the loss
-had in the last backward, which is the scale of torch.amp.GradScaler.
+had in the last backward, which is the scale of torch.amp.GradScaler; before the first one that of the scaler that the
+program has made.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from .backward import refuse_second_derivatives
 from .call import Call
 from .inputs import WholeInputs
 from .lengths import OwnLengths
+from .optimizers import scale_of_scalers
 from .outputs import OutputForm, OutputForms
 from .parameters import table_of
 from .pipeline_check import border_of, check_pipeline
@@ -88,6 +90,7 @@ class PipelineStep:
         self.device = torch.device(stage.device_mesh.device_type)
         half = trains and has_half(captured.graph)
         self.seed = torch.ones((), device=self.device) if half else None  # gradient of the loss
+        self.is_seeded = not half
         self._bind(program, module, forms)
         self.compile_options: Mapping[str, object] | None = None  # of torch.compile, if graphs go through it
         self._load(program)
@@ -195,6 +198,9 @@ class PipelineStep:
         """Return the model's output for a whole batch."""
         inputs, lengths = call.local(), call.lengths
         if self.trains and torch.is_grad_enabled():
+            if not self.is_seeded:
+                self.is_seeded = True
+                self.seed = self.seed * min(agree.from_all(scale_of_scalers))
             anchor = torch.zeros(
                 (), requires_grad=True
             )  # a rank may have nothing that trains, and its loop calls backward too

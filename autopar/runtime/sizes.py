@@ -19,7 +19,7 @@ from ..errors import AutoparError
 from ..frontend.call_signature import CallSignature
 from ..processes import agree
 from .capture import Capture, Traced
-from .following import Dims, Following, following, points_of
+from .following import Dims, Following, differing_dims, following, points_of
 from .step import Step
 
 TRIES = 4  # captures after which no program is looked for any more, if none was found
@@ -73,9 +73,10 @@ class Sizes:
             return
         dims, points = found
         made: list[Following] = []
+        alike = [k.opened for k in self.known if k.dims == dims and _same_code(k.capture, captures[-1])]
 
         def reason() -> str:
-            asked = (lambda largest: opened(largest, dims)) if dist.get_rank() == 0 else None
+            asked = (lambda largest: next(iter(alike), None) or opened(largest, dims)) if dist.get_rank() == 0 else None
             try:
                 made.append(following(dims, points, asked))
             except (Differs, AutoparError) as error:
@@ -111,3 +112,11 @@ class Sizes:
                 lost.append(known.step)
                 self.known.remove(known)
         return lost
+
+
+def _same_code(a: Capture, b: Capture) -> bool:
+    """Return whether the user's code was traced alike for two captures but for the size of some dims: what one open
+    trace says of these is so for both."""
+    (one, other) = (c.traced.captured.signature for c in (a, b))
+    found = differing_dims(one, other)
+    return found is not None and a.state == b.state and a.traced.fixed == b.traced.fixed and a.holds() and b.holds()

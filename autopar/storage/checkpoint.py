@@ -59,16 +59,17 @@ class Checkpoint:
 
 def save_checkpoint(
     root: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, step: int, scheduler=None,
-    data=None, keep: int | None = None,
+    data=None, scaler=None, keep: int | None = None,
 ) -> Path:  # fmt: skip
     """Save a compiled model and what trains it as `root/step-STEP`, and return that path. All ranks call it together.
 
-    `scheduler`, `data`: objects with state_dict(), or plain values (a data position may differ between ranks). `keep`:
-    afterwards remove all of this run's checkpoints but the last so many that were saved, this one among them, whatever
-    their steps; the disk needs room for one more. A run is what one compiled model saves, before and after it loads one
-    of its checkpoints; those of other runs in the folder stay, but for one of the same step, which this one replaces. A
-    kill at any point leaves the earlier checkpoints, and this one or nothing. Raises CheckpointError if something
-    cannot be saved."""
+    `scheduler`, `data`: objects with state_dict(), or plain values (a data position may differ between ranks);
+    `scaler`: a torch.amp.GradScaler, without which float16 starts again at its first scale. `keep`: afterwards remove
+    all of this run's checkpoints but the last so many that were saved, this one among them, whatever their steps; the
+    disk needs room for one more. A run is what one compiled model saves, before and after it loads one of its
+    checkpoints; those of other runs in the folder stay, but for one of the same step, which this one replaces. A kill
+    at any point leaves the earlier checkpoints, and this one or nothing. Raises CheckpointError if something cannot be
+    saved."""
     _check_model(model)
     agree.everywhere(lambda: _check_numbers(step, keep))
     root = Path(root).expanduser()
@@ -83,6 +84,7 @@ def save_checkpoint(
         "step": step, "data": positions[:1] if all(p == positions[0] for p in positions) else positions,
         "ranks": len(positions), "scheduler": agree.everywhere(lambda: encode(_state_of(scheduler), "scheduler")),
         "dropout": _dropout_of(model), "optimizer": plain,
+        "scaler": agree.everywhere(lambda: encode(_state_of(scaler), "scaler")),
     }  # fmt: skip
 
     def begin() -> None:
@@ -119,12 +121,13 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, scheduler=None, data=None
-) -> Checkpoint:
+    folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, scheduler=None, data=None,
+    scaler=None,
+) -> Checkpoint:  # fmt: skip
     """Load a checkpoint, or the one under a root that was saved last, into a model compiled for any mesh and its
     optimizer.
 
-    `scheduler`, `data`: objects with load_state_dict(). Also restores torch's generators (a rank beyond those that
+    `scheduler`, `data`, `scaler`: objects with load_state_dict(). Also restores torch's generators (a rank beyond those that
     saved takes rank 0's) and the dropout state. Every file is checked before anything is changed. Raises, on every
     rank: CheckpointError if there is none, CheckpointCorrupt for a damaged one, CheckpointMismatch for one of another
     model or optimizer."""
@@ -132,12 +135,16 @@ def load_checkpoint(
     path, run, saved = agree.from_rank_zero(lambda: _find(Path(folder).expanduser()))
     path, rank, ranks = Path(path), dist.get_rank(), dist.get_world_size()
     agree.everywhere(lambda: Manifest.read(path).check(path, lambda i: i % ranks == rank))
-    opened = agree.everywhere(lambda: Opened(path, model, optimizer, scheduler is not None, data is not None))
+    needs_scale = scaler is not None and bool(scaler.state_dict())  # one that is not enabled has no state
+    opened = agree.everywhere(
+        lambda: Opened(path, model, optimizer, scheduler is not None, data is not None, needs_scale)
+    )
     agree.everywhere(opened.restore)
     position = (
         opened.positions if len(opened.positions) not in (1, ranks) else opened.positions[rank % len(opened.positions)]
     )
-    for target, value in ((scheduler, opened.scheduler), (data, position)):
+    scale = scaler if needs_scale else None
+    for target, value in ((scheduler, opened.scheduler), (data, position), (scale, opened.scaler)):
         if target is not None:
             target.load_state_dict(value)
     _runs[model] = run

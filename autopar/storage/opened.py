@@ -29,10 +29,10 @@ def rng_name(rank: int) -> str:
 
 class Opened:
     """The files of a checkpoint at `path`, whose digests are checked already. `step`; `scheduler`: its state,
-    `positions`: the data positions, of all ranks or of one for all.
+    `positions`: the data positions, of all ranks or of one for all; `scaler`: the state of a GradScaler.
 
     Raises CheckpointMismatch if it is of another model or optimizer, or lacks what is wanted (`with_scheduler`,
-    `with_data`), and CheckpointCorrupt if no save wrote such files."""
+    `with_data`, `with_scaler`), and CheckpointCorrupt if no save wrote such files."""
 
     def __init__(
         self,
@@ -41,13 +41,17 @@ class Opened:
         optimizer: torch.optim.Optimizer | None,
         with_scheduler: bool,
         with_data: bool,
+        with_scaler: bool = False,
     ):
         self.path, self.model, self.optimizer, self.tensors = path, model, optimizer, None
         state = _readable(path, STATE, lambda: json.loads((path / STATE).read_text()))
         self.step, self.scheduler, self.positions, self.dropout, self.described, self.ranks = _readable(
             path, STATE, lambda: _values_of(state)
         )
+        self.scaler = _readable(path, STATE, lambda: decode(state["scaler"]) if "scaler" in state else None)
         self._check_wanted(with_scheduler, with_data)
+        if with_scaler and not self.scaler:
+            raise CheckpointMismatch(f"{path} was saved without a scaler that is enabled", fix="load it without one")
         self.weights = Weights(model, path / MODEL, CheckpointMismatch)
         self._check_dtypes()
         if optimizer is not None:

@@ -123,5 +123,5 @@ def test_adapters(alone):
     parallel, _ = pair(model, alone, batch, adapt=[LoRA(target_modules=["q_proj"])])
     parallel.eval()
     ids = batch["input_ids"][:1, :4]
-    with pytest.raises(AdaptError, match="with adapters(.|\n)*use_cache=False"):
+    with pytest.raises(AdaptError, match="no adapters(.|\n)*use_cache=False"):
         parallel.generate(ids, max_new_tokens=3, **CACHED)

@@ -122,6 +122,18 @@ def test_the_run_goes_on_as_if_it_had_not_stopped(kind, model, tmp_path):
     assert found[:2] == expected[:2] and same(found[2], expected[2]) and found[3] == expected[3]
 
 
+def test_the_scale_of_gradients_is_kept(model, tmp_path):
+    made = [torch.amp.GradScaler("cpu", init_scale=scale) for scale in (512.0, 2.0)]
+    made[0].scale(torch.ones(()))
+    autopar.save_checkpoint(tmp_path, model, step=1, scaler=made[0])
+    autopar.load_checkpoint(tmp_path, model, scaler=made[1])
+    assert made[1].get_scale() == 512.0 and made[1].state_dict() == made[0].state_dict()
+    autopar.load_checkpoint(tmp_path, model, scaler=torch.amp.GradScaler("cpu", enabled=False))
+    without = autopar.save_checkpoint(tmp_path, model, step=2, scaler=torch.amp.GradScaler("cpu", enabled=False))
+    with pytest.raises(CheckpointMismatch, match="saved without a scaler that is enabled"):
+        autopar.load_checkpoint(without, model, scaler=made[1])
+
+
 def test_what_cannot_be_saved_or_is_not_there(model, tmp_path):
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(CheckpointError, match="data.*is a object"):
