@@ -133,7 +133,7 @@ class CallSignature:
         )  # fmt: skip
 
     def other_numbers(self, other: CallSignature) -> set[str]:
-        """Return the names of the floats of a call that have another value in another call of this structure, or any."""
+        """Return the names of the floats of a call that have any value, or another one, in a call of the same form."""
         if (self.spec, self.names) != (other.spec, other.names):
             return set()
         mine, theirs = zip(self.constants, self.values), zip(other.constants, other.values, other.numbers)

@@ -55,7 +55,7 @@ _TAKING = _callables("where masked_fill masked_fill_ gt ge lt le greater greater
 
 
 class TracedNumber:
-    """An open number while a call is traced. `tensor`: what it is in the graph; `read`: called when its value is read."""
+    """An open number while a call is traced. `tensor`: what it is in the graph; `read`: called if it is read."""
 
     def __init__(self, value: float, tensor: Tensor, read: Callable[[], None]):
         self._value, self._tensor, self._read = value, tensor, read

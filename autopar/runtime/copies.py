@@ -62,7 +62,7 @@ def deep_copy(module, memo: dict):
 
 def plain_model(module, taken: Callable[[str, Any], Tensor] = lambda name, tensor: tensor.clone()) -> nn.Module:
     """Return the model on one device, with whole parameters and buffers, as it was before it was compiled. All ranks
-    call this together, and each gets it. `taken`: what it has of a gathered tensor, which may be this rank's own memory.
+    call this together, and each gets it. `taken`: what it has of a gathered tensor, maybe in this rank's own memory.
 
     Raises AdaptError for a model with adapters that are not merged or with a quantized base."""
     if module.quantized_names or (module._adapters is not None and not module._adapters.merged):

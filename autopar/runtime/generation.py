@@ -35,8 +35,8 @@ _log = logging.getLogger("autopar")
 
 
 def with_cache(module, method: Callable) -> Callable:
-    """Return the model's `generate`, given as the method that calls the compiled module, which gathers the weights where
-    it is to keep keys and values."""
+    """Return the model's `generate`, given as the method that calls the compiled module, which gathers the weights
+    where it is to keep keys and values."""
 
     @functools.wraps(method)
     def run(*args, **kwargs):

@@ -127,8 +127,8 @@ def load_checkpoint(
     """Load a checkpoint, or the one under a root that was saved last, into a model compiled for any mesh and its
     optimizer.
 
-    `scheduler`, `data`, `scaler`: objects with load_state_dict(). Also restores torch's generators (a rank beyond those that
-    saved takes rank 0's) and the dropout state. Every file is checked before anything is changed. Raises, on every
+    `scheduler`, `data`, `scaler`: objects with load_state_dict(). Also restores torch's generators (a rank beyond those
+    that saved takes rank 0's) and the dropout state. Every file is checked before anything is changed. Raises, on every
     rank: CheckpointError if there is none, CheckpointCorrupt for a damaged one, CheckpointMismatch for one of another
     model or optimizer."""
     _check_model(model)

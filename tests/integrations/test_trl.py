@@ -45,8 +45,8 @@ def _trained(kind: str, bases: tuple[type, ...], compile_, folder, parts: int,
     from datasets import Dataset
 
     options = dict(
-        output_dir=str(folder), per_device_train_batch_size=BATCH // parts, max_steps=steps, learning_rate=1e-3, bf16=False,
-        logging_steps=1, use_cpu=True, report_to="none", save_strategy="no", max_grad_norm=0.5, seed=3,
+        output_dir=str(folder), per_device_train_batch_size=BATCH // parts, max_steps=steps, learning_rate=1e-3,
+        bf16=False, logging_steps=1, use_cpu=True, report_to="none", save_strategy="no", max_grad_norm=0.5, seed=3,
         disable_tqdm=True, gradient_checkpointing=False,
     )  # fmt: skip
     words = torch.randint(3, 90, (BATCH // parts * (1 if kind == "sft" else 2), 13))

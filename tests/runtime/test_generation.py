@@ -20,8 +20,8 @@ MODELS = {
 }
 CACHED = dict(use_cache=True, pad_token_id=0)
 HOW = (
-    dict(do_sample=False), dict(do_sample=True, top_k=20), dict(do_sample=True, temperature=0.7, num_return_sequences=2),
-    dict(num_beams=2, do_sample=False),
+    dict(do_sample=False), dict(do_sample=True, top_k=20),
+    dict(do_sample=True, temperature=0.7, num_return_sequences=2), dict(num_beams=2, do_sample=False),
 )  # fmt: skip
 
 
