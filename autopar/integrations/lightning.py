@@ -5,8 +5,8 @@
 
 Every rank runs a Trainer of its own on the process group that was there before `autopar.compile`, and the compiled
 module reduces gradients. What is left to say here: that the ranks belong together (one of them logs and writes files,
-all stop together), and that checkpoints have whole tensors, which load on any mesh. Lightning takes `sync_dist=True` for
-its own strategies alone: a metric of all ranks is `self.log(name, self.trainer.strategy.reduce(value))`. A DataLoader
+all stop together), and that checkpoints have whole tensors, which load on any mesh. Lightning takes `sync_dist=True`
+for its own strategies alone: a metric of all ranks is `self.log(name, self.trainer.strategy.reduce(value))`. A loader
 gives each rank the whole batch with inputs="global", and its own part with "local", by a sampler.
 """
 
