@@ -90,7 +90,7 @@ class AutoparStrategy(SingleDeviceStrategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load whole tensors into this rank's parts."""
-        here = dict(self.lightning_module.state_dict())
+        here = dict(super().lightning_module_state_dict())
         state = {name: _part(value, here.get(name)) for name, value in checkpoint["state_dict"].items()}
         super().load_model_state_dict({**checkpoint, "state_dict": state}, strict)
 
