@@ -117,7 +117,7 @@ def test_a_block_sends_what_two_all_reduces_send(model, strategy):
     plan = make(graph, "tp=2", FAST, batch=4, seq=32, strategy=strategy)
     all_reduce_bytes = 4 * 32 * 64 * 4  # 2 (n - 1) / n times batch, sequence, hidden, fp32
     for here, collectives in collectives_of_blocks(graph, plan).items():
-        sent = sum(c.wire_bytes for c in collectives if c.wire_bytes > all_reduce_bytes / 16)  # norms add statistics
+        sent = sum(c.wire_bytes for c in collectives if c.wire_bytes > all_reduce_bytes / 8)  # others are of norms
         assert sent == pytest.approx(2 * all_reduce_bytes, rel=0.02), here
 
 

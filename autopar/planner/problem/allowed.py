@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections import defaultdict
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import fx
 
 from ...adapt.lora_site import is_factor
-from ...cost.compute import GROUPED
 from ...errors import AutoparError, StrategyError
 from ...ir.graph import describe
 from ...ir.layout import Layout
@@ -22,8 +19,9 @@ from ...ops import autopar
 from ...rules import Rule
 from ...rules.layers import RING
 from ...rules.reading import bound
-from ...rules.rule import Rows, entries_of, name_of
+from ...rules.rule import Rows, entries_of
 from .hf_tp_plan import inside
+from .labels import LINEAR_OPS, NORMS, Factors, factors_of
 from .problem import Problem
 from .recipes import (
     DATA,
@@ -42,11 +40,6 @@ from .vertices import Vertex
 
 aten = torch.ops.aten
 LEAVES = ("parameter", "input", "buffer")  # which globs name
-LINEAR_OPS = {autopar.linear.default, autopar.linear_dx.default, autopar.linear_dw.default}
-ROW_OPS = {  # that stand between blocks, where sequence parallelism cuts the sequence
-    aten.native_layer_norm.default, aten.native_layer_norm_backward.default,
-    aten._fused_rms_norm.default, aten._fused_rms_norm_backward.default,
-}  # fmt: skip
 TENSOR_ROLES = (TENSOR, TENSOR_SEQUENCE)
 ATTENTION_OPS = {autopar.attention.default, autopar.attention_bw.default}
 TENSOR_OPS = LINEAR_OPS | ATTENTION_OPS | {autopar.matmul.default}
@@ -60,7 +53,7 @@ def allowed_strategies(
     mesh = problem.mesh
     given = {role for role in restriction.roles.values() if role != FREE}
     is_restricted = given or restriction.experts
-    factors = _labels(problem, bool(given & {*SEQUENCE_ROLES})) if is_restricted else {}
+    factors = factors_of(problem, bool(given & {*SEQUENCE_ROLES})) if is_restricted else {}
     plan = restriction.tensor_plan
     may_cut = inside(problem, plan) if plan else set()
     masks = {}
@@ -84,7 +77,7 @@ def allowed_strategies(
                 fits = fits & _expert_mask(
                     options.strategies, mesh.names.index(restriction.experts), factors[cls].expert, v
                 )
-            rows = v.node.target in ROW_OPS
+            rows = v.node.target in NORMS
             if v.node.target not in ATTENTION_OPS:
                 roles = {axis: SEQUENCE if role in SEQUENCE_ROLES else role for axis, role in roles.items()}
             else:
@@ -98,6 +91,12 @@ def allowed_strategies(
         elif v.kind == "parameter":
             held = restriction.experts if cls in factors and 0 in factors[cls].expert else ""
             mask = _parameter_mask(options.strategies, restriction, is_factor(v.node.meta["role"].name), held)
+            if (
+                cls in factors
+                and factors[cls].between
+                and (whole := _without_sequence(mask, options, restriction)).any()
+            ):
+                mask = whole
             if plan is not None and not is_factor(v.node.meta["role"].name):
                 mask &= _planned_mask(options.strategies, restriction, v.node.meta["role"].name)
         elif v.kind == "input" and len(options.strategies) > 1:  # else the user's own tensors fix it
@@ -126,17 +125,6 @@ def _nothing_left(problem: Problem, v: Vertex, restriction: Restriction) -> Stra
         f"{what} has no way to be sharded that {restriction.name} and the pins allow together", node=v.name,
         source=v.node.meta.get("source") or None, mesh=problem.mesh, fix="use strategy auto, or leave out a pin",
     )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Factors:
-    """The factors of an op that come from the batch dim of an input, from a parameter's dim, from an input's sequence,
-    and from the experts of a grouped product; of a parameter that has experts, the dim."""
-
-    batch: set[str]
-    weight: set[str]
-    sequence: set[str]
-    expert: set[str | int]
 
 
 def _check_heads(v: Vertex, strategies, restriction: Restriction, mesh: Mesh, fits: np.ndarray) -> None:
@@ -173,9 +161,9 @@ def _check_ring(v: Vertex, strategies, restriction: Restriction, mesh: Mesh, fit
 def _op_mask(strategies, roles: dict[str, str], mesh: Mesh, of: Factors, must_cut: bool, fits: np.ndarray,
              cuts_rows: bool = False) -> np.ndarray:  # fmt: skip
     """Return a mask over the strategies of an op: those that keep to the roles of the axes. With `must_cut` a tensor
-    axis shards a factor of the weight where it can, as Megatron cuts every linear and the heads; with `cuts_rows` one
-    that takes the sequence too cuts something where it can. `fits` are the
-    strategies that can be at all."""
+    axis shards a factor of the weight where it can, as Megatron cuts every linear and the heads. One that takes the
+    sequence too cuts what runs between blocks along it, or adds up partial sums there, and with `cuts_rows` something
+    where it can. `fits` are the strategies that can be at all."""
     mask = fits.copy()
     for i, axis in enumerate(mesh.names):
         role = roles[axis]
@@ -200,7 +188,11 @@ def _op_mask(strategies, roles: dict[str, str], mesh: Mesh, of: Factors, must_cu
         else:
             mask &= np.array([f not in of.batch for f in factors])
             rows = mask & np.array([bool(f) and not f.startswith("+") for f in factors])
-            mask = rows if cuts_rows and rows.any() else mask
+            places = mask & np.array([f in of.between for f in factors])
+            if places.any():
+                mask = places | mask & np.array([f.startswith("+") for f in factors])
+            elif cuts_rows and rows.any():
+                mask = rows
         if must_cut and role in TENSOR_ROLES:
             cuts = np.array([f in of.weight and f not in of.batch for f in factors]) & mask
             mask = cuts if cuts.any() else mask
@@ -239,6 +231,13 @@ def _parameter_mask(strategies, restriction: Restriction, is_thin: bool, experts
         score = np.array([len(u & needed) if m else -1 for u, m in zip(used, mask)])
         mask &= score == score.max()
     return mask
+
+
+def _without_sequence(mask: np.ndarray, options, restriction: Restriction) -> np.ndarray:
+    """Return a mask over the strategies of a parameter that are whole on the axes that cut the sequence between blocks:
+    as every device needs all of the weight of a norm, and of what is added behind a product."""
+    axes = {a for a, role in restriction.roles.items() if role == TENSOR_SEQUENCE}
+    return mask & np.array([not axes & set(s.outputs[0].sharding_axes) for s in options.strategies])
 
 
 def _planned_mask(strategies, restriction: Restriction, name: str) -> np.ndarray:
@@ -368,57 +367,3 @@ def _follows(layout: Layout, wanted: Layout, axes: set[str] | None) -> bool:
         if layout.dim_of(axis) != wanted.dim_of(axis):
             return False
     return all(w == 1 or w == p for w, p in zip(wanted.parts, layout.parts))
-
-
-def _labels(problem: Problem, has_sequence: bool) -> dict[int, Factors]:
-    """Return, by class, where factors come from. Dims of tensors that share a factor of some op are one group; a dim of
-    several factors joins its outermost one only. If asked for, the sequence is dim 1 of integers (b, s), of whatever
-    else has that size, and of numbers (b, s, h), unless a parameter has it: then it is a dim of images or the like."""
-    parent: dict = {}
-
-    def find(x):
-        while parent.setdefault(x, x) != x:
-            parent[x] = parent[parent[x]]
-            x = parent[x]
-        return x
-
-    dim_of_factor: dict[int, dict[str, tuple]] = defaultdict(dict)
-    for cls in problem.classes:
-        v, rule = problem.vertices[cls], problem.rule_of.get(cls)
-        if v.kind != "op" or rule is None:
-            continue
-        tensors = [(problem.vertices[p].cls, o) for p, o in v.inputs]
-        tensors = list(zip(tensors, rule.inputs)) + [((cls, o), dims) for o, dims in enumerate(rule.outputs)]
-        for tensor, dims in tensors:
-            for d, dim in enumerate(dims):
-                for entry in entries_of(dim)[:1]:
-                    factor = name_of(entry)
-                    here = dim_of_factor[cls].setdefault(factor, (*tensor, d))
-                    parent[find((*tensor, d))] = find(here)
-    batch, weight, expert = set(), set(), set()
-    of_integers: set[tuple] = set()
-    of_numbers: set[tuple] = set()
-    for cls in problem.classes:
-        v = problem.vertices[cls]
-        if v.kind == "op" and v.node.target in GROUPED:
-            expert |= {find(dim_of_factor[cls]["g"])} if "g" in dim_of_factor[cls] else set()
-        elif v.kind == "input" and v.node.meta["val"].dim():
-            batch.add(find((cls, 0, 0)))
-            is_number = v.node.meta["val"].is_floating_point()
-            if v.node.meta["val"].dim() == (3 if is_number else 2):
-                (of_numbers if is_number else of_integers).add(find((cls, 0, 1)))
-        elif v.kind == "parameter":
-            weight |= {find((cls, 0, d)) for d in range(v.node.meta["val"].dim())}
-    sequence = (of_integers | (of_numbers - weight)) - batch if has_sequence else set()
-    groups = batch, weight - sequence, sequence
-    made = {}
-    for cls in problem.classes:
-        v = problem.vertices[cls]
-        of = [{f for f, x in dim_of_factor[cls].items() if find(x) in group} for group in groups]
-        if v.kind == "parameter":
-            experts: set[str | int] = {d for d in range(v.node.meta["val"].dim()) if find((cls, 0, d)) in expert}
-        else:
-            experts = {f for f, x in dim_of_factor[cls].items() if find(x) in expert}
-            experts |= {"e"} if v.node.target in GROUPED else set()
-        made[cls] = Factors(*of, experts)
-    return made
