@@ -14,14 +14,15 @@ Both are searched, and the faster one that fits is the plan. Seconds inside the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-from ..errors import AutoparError, MemoryInfeasibleError, StrategyError
+from ..errors import MemoryInfeasibleError, StrategyError
 from ..plans.plan import Plan
 from .objective.evaluate import Evaluation
+from .problem.offload import OPTIMIZER
 from .problem.problem import Problem
-from .problem.recipes import MODELS_OWN, Restriction, compared_on, reduces_once
+from .problem.recipes import MODELS_OWN, Restriction, reduces_once
 from .solver.minimize import BeyondCutoff
 from .solver.search import Outcome, Starts
 from .solver.solver import Solver
@@ -39,26 +40,19 @@ def ways(strategy: str | None, micro_batches: int, on_host: bool = False) -> tup
     """Return the ways to reduce gradients that are worth a search: once a step (True) or in every pass (False). Where
     both make sense the expert's way comes first. Gradients that go to the host (`on_host`) are all reduced before that,
     in every pass."""
+    if strategy == MODELS_OWN:
+        strategy = "megatron"  # which is how the model's own tensor parallelism is used
     once = False if micro_batches == 1 or on_host else reduces_once(strategy)
     return (False, True) if once is None else (once,)
 
 
-def baselines(solvers: Sequence[Solver], styles: Mapping[str, str] | None = None) -> dict[str, Outcome | AutoparError]:
-    """Return the plan of every expert strategy, or why it has none, with gradients reduced as experts do; and that of
-    the tensor parallelism of the model's own `styles`, if it has any. Each search starts from what those before it
-    found."""
-    passes = solvers[0].pricer.micro_batches
+def solvers_for(solvers: Sequence[Solver], strategy: str | None) -> list[Solver]:
+    """Return the solvers of the ways in which a strategy reduces gradients, the expert's way first."""
+    first = solvers[0]
     by_way = {solver.pricer.reduces_once: solver for solver in solvers}
-    found: dict[str, Outcome | AutoparError] = {}
-    for name in (*compared_on(solvers[0].problem.mesh), *([MODELS_OWN] if styles else [])):
-        once, own = (passes > 1, styles) if name == MODELS_OWN else (ways(name, passes)[0], None)
-        found[name] = by_way.get(once, solvers[0]).baseline(name, own, met(found))
-    return found
-
-
-def met(found: Mapping[str, Outcome | AutoparError]) -> Starts:
-    """Return the choices of the last of some searches, each of which started from those of the searches before it."""
-    return next((one.found for one in reversed(found.values()) if isinstance(one, Outcome)), ())
+    on_host = first.problem.offload.level == OPTIMIZER
+    found = [by_way[once] for once in ways(strategy, first.pricer.micro_batches, on_host) if once in by_way]
+    return found or list(solvers)
 
 
 def fastest(
@@ -100,7 +94,6 @@ def of_step(plan: Plan, evaluation: Evaluation) -> Plan:
         plan, reduces_once=evaluation.reduces_once,
         collectives=tuple(times(c, "seconds") for c in plan.collectives),
         regions=tuple(times(r, "compute_seconds", "communication_seconds") for r in plan.regions),
-        alternatives=tuple(times(a, "step_seconds", "communication_seconds") for a in plan.alternatives),
     )  # fmt: skip
 
 

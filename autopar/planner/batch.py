@@ -16,7 +16,7 @@ from ..errors import InputError, MemoryInfeasibleError
 from ..frontend.call_signature import CallSignature
 from ..frontend.export import Captured
 from ..ir.mesh import NOT_DATA, Mesh
-from ..passes.pipeline.micro_batch import micro_batch
+from ..passes.pipeline.micro_batch import MicroBatched, micro_batch
 from .plan import Planned, PlanOptions
 from .problem.recipes import DATA, Restriction
 
@@ -75,11 +75,18 @@ def in_micro_batches(
 ) -> Planned:
     """Return what `search` finds for the graph of one of `options.micro_batches` of a whole batch. Raise
     MicroBatchError if the batch cannot be cut so."""
+    micro, own = micro_batch_of(captured, options)
+    planned = search(micro.captured if micro else captured, own)
+    return replace(planned, captured=captured, micro=micro) if micro else planned
+
+
+def micro_batch_of(captured: Captured, options: PlanOptions) -> tuple[MicroBatched | None, PlanOptions]:
+    """Return a whole batch cut into `options.micro_batches`, None if that is one, and the options of planning the
+    graph of one of them. Raise MicroBatchError if the batch cannot be cut so."""
     if options.micro_batches == 1:
-        return search(captured, options)
+        return None, options
     micro = micro_batch(captured, options.micro_batches)
-    planned = search(micro.captured, replace(options, overlay=micro.smaller and micro.smaller.graph))
-    return replace(planned, captured=captured, micro=micro)
+    return micro, replace(options, overlay=micro.smaller and micro.smaller.graph)
 
 
 def fewest(search: Callable[[int], Planned], batch: int, ways: int = 1) -> Planned:

@@ -12,6 +12,7 @@ from torch import fx
 from ..cost.exchange import exchange_axes, exchange_bytes, exchange_seconds
 from ..cost.orthogonalize import ELEMENT_BYTES
 from ..cost.ring import ring_of
+from ..errors import AutoparError
 from ..hardware.schema import Hardware
 from ..ir.graph import PARTNERS, fingerprint, op_base_name, output_node
 from ..ops import autopar
@@ -37,17 +38,11 @@ def describe_plan(planned: Planned) -> Plan:
     """Describe the result of a search as a Plan."""
     options, chosen, pricer = planned.options, planned.chosen, planned.pricer
     problem, e = planned.whole
-    alternatives = []
-    for name, other in planned.others.items():
-        if isinstance(other, Outcome):
-            o = other.evaluation
-            alternatives.append(Alternative(name, other.seconds, o.communication_seconds, o.bytes_, other.fits))
-        else:
-            alternatives.append(Alternative(name, None, None, None, False, other.message))
     micro_batches, micro = options.micro_batches, planned.micro
     samples = micro.samples if micro else micro_batches * samples_of(problem)
     is_even = micro is None or micro.smaller is None
     pipeline = Pipeline(micro_batches=micro_batches, samples=0 if is_even else samples)
+    rows = tuple(_alternative(name, one, pipeline) for name, one in planned.others.items())
     sharding = _sharding(problem, e, pricer)
     plan = Plan(
         model=planned.model, mesh=problem.mesh, hardware=options.hardware.name, precision=options.precision,
@@ -59,7 +54,7 @@ def describe_plan(planned: Planned) -> Plan:
         gap=chosen.gap, peak_bytes=planned.live_bytes.peak_bytes, memory=planned.live_bytes.most,
         at_peak=planned.live_bytes.at_peak,
         collectives=_collectives(problem, e, options.hardware) + _of_update(problem, e), regions=regions_of(problem, e),
-        alternatives=tuple(alternatives), recomputed=_recomputed(e, True),
+        alternatives=rows, recomputed=_recomputed(e, True),
         recomputed_selectively=_recomputed(e, False), recomputed_kinds=_recomputed_kinds(problem, e),
         warnings=planned.warnings, layouts=_layouts(problem, e), sharding=sharding,
         reduce_scatter=options.hardware.reduce_scatter_lowering, bucket_bytes=float(pricer.bucket_bytes),
@@ -71,6 +66,19 @@ def describe_plan(planned: Planned) -> Plan:
         state_dtype=options.state_dtype, outputs=outputs_in(sharding, problem, pricer, planned.captured),
     )  # fmt: skip
     return of_step(plan, e)
+
+
+def _alternative(name: str, other: Outcome | AutoparError, pipeline: Pipeline) -> Alternative:
+    """Return what is told of a recipe, in seconds of a step; `pipeline`: the plan's own micro-batches."""
+    if isinstance(other, AutoparError):
+        return Alternative(name, None, None, None, False, other.message)
+    e, micro_batches = other.evaluation, other.pricer.micro_batches
+    passes = sum(pipeline.shares) if micro_batches == pipeline.micro_batches else micro_batches  # of the largest
+    blocks = len(_recomputed(e, True)) + len(_recomputed(e, False))
+    return Alternative(
+        name, passes * other.seconds, passes * e.communication_seconds, e.bytes_, other.fits,
+        micro_batches=micro_batches, recomputed_blocks=blocks, offload=other.pricer.problem.offload.level,
+    )  # fmt: skip
 
 
 def _recomputed(e: Evaluation, wholly: bool) -> tuple[str, ...]:

@@ -26,9 +26,10 @@ from .plan import Planned
 from .problem.vertices import Vertex
 from .solver.dual import Dual
 from .solver.search import Outcome
-from .solver.solver import BASELINE_GAP, Solver
+from .solver.solver import Solver
 
 SWEEPS = 16
+TRIED_GAP = 1e-2  # good enough for a plan that is only compared with
 ROUNDS = 24  # of the search for each alternative, which starts from the chosen plan
 FAR_MORE = 1e6  # times the memory limit: as good as none
 
@@ -205,7 +206,7 @@ class _Explainer:
     def _solver(self, limit_bytes: float) -> Solver:
         """Make another solver, whose searches are short."""
         search = self.planned.options.search
-        search = replace(search, gap=max(search.gap, BASELINE_GAP), rounds=ROUNDS, largest_program=0)
+        search = replace(search, gap=max(search.gap, TRIED_GAP), rounds=ROUNDS, largest_program=0)
         return Solver(self.problem, self.planned.pricer, limit_bytes, search)
 
     def _without_limit(self) -> Outcome | None:

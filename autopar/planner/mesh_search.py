@@ -22,8 +22,7 @@ from ..errors import AutoparError, InputError, MemoryInfeasibleError
 from ..frontend.export import Captured
 from ..ir.mesh import Mesh
 from ..plans.plan import MeshCandidate
-from . import accumulation as passes
-from . import plan
+from . import expert_plans, plan
 from .problem.recipes import Restriction
 from .solver.dual import Dual
 from .solver.minimize import BeyondCutoff, Search
@@ -173,7 +172,7 @@ def search(
     tour.search_in_full(best)
     planned = best.planned
     if options.baselines:
-        others = passes.baselines(best.solvers, options.styles)
+        others = expert_plans.rows(best.solvers, options.styles)
         planned = replace(
             planned, options=options, others=others, chosen=plan.not_worse(planned.chosen, others, options)
         )

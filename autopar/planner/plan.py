@@ -29,7 +29,7 @@ from ..plans.plan import MeshCandidate, Plan
 from ..rules.register import suggestion
 from ..utils.gc_pause import paused_collector
 from . import accumulation as passes
-from . import fixed_recompute
+from . import expert_plans, fixed_recompute
 from .objective.evaluate import Evaluation
 from .objective.expand import whole_of
 from .objective.memory_timeline import LiveBytes, live_bytes
@@ -207,12 +207,14 @@ def search(
     restriction = Restriction.of(options.strategy, mesh, options.forbid)
     solvers = solvers or solvers_of(captured, mesh, options, report)
     warnings = _unruled(solvers[0].problem, options.strict)
-    others = passes.baselines(solvers, options.styles) if options.baselines else {}
+    others = expert_plans.rows(solvers, options.styles) if options.baselines else {}
     report("searching")
-    starts = [*passes.met(others), *starts]
+    if options.strategy is None:
+        starts = [*(one.found[-1] for one in others.values() if isinstance(one, Outcome)), *starts]
     solver, chosen = fixed_recompute.fastest(
-        solvers, restriction, dict(options.pin), options.recompute, options.refuses, starts
-    )
+        passes.solvers_for(solvers, options.strategy), restriction, dict(options.pin), options.recompute,
+        options.refuses, starts,
+    )  # fmt: skip
     chosen = not_worse(chosen, others, options)
     if options.refuses:
         offload.check_host(solver.problem, chosen.evaluation)
@@ -244,7 +246,8 @@ def solvers_of(
     bucket_bytes = max(tiers[a].bucket_bytes for a in mesh.names)
     limit = float(options.memory_bytes or hardware.memory_bytes)
     gain = hardware.overlap_gain
-    ways = passes.ways(options.strategy, options.micro_batches, options.offload == offload.OPTIMIZER)
+    asked = None if options.baselines else options.strategy  # strategies that are compared reduce in other ways
+    ways = passes.ways(asked, options.micro_batches, options.offload == offload.OPTIMIZER)
     is_cut = options.micro_batches > 1
     pricers = [
         Pricer(problem, redistribute, bucket_bytes, collectives, options.micro_batches, once, gathers_once=is_cut,

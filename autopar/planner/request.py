@@ -13,6 +13,7 @@ from ..schedule.actions import Schedule
 from . import accumulation
 from .batch import AUTO, data_ways, fewest, in_micro_batches, samples_of
 from .fixed_recompute import AUTO as ANY_SCHEDULE
+from .made_to_fit import made_to_fit
 from .options import options_of
 from .pipeline import mesh_search
 from .pipeline.plan import plan_pipeline
@@ -83,6 +84,10 @@ class PlanRequest:
     def _in(self, micro_batches: int, captured: Captured, report: Report) -> Planned:
         """Return the best plan with so many micro-batches; for a number of devices with stages or without."""
         mesh, options = self.mesh, replace(self.options, micro_batches=micro_batches)
-        if not isinstance(mesh, Mesh):
-            return mesh_search.search(captured, mesh, options, self.name, self.schedule, self.stages_per_rank, report)
-        return in_micro_batches(captured, options, lambda one, o: search(one, mesh, o, self.name, report))
+        if isinstance(mesh, Mesh):
+            planned = in_micro_batches(captured, options, lambda one, o: search(one, mesh, o, self.name, report))
+        else:
+            planned = mesh_search.search(
+                captured, mesh, options, self.name, self.schedule, self.stages_per_rank, report
+            )
+        return planned if planned.staged else made_to_fit(planned, captured, report)

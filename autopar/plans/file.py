@@ -84,7 +84,7 @@ def check(data: object, name: str, key: str | bytes | None = None) -> Json:
             f"{name} has plan version {version!r:.40}, not {VERSION}", fix="plan again with this autopar"
         )
     body = {k: v for k, v in data.items() if k != "signature"}
-    if wrong := _mismatch(OPTIONAL | body, SCHEMA, ""):
+    if wrong := _mismatch(OPTIONAL | _in_full(body), SCHEMA, ""):
         raise PlanFormatError(f"{name} lacks or misstates a field: {wrong}", fix="plan again")
     if body["hash"] != content_hash(body):
         raise PlanTampered(f"{name} was changed after it was written: its hash does not match", fix="plan again")
@@ -227,6 +227,7 @@ OPTIONAL: Json = {
     "update_seconds": 0.0,
     "flops": NO_FLOPS,
 }
+OF_ALTERNATIVES: Json = {"micro_batches": 1, "recomputed_blocks": 0, "offload": "none"}  # the same of each of them
 SCHEMA: Kind = {
     "version": count, "hash": text, "fingerprint": text, "model": text, "mesh": text, "hardware": text,
     "precision": text, "reduce_dtype": narrow, "state_dtype": brain, "optimizer": text, "strategy": text,
@@ -243,7 +244,8 @@ SCHEMA: Kind = {
     }],
     "alternatives": [{
         "name": text, "step_seconds": Either(amount), "communication_seconds": Either(amount),
-        "peak_bytes": Either(amount), "fits": flag, "note": text,
+        "peak_bytes": Either(amount), "fits": flag, "note": text, "micro_batches": size, "recomputed_blocks": count,
+        "offload": text,
     }],
     "recomputed": [text], "recomputed_selectively": [text], "recomputed_kinds": [text],
     "warnings": [text], "layouts": Values(text), "sharding": SHARDING,
@@ -266,6 +268,14 @@ SCHEMA: Kind = {
         "gap": Either(number), "note": text,
     }],
 }  # fmt: skip
+
+
+def _in_full(body: Json) -> Json:
+    """Return a plan's data with what its alternatives leave out."""
+    rows = body.get("alternatives")
+    if not isinstance(rows, list):
+        return body
+    return body | {"alternatives": [OF_ALTERNATIVES | row if isinstance(row, dict) else row for row in rows]}
 
 
 def _mismatch(value: object, kind: Kind, where: str) -> str:

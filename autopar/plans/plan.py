@@ -56,7 +56,8 @@ class Region:
 
 @dataclass(frozen=True)
 class Alternative:
-    """An expert strategy costed by the same model. `note` says why there is no number."""
+    """An expert strategy costed by the same model, with what makes it fit: micro-batches, blocks that compute something
+    again, offload. `note` says why there is no number."""
 
     name: str
     step_seconds: float | None
@@ -64,6 +65,9 @@ class Alternative:
     peak_bytes: float | None
     fits: bool
     note: str = ""
+    micro_batches: int = 1
+    recomputed_blocks: int = 0
+    offload: str = "none"
 
 
 @dataclass(frozen=True)

@@ -223,7 +223,8 @@ def without_price(plan: Plan) -> list[str]:
 
 def costed(plan: Plan) -> list[Alternative]:
     """Return the plan and the alternatives that have a price."""
-    this = Alternative("this plan", plan.step_seconds, plan.communication_seconds, plan.peak_bytes, True)
+    this = Alternative("this plan", plan.step_seconds, plan.communication_seconds, plan.peak_bytes, True,
+                       micro_batches=plan.micro_batches)  # fmt: skip
     return [this, *(a for a in plan.alternatives if a.step_seconds is not None)]
 
 
@@ -238,8 +239,20 @@ def alternatives_table(plan: Plan) -> tuple[list[str], list[tuple[str, ...]]]:
         column([(a.communication_seconds or 0.0) * 1e3 for a in shown]),
         column([None if a.peak_bytes is None else a.peak_bytes / scale for a in shown]),
         [_against(a, plan) for a in shown],
+        *([hows] if any(hows := [_how(a, plan) for a in shown]) else []),
     )
-    return ["step ms", "comm ms", unit, "time"], list(rows)
+    return ["step ms", "comm ms", unit, "time", *([""] if any(hows) else [])], list(rows)
+
+
+def _how(a: Alternative, plan: Plan) -> str:
+    """Say what makes an alternative fit."""
+    blocks = f"{a.recomputed_blocks} block{'s' if a.recomputed_blocks > 1 else ''} recomputed"
+    said = {
+        f"{a.micro_batches} micro-batches": a.micro_batches != plan.micro_batches,
+        blocks: a.recomputed_blocks,
+        "optimizer on the host": a.offload == "optimizer",
+    }
+    return ", ".join(text for text, is_so in said.items() if is_so and a.fits)
 
 
 def _meshes(plan: Plan) -> list[str]:

@@ -103,15 +103,21 @@ class Recipe:
         )  # fmt: skip
 
 
+SEQUENCE_AXIS = "cp"
+
+
 def sequence_axis(mesh: Mesh) -> str:
     """Return the axis that a recipe cuts the sequence over."""
-    return "cp" if "cp" in mesh.names else mesh.names[-1]
+    return SEQUENCE_AXIS if SEQUENCE_AXIS in mesh.names else mesh.names[-1]
 
 
 RECIPES: dict[str, Recipe] = {}
 BASELINES: list[str] = []  # names that plans are compared with
 COMBINED = ("megatron_sp+zero1", "megatron_sp+fsdp")  # compared with too, where a mesh has axes for both
+REPLICATED = "megatron_sp+hsdp"  # the same with two data axes
+IN_SEQUENCE = ("all_gather_kv", "ulysses")
 EXPERT, EXPERT_AXIS = "expert", "ep"  # the strategy of experts, and the axis that they are cut over if there is one
+FREELY = "auto"  # the name of no strategy
 MODELS_OWN = "hf_tp"  # the name of what a model itself says (see hf_tp_plan.py)
 ALIASES = {"zero3": "fsdp", "tp": "megatron", "tp_sp": "megatron_sp", "auto": None, EXPERT: f"{EXPERT}+ddp"}
 
@@ -162,7 +168,7 @@ class Restriction:
         one, or one that the mesh has not the axes for."""
         name = ALIASES.get(strategy, strategy) if strategy is not None else None
         if name is None:
-            found = Restriction("auto", dict.fromkeys(mesh.names, FREE))
+            found = Restriction(FREELY, dict.fromkeys(mesh.names, FREE))
         elif str(name).startswith(f"{EXPERT}+"):
             found = _with_experts(str(strategy), str(name).partition("+")[2], mesh)
         elif "+" in str(name):
@@ -190,8 +196,15 @@ class Restriction:
 
 
 def compared_on(mesh: Mesh) -> list[str]:
-    """Return the names of the strategies that plans on a mesh are compared with."""
-    return [*BASELINES, *(COMBINED if len(mesh.names) > 1 and BASELINES else ())]
+    """Return the names of the strategies that plans on a mesh are compared with: on one with an axis cp also those that
+    cut the sequence over it, beside what others do with the other axes."""
+    if not BASELINES:
+        return []
+    others = [axis for axis in mesh.names if axis != SEQUENCE_AXIS]
+    combined = [*COMBINED, *([REPLICATED] if len(others) > 2 else [])] if len(others) > 1 else []
+    inner = ["megatron_sp+zero1", "megatron_sp+fsdp"] if "tp" in others and len(others) > 1 else ["zero1", "fsdp"]
+    in_sequence = [f"{name}+{other}" for name in IN_SEQUENCE for other in inner] if SEQUENCE_AXIS in mesh.names else []
+    return [*BASELINES, *combined, *in_sequence]
 
 
 def reduces_once(strategy: str | None) -> bool | None:
@@ -237,12 +250,16 @@ def _both(strategy: str, mesh: Mesh) -> Restriction:
         return _beside_sequence(outer, strategy, mesh)
     names = [ALIASES.get(name, name) for name in strategy.split("+")]
     first, second = Restriction.of(names[0], mesh), RECIPES.get(names[1])
-    if len(names) != 2 or not first.tensor_axes or second is None or not second.data or second.replicates:
+    data = [axis for axis, role in first.roles.items() if role == DATA]
+    is_possible = len(names) == 2 and first.tensor_axes and second is not None and second.data
+    if not is_possible or second.replicates and len(data) < 2:
         raise _not_together(strategy)
     both = replace(first, name=strategy, own=(*first.own, *second.on(strategy, mesh).own))
     if second.shard == "none":
         return both
-    return replace(both, sharded_axes=mesh.names, whole_axes=(), keep=second.keep)
+    whole = tuple(data[:-1]) if second.shard == "last" else ()
+    stored = tuple(axis for axis in mesh.names if axis not in whole)
+    return replace(both, sharded_axes=stored, whole_axes=whole, keep=second.keep)
 
 
 def _beside_sequence(outer: Recipe, strategy: str, mesh: Mesh) -> Restriction:

@@ -19,14 +19,14 @@ from ..problem.allowed import allowed_strategies
 from ..problem.hf_tp_plan import TensorPlan
 from ..problem.multipliers import Prices, spans_of
 from ..problem.problem import Problem
-from ..problem.recipes import Restriction
+from ..problem.recipes import FREELY, Restriction
 from .hyperedges import HyperedgePrices, hyperedges_of
 from .memory_limit import WithinLimit
 from .minimize import DUAL, BeyondCutoff, Search
 from .search import Outcome, Run, Starts
 
 MOST_TRIES = 4  # to make one plan fit
-BASELINE_GAP = 1e-2  # good enough for a plan that is only compared with
+RECIPE_GAP = 5e-3  # good enough for a plan of a strategy
 
 
 class Solver:
@@ -58,10 +58,19 @@ class Solver:
         """Return the fastest plan that fits; for `starts` see `run`. Raise MemoryInfeasibleError with what is missing
         if none does, and BeyondCutoff if none takes less than the cutoff."""
         run = self.run(restriction, pins, starts)
+        first = self._first(run)
+        return first if first.fits else WithinLimit(run, first).outcome()
+
+    def _first(self, run: Run) -> Outcome:
+        """Return the fastest plan as it is if it fits, or if it is to be one of a strategy, whose shardings hardly differ,
+        with as much computed again as makes it fit, if anything does. Raise BeyondCutoff."""
+        is_free = run.restriction.name == FREELY
+        if not is_free:
+            run.search = replace(run.search, gap=max(run.search.gap, RECIPE_GAP))
         fastest = run.fastest(is_limited=True)
         if fastest.bound_seconds >= self.search.cutoff_seconds:
             raise BeyondCutoff(fastest.bound_seconds)
-        return fastest if fastest.fits else WithinLimit(run, fastest).outcome()
+        return fastest if is_free else self._made_to_fit(fastest)
 
     def allowed(self, restriction: Restriction, pins: dict[str, str] | None = None) -> dict[int, np.ndarray]:
         """Return a mask over the strategies of every class. What may be on the device stays there if gradients wait for
@@ -105,19 +114,18 @@ class Solver:
             limit -= fitted.bytes_ - self.limit_bytes  # more passes by than before
         return outcome
 
-    def baseline(
-        self, name: str, styles: Mapping[str, str] | None = None, starts: Starts = ()
-    ) -> Outcome | AutoparError:
-        """Return the plan of an expert strategy as experts use it, or with `styles` of the model's own: the fastest
-        plan, with as much recomputed as makes it fit if anything does, or why there is none. `starts`: see `run`."""
+    def baseline(self, name: str, styles: Mapping[str, str] | None = None) -> Outcome | AutoparError:
+        """Return the plan of an expert strategy, the one that is found if it is asked for, or with `styles` of the model's
+        own; as it is if computing again does not make it fit; or why there is none."""
         try:
             mesh = self.problem.mesh
             restriction = (
                 Restriction.of_model(TensorPlan(tuple(styles.items())), mesh) if styles else Restriction.of(name, mesh)
             )
             self.report(name)
-            search = replace(self.search, gap=max(self.search.gap, BASELINE_GAP), solver=DUAL)
-            return self._made_to_fit(Run(self, restriction, self.allowed(restriction), search, starts).fastest())
+            run = self.run(restriction)
+            run.search = replace(run.search, solver=DUAL)
+            return self._first(run)
         except Exception as error:
             return not_compared(error)
 

@@ -1,0 +1,129 @@
+"""What makes an expert's recipe fit where computing again does not: more micro-batches, then offload.
+
+A step of more micro-batches holds the activations of one of them alone; offloaded, parameters, gradients and optimizer
+state are on the host. Asked for by name with the same micro-batches and the same offload, a recipe gives the figures of
+its row again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from ..errors import AutoparError, MemoryInfeasibleError
+from ..frontend.export import Captured
+from . import plan
+from .accumulation import fastest, solvers_for
+from .batch import data_ways, micro_batch_of, samples_of
+from .expert_plans import Row, row
+from .problem import offload
+from .problem.recipes import MODELS_OWN, Restriction
+from .solver.search import Outcome
+from .solver.solver import Solver
+
+
+@dataclass(frozen=True)
+class _Way:
+    """What a recipe is tried with."""
+
+    micro_batches: int
+    offload: str = offload.NONE
+
+
+def made_to_fit(planned: plan.Planned, captured: Captured, report: Callable[[str], None]) -> plan.Planned:
+    """Return the finished search for the captured call of a whole batch with the recipes that did not fit as they do
+    with more micro-batches, or offloaded, if they fit so."""
+    search = _Ways(planned, captured, report)
+    found = {name: one if _fits(one) else search.fitting(name) or one for name, one in planned.others.items()}
+    return replace(planned, others=found)
+
+
+class _Ways:
+    """The problems of a mesh in all ways that recipes are tried in, each built when it is first asked for."""
+
+    def __init__(self, planned: plan.Planned, captured: Captured, report: Callable[[str], None]):
+        self.planned, self.captured, self.report = planned, captured, report
+        self.mesh, self.options = planned.problem.mesh, planned.options
+        self.batch, self.limit_bytes = samples_of(captured.signature), planned.solver.limit_bytes
+        self.solvers: dict[_Way, list[Solver]] = {}
+
+    def fitting(self, name: str) -> Outcome | None:
+        """Return the plan of a recipe in the first way in which it fits, None if there is none."""
+        for way in self._tried(name):
+            one = row(name, self._solvers(way), self.options.styles if name == MODELS_OWN else None)
+            if _fits(one) and _fits_host(one):
+                return one
+        return self._in_full(name)
+
+    def _in_full(self, name: str) -> Outcome | None:
+        """Return the plan of a recipe as it is if other shardings of it fit than the fastest, None if none does."""
+        failed = self.planned.others[name]
+        if name == MODELS_OWN or not isinstance(failed, Outcome) or _state_bytes(failed) > self.limit_bytes:
+            return None
+        try:
+            solvers = solvers_for(self._solvers(_Way(self.options.micro_batches, self.options.offload)), name)
+            return fastest(solvers, Restriction.of(name, self.mesh), {})[1]
+        except AutoparError:
+            return None
+
+    def _tried(self, name: str) -> list[_Way]:
+        """Return the ways to try: as many micro-batches as activations are too large, or as there can be, and the same
+        offloaded. What holds too much before any activation is not tried with more of them."""
+        now, failed = self.options.micro_batches, self.planned.others[name]
+        if not isinstance(failed, Outcome):
+            return []
+        replicas = data_ways(self.mesh, None if name == MODELS_OWN else name)
+        more = [k for k in range(now + 1, self.batch + 1) if self.batch % k == 0 and self.batch // k % replicas == 0]
+        counts = sorted({_first_above(more, now * self._excess(failed)), more[-1]}) if more else []
+        found = [_Way(k) for k in counts] if _state_bytes(failed) <= self.limit_bytes else []
+        if self._may_offload():
+            found += [_Way(k, offload.OPTIMIZER) for k in (now, *counts[-1:])]
+        return found
+
+    def _excess(self, failed: Outcome) -> float:
+        """Estimate how many times as large the activations are as the room for them."""
+        e, limit = failed.evaluation, self.limit_bytes
+        others = _state_bytes(failed)
+        return max(2.0, (e.bytes_ - others) / max(limit - others, 1.0))
+
+    def _may_offload(self) -> bool:
+        if self.options.offload != offload.NONE:
+            return False
+        try:
+            replace(self.options, offload=offload.OPTIMIZER).check(self.mesh)
+        except AutoparError:
+            return False
+        return True
+
+    def _solvers(self, way: _Way) -> list[Solver]:
+        if way not in self.solvers:
+            host = ", offloaded" if way.offload != offload.NONE else ""
+            self.report(f"recipes in {way.micro_batches} micro-batches{host}")
+            options = replace(self.options, micro_batches=way.micro_batches, offload=way.offload)
+            micro, options = micro_batch_of(self.captured, options)
+            one = micro.captured if micro else self.captured
+            self.solvers[way] = plan.solvers_of(one, self.mesh, options, self.report)
+        return self.solvers[way]
+
+
+def _fits(one: Row) -> bool:
+    return isinstance(one, Outcome) and one.fits
+
+
+def _fits_host(one: Outcome) -> bool:
+    try:
+        offload.check_host(one.pricer.problem, one.evaluation)
+    except MemoryInfeasibleError:
+        return False
+    return True
+
+
+def _state_bytes(one: Outcome) -> float:
+    """Return the bytes of an evaluated plan that more micro-batches do not make fewer."""
+    e = one.evaluation
+    return one.pricer.problem.reserve_bytes + e.resident_bytes + e.gradient_bytes
+
+
+def _first_above(counts: Sequence[int], least: float) -> int:
+    return next((k for k in counts if k >= math.ceil(least)), counts[-1])
