@@ -7,7 +7,7 @@ replica computes at once (Megatron's micro-batch: K = batch / (samples * data-pa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -114,7 +114,7 @@ def fewest(search: Callable[[int], Planned], batch: int, ways: int = 1) -> Plann
         if without is not None:  # a smaller number may do: the one just below is the likeliest
             passes = left[-1]
         else:
-            passes = next((k for k in left if k >= low * _excess(last)), left[-1])
+            passes = at_least(left, low * excess(last)) or 1
     if without is not None:
         return without
     if isinstance(last, MemoryInfeasibleError):
@@ -122,14 +122,19 @@ def fewest(search: Callable[[int], Planned], batch: int, ways: int = 1) -> Plann
     return last
 
 
-def _excess(last: Planned | MemoryInfeasibleError) -> float:
+def excess(last: Planned | MemoryInfeasibleError | None) -> float:
     """Estimate how many times as large the activations are as the room for them: at least 2, and 4 if no plan fits."""
-    if isinstance(last, MemoryInfeasibleError):
+    if not isinstance(last, Planned):
         return 4.0
     e, limit = last.evaluation, last.solver.limit_bytes
     freed = sum(step.freed_bytes * count for levels in e.recomputed.values() for step, count in levels.values())
     staying = last.problem.reserve_bytes + e.resident_bytes + e.gradient_bytes + e.whole_gradient_bytes
     return max(2.0, (e.saved_bytes + freed) / max(limit - staying, 1.0))
+
+
+def at_least(counts: Sequence[int], least: float) -> int | None:
+    """Return the first of rising numbers that is no less than `least`, else the last one; None if there is none."""
+    return next((k for k in counts if k >= least), counts[-1] if counts else None)
 
 
 def _divisors(n: int) -> list[int]:

@@ -7,15 +7,14 @@ its row again.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ..errors import AutoparError, MemoryInfeasibleError
 from ..frontend.export import Captured
 from . import plan
 from .accumulation import fastest, solvers_for
-from .batch import data_ways, micro_batch_of, samples_of
+from .batch import at_least, data_ways, micro_batch_of, samples_of
 from .expert_plans import Row, row
 from .problem import offload
 from .problem.recipes import MODELS_OWN, Restriction
@@ -75,7 +74,7 @@ class _Ways:
             return []
         replicas = data_ways(self.mesh, None if name == MODELS_OWN else name)
         more = [k for k in range(now + 1, self.batch + 1) if self.batch % k == 0 and self.batch // k % replicas == 0]
-        counts = sorted({_first_above(more, now * self._excess(failed)), more[-1]}) if more else []
+        counts = sorted({at_least(more, now * self._excess(failed)), more[-1]}) if more else []
         found = [_Way(k) for k in counts] if _state_bytes(failed) <= self.limit_bytes else []
         if self._may_offload():
             found += [_Way(k, offload.OPTIMIZER) for k in (now, *counts[-1:])]
@@ -123,7 +122,3 @@ def _state_bytes(one: Outcome) -> float:
     """Return the bytes of an evaluated plan that more micro-batches do not make fewer."""
     e = one.evaluation
     return one.pricer.problem.reserve_bytes + e.resident_bytes + e.gradient_bytes
-
-
-def _first_above(counts: Sequence[int], least: float) -> int:
-    return next((k for k in counts if k >= math.ceil(least)), counts[-1])

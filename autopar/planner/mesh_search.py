@@ -6,7 +6,11 @@ stays inside a node, since its neighbours are the closest; the outermost divides
 and two axes, then those of three that refine the best of them: two axes can do what one can, and only the moves of a
 few more tensors gain from a third. A mesh is searched only while its bound, some sweeps of the dual
 (autopar/planner/solver/dual.py), is below the best plan, and roughly; the plan of the best mesh is then searched in
-full.
+full. All bounds are of plans that fit, so that they can be compared; one axis, and one in the nodes beside one over
+them, are searched whatever the others' bounds.
+
+Where memory binds, a step of several micro-batches may be faster: of the meshes that would be fastest without the limit
+some are searched again with as many as their activations are too large.
 
 Axes are called dp, cp and tp as people would name them. Meshes with stages are tried by
 autopar/planner/pipeline/mesh_search.py.
@@ -15,23 +19,31 @@ autopar/planner/pipeline/mesh_search.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from ..errors import AutoparError, InputError, MemoryInfeasibleError
 from ..frontend.export import Captured
 from ..ir.mesh import Mesh
 from ..plans.plan import MeshCandidate
 from . import expert_plans, plan
+from .batch import at_least, excess, micro_batch_of
 from .problem.recipes import Restriction
 from .solver.dual import Dual
 from .solver.minimize import BeyondCutoff, Search
 from .solver.solver import Solver, replaced
 
+if TYPE_CHECKING:
+    from ..passes.pipeline.micro_batch import MicroBatched
+
 SWEEPS = 4
+MEMORY_UNITS = (0.3, 3.0)  # prices of memory, in units of the solver's, at which meshes are bounded
 MOST_COARSE, MOST_FINE = 3, 2  # meshes that are searched, of one or two axes and of three
+MOST_CUT = 3  # meshes that are searched with several micro-batches
+BINDS = 1.02  # times the bound without a limit: above that memory binds
 MOST_BOUNDED = 3  # meshes of three axes that are bounded, which takes longest: those whose middle axis is shortest
-BEYOND = "a pipeline takes less than its bound"
+BEYOND, UNFIT = "a pipeline takes less than its bound", "does not fit"
 ROUGH_GAP = 2e-2  # of the search that says which mesh is best
 
 
@@ -56,18 +68,27 @@ def refines(mesh: Mesh, coarse: Mesh) -> bool:
 
 @dataclass
 class _SearchedMesh:
-    """A mesh with its problem. `bound` and `planned` are filled as the search goes on."""
+    """A mesh and a number of micro-batches with their problem. `bound`: seconds of a step that no plan that fits
+    undercuts, `roomy` the same without a limit of memory. `bound` and `planned` are filled as the search goes on."""
 
     mesh: Mesh
+    micro_batches: int
     solvers: list[Solver]
     bound: float
+    roomy: float
     planned: plan.Planned | None = None
     note: str = ""
 
     @property
     def seconds(self) -> float:
-        """Return the seconds of a pass under its plan, infinite while it has none."""
-        return self.planned.chosen.seconds if self.planned else math.inf
+        """Return the seconds of a step under its plan, infinite while it has none."""
+        return self.micro_batches * self.planned.chosen.seconds if self.planned else math.inf
+
+    @property
+    def is_short_of_memory(self) -> bool:
+        """Return whether a smaller micro-batch may help: the mesh would be faster with more memory."""
+        recomputes = self.planned is not None and bool(self.planned.evaluation.recomputed)
+        return recomputes or self.note == UNFIT or self.bound > BINDS * self.roomy
 
 
 class _MeshSearch:
@@ -79,6 +100,15 @@ class _MeshSearch:
         self.rough = replace(options.search, gap=max(options.search.gap, ROUGH_GAP))
         self.candidates: list[_SearchedMesh] = []
         self.refusals: list[AutoparError] = []
+        self.calls: dict[int, tuple[MicroBatched | None, plan.PlanOptions]] = {}
+
+    def call(self, micro_batches: int) -> tuple[Captured, plan.PlanOptions]:
+        """Return the graph of one of so many micro-batches and the options of planning it."""
+        if micro_batches not in self.calls:
+            options = replace(self.options, micro_batches=micro_batches)
+            self.calls[micro_batches] = micro_batch_of(self.captured, options)
+        micro, options = self.calls[micro_batches]
+        return micro.captured if micro else self.captured, options
 
     @property
     def refusal(self) -> AutoparError | None:
@@ -92,30 +122,52 @@ class _MeshSearch:
         """Return the try with the fastest plan, None if there is no plan yet."""
         return min((t for t in self.candidates if t.planned), key=lambda t: t.seconds, default=None)
 
-    def visit(self, meshes: list[Mesh], most: int) -> None:
-        """Bound all meshes, then search the `most` promising ones."""
-        bounded = [t for mesh in meshes for t in self._bounded(mesh)]
+    def visit(self, meshes: Sequence[Mesh], most: int, micro_batches: int) -> None:
+        """Bound all meshes, then search the `most` promising ones, and plain ones."""
+        bounded = [t for mesh in meshes for t in self._bounded(mesh, micro_batches)]
         self.candidates += bounded
         for i, one in enumerate(sorted(bounded, key=lambda t: t.bound)):
             if self.best and one.bound >= self.best.seconds:
                 one.note = "its bound is above the best plan"
-            elif i >= most and self.best:
+            elif i >= most and self.best and not self._is_plain(one.mesh):
                 one.note = "its bound is not among the lowest"
             else:
                 self._search(one)
             if one is not self.best:
                 one.solvers = []
 
-    def _bounded(self, mesh: Mesh) -> Iterator[_SearchedMesh]:
+    def visit_cut(self) -> None:
+        """Search meshes that are short of memory with several micro-batches, the most promising first."""
+        short = sorted((one for one in self.candidates if one.is_short_of_memory), key=lambda t: t.roomy)
+        for one in short[:MOST_CUT]:
+            if self.best and one.roomy >= self.best.seconds:
+                break
+            batch, outer = _batch(self.call(1)[0]), one.mesh.sizes[0]
+            counts = [k for k in range(2, batch // outer + 1) if batch % k == 0 and batch // k % outer == 0]
+            least = excess(one.planned) if one.planned else excess(None)
+            for count in dict.fromkeys(k for k in (at_least(counts, least), *counts[-1:]) if k):
+                known = len(self.candidates)
+                self.visit([one.mesh], 1, count)
+                if any(t.planned for t in self.candidates[known:]):
+                    break
+
+    def _is_plain(self, mesh: Mesh) -> bool:
+        """Return whether a mesh is that of fully sharded data parallelism: of one axis, or one in the nodes too."""
+        node = self.options.hardware.links[0].devices or mesh.devices
+        return len(mesh.sizes) == 1 or len(mesh.sizes) == 2 and mesh.sizes[-1] == node
+
+    def _bounded(self, mesh: Mesh, micro_batches: int) -> Iterator[_SearchedMesh]:
         try:
             self.options.check(mesh)
         except AutoparError as error:
             self.refusals.append(error)
             return
         self.report(f"bounding {mesh}")
-        solvers = plan.solvers_of(self.captured, mesh, self.options)
+        solvers = plan.solvers_of(self.call(micro_batches)[0], mesh, self.call(micro_batches)[1])
         restriction = Restriction.of(self.options.strategy, mesh, self.options.forbid)
-        yield _SearchedMesh(mesh, solvers, min(_quick_bound(s, restriction, dict(self.options.pin)) for s in solvers))
+        bounds = [_quick_bounds(s, restriction, dict(self.options.pin)) for s in solvers]
+        bound, roomy = (micro_batches * min(values) for values in zip(*bounds))
+        yield _SearchedMesh(mesh, micro_batches, solvers, bound, roomy)
 
     def _search(self, one: _SearchedMesh) -> None:
         def tell(text: str) -> None:
@@ -124,19 +176,23 @@ class _MeshSearch:
         before = self.best
         try:
             one.planned = self._planned(one, self.rough, tell)
-            one.bound = max(one.bound, one.planned.chosen.bound_seconds)
+            one.bound = max(one.bound, one.micro_batches * one.planned.chosen.bound_seconds)
         except BeyondCutoff as error:
-            one.note, one.bound = BEYOND, error.bound_seconds
+            one.note, one.bound = BEYOND, one.micro_batches * error.bound_seconds
         except MemoryInfeasibleError as error:
-            one.note = "does not fit"
+            one.note = UNFIT
             self.refusals.append(error)
         if before and before is not self.best:
             before.solvers = []
 
     def _planned(self, one: _SearchedMesh, search: Search, tell: Callable[[str], None]) -> plan.Planned:
+        search = replace(search, cutoff_seconds=search.cutoff_seconds / one.micro_batches)
         one.solvers = [replaced(solver, search) for solver in one.solvers]
         starts = one.planned.chosen.found if one.planned else ()
-        return plan.search(self.captured, one.mesh, self.options, self.model, tell, one.solvers, starts)
+        captured, options = self.call(one.micro_batches)
+        found = plan.search(captured, one.mesh, options, self.model, tell, one.solvers, starts)
+        micro, _ = self.calls[one.micro_batches]
+        return replace(found, captured=self.captured, micro=micro) if micro else found
 
     def search_in_full(self, one: _SearchedMesh) -> None:
         """Search a mesh in full."""
@@ -144,71 +200,96 @@ class _MeshSearch:
             self.report(f"{one.mesh}: in full")
             full = self._planned(one, self.options.search, self.report)
             one.planned = min(one.planned, full, key=lambda planned: planned.chosen.seconds)
-            one.bound = max(one.bound, full.chosen.bound_seconds)
+            one.bound = max(one.bound, one.micro_batches * full.chosen.bound_seconds)
 
 
 def search(
     captured: Captured, devices: int, options: plan.PlanOptions, model: str = "model",
-    report: Callable[[str], None] = lambda t: None,
+    report: Callable[[str], None] = lambda t: None, is_free: bool = False,
 ) -> plan.Planned:  # fmt: skip
-    """Return the best plan over all candidate meshes, which its `meshes` list. Raise InputError for a batch that
-    no mesh divides; if there is no plan for any, what planning raises, of the mesh that misses least memory;
-    BeyondCutoff, with its `candidates`, the meshes that were searched, if none takes less than the search's cutoff, as
-    far as meshes of two axes tell."""
-    node, batch = options.hardware.links[0].devices or devices, _batch(captured)
+    """Return the best plan of the captured call of a whole batch over all candidate meshes, which its `meshes` list;
+    with `is_free` micro-batches are tried too. Raise InputError for a batch that no mesh divides; if there is no plan
+    for any, what planning raises, of the mesh that misses least memory; BeyondCutoff, with its `candidates`, the meshes
+    that were searched, if none takes less than the search's cutoff, as far as meshes of two axes tell."""
+    tour = _MeshSearch(captured, options, model, report)
+    many = options.micro_batches
+    node, batch = options.hardware.links[0].devices or devices, _batch(tour.call(many)[0])
     coarse, fine = candidates(devices, node, batch), candidates(devices, node, batch, axes=3)
     if not coarse and not fine:
         raise _indivisible(devices, node, batch)
-    tour = _MeshSearch(captured, options, model, report)
-    tour.visit(coarse, MOST_COARSE)
+    tour.visit(coarse, MOST_COARSE, many)
     best = tour.best
-    if best is None and any(t.note == BEYOND for t in tour.candidates):
-        raise _beyond(tour, options.micro_batches)
+    if best is None and any(t.note == BEYOND for t in tour.candidates) and not is_free:
+        raise _beyond(tour)
     finer = [m for m in fine if best is None or refines(m, best.mesh)]
-    tour.visit(sorted(finer, key=lambda m: m.sizes[1])[:MOST_BOUNDED], MOST_FINE)
+    tour.visit(sorted(finer, key=lambda m: m.sizes[1])[:MOST_BOUNDED], MOST_FINE, many)
+    if is_free and many == 1:
+        tour.visit_cut()
     best = tour.best
     if best is None:
-        raise tour.refusal or _beyond(tour, options.micro_batches)
+        raise _beyond(tour) if any(t.note == BEYOND for t in tour.candidates) else tour.refusal or _beyond(tour)
     tour.search_in_full(best)
     planned = best.planned
     if options.baselines:
         others = expert_plans.rows(best.solvers, options.styles)
         planned = replace(
-            planned, options=options, others=others, chosen=plan.not_worse(planned.chosen, others, options)
-        )
-    return replace(planned, meshes=_reported_meshes(tour, options.micro_batches))
+            planned, options=replace(planned.options, baselines=True), others=others,
+            chosen=plan.not_worse(planned.chosen, others, options),
+        )  # fmt: skip
+    return replace(planned, meshes=_reported_meshes(tour))
 
 
-def _beyond(tour: _MeshSearch, micro_batches: int) -> BeyondCutoff:
+def _beyond(tour: _MeshSearch) -> BeyondCutoff:
     error = BeyondCutoff(min(one.bound for one in tour.candidates))
-    error.candidates = _reported_meshes(tour, micro_batches)
+    error.candidates = _reported_meshes(tour)
     return error
 
 
-def _reported_meshes(tour: _MeshSearch, micro_batches: int) -> tuple[MeshCandidate, ...]:
-    return tuple(_reported(one, micro_batches) for one in sorted(tour.candidates, key=_order))
+def _reported_meshes(tour: _MeshSearch) -> tuple[MeshCandidate, ...]:
+    return tuple(map(_reported, sorted(tour.candidates, key=_order)))
 
 
-def _quick_bound(solver: Solver, restriction: Restriction, pins: dict[str, str]) -> float:
-    """Return seconds that no plan of the problem undercuts, whatever memory it takes."""
-    dual = Dual(solver.problem, solver.hyperedges, solver.allowed(restriction, pins), solver.free, restriction.keep)
+def _quick_bounds(solver: Solver, restriction: Restriction, pins: dict[str, str]) -> tuple[float, float]:
+    """Return seconds of a pass that no plan that fits undercuts, and the same of plans of whatever memory. Where memory
+    has a price, every op may run again."""
+    allowed, free, room = solver.allowed(restriction, pins), solver.free, solver.room_bytes
+    roomy = bound = _swept(Dual(solver.problem, solver.hyperedges, allowed, free, restriction.keep), solver.limit_bytes)
+    accumulates = float(solver.pricer.micro_batches > 1)
+    dual: Dual | None = None
+    for units in MEMORY_UNITS:
+        prices = replace(free, byte_seconds=units * solver.unit_price, saved=True, gradients=accumulates)
+        if dual is None:
+            dual = Dual(solver.problem, solver.hyperedges, allowed, prices, restriction.keep, solver.blocks.reruns)
+        else:
+            dual.price(prices)
+        limited = _swept(dual, room)
+        if limited <= bound:
+            break
+        bound = limited
+    return bound, roomy
+
+
+def _swept(dual: Dual, limit_bytes: float) -> float:
+    """Return the bound of a dual after some sweeps, less what the limit is worth at its price of memory."""
     for _ in range(SWEEPS):
         dual.sweep(True)
         dual.sweep(False)
-    return max(0.0, dual.bound() - solver.free.byte_seconds * solver.limit_bytes)
+    return max(0.0, dual.bound() - dual.prices.byte_seconds * limit_bytes)
 
 
 def _order(one: _SearchedMesh) -> tuple:
     return one.seconds, one.bound, str(one.mesh)
 
 
-def _reported(one: _SearchedMesh, micro_batches: int) -> MeshCandidate:
+def _reported(one: _SearchedMesh) -> MeshCandidate:
     """Return how a mesh fared, in seconds of a step."""
-    bound = one.bound * micro_batches
+    many = f"{one.micro_batches} micro-batches" if one.micro_batches > 1 else ""
+    note = "; ".join(filter(None, (many, one.note)))
     if one.planned is None:
-        return MeshCandidate(str(one.mesh), bound, None, None, None, one.note)
-    e = one.planned.evaluation
-    return MeshCandidate(str(one.mesh), bound, one.seconds * micro_batches, e.bytes_, one.planned.chosen.gap)
+        return MeshCandidate(str(one.mesh), one.bound, None, None, None, note)
+    return MeshCandidate(
+        str(one.mesh), one.bound, one.seconds, one.planned.evaluation.bytes_, one.planned.chosen.gap, note
+    )
 
 
 def _batch(captured: Captured) -> int:

@@ -24,7 +24,7 @@ from ...plans.plan import MeshCandidate
 from ...schedule.actions import Schedule
 from ...schedule.catalogue import KINDS
 from .. import mesh_search
-from ..batch import in_micro_batches, samples_of
+from ..batch import samples_of
 from ..fixed_recompute import AUTO
 from ..objective.checkpoint_min_cut import FULL
 from ..plan import Planned, PlanOptions
@@ -115,10 +115,11 @@ class Point:
 
 
 def search(captured: Captured, devices: int, options: PlanOptions, name: str = "model", schedule: str | Schedule = AUTO,
-           stages_per_rank: int | None = None,
-           report: Report = lambda text: None) -> Planned:  # fmt: skip
+           stages_per_rank: int | None = None, report: Report = lambda text: None,
+           is_free: bool = False) -> Planned:  # fmt: skip
     """Return the best plan over all meshes that are tried, with stages (alone, if a schedule is asked for) and without,
-    which its `meshes` list. Raise what planning raises, if there is no plan for any."""
+    which its `meshes` list; with `is_free` several micro-batches without stages are tried too. Raise what planning
+    raises, if there is no plan for any."""
     check_solver(options)
     asked, flat, reported = schedule not in (None, AUTO) or stages_per_rank is not None, None, ()
     tour = _MeshSearch(captured, devices, options, name, _kinds(schedule, stages_per_rank), report)
@@ -128,7 +129,7 @@ def search(captured: Captured, devices: int, options: PlanOptions, name: str = "
     if not asked:
         cutoff = replace(options.search, cutoff_seconds=DOUBT * tour.seconds)
         try:
-            flat = _flat(captured, devices, replace(options, search=cutoff), name, report)
+            flat = mesh_search.search(captured, devices, replace(options, search=cutoff), name, report, is_free)
             reported = flat.meshes
         except BeyondCutoff as error:
             reported = error.candidates
@@ -138,7 +139,7 @@ def search(captured: Captured, devices: int, options: PlanOptions, name: str = "
     if (
         staged is None and flat is None and refusal is None and not asked
     ):  # what was estimated does not fit when it is evaluated
-        flat = _flat(captured, devices, options, name, report)
+        flat = mesh_search.search(captured, devices, options, name, report, is_free)
         reported = flat.meshes
     candidates = tuple(sorted((*reported, *tour.reported()), key=_order))
     if staged and (flat is None or staged.plan.step_seconds < flat.plan.step_seconds):
@@ -147,10 +148,6 @@ def search(captured: Captured, devices: int, options: PlanOptions, name: str = "
         raise refusal or StageError(f"no mesh of {devices} devices was found with stages that fit this model and batch",
                                     fix="use another batch, more devices, or leave the schedule out")  # fmt: skip
     return replace(flat, meshes=candidates)
-
-
-def _flat(captured: Captured, devices: int, options: PlanOptions, name: str, report: Report) -> Planned:
-    return in_micro_batches(captured, options, lambda one, o: mesh_search.search(one, devices, o, name, report))
 
 
 class _MeshSearch:
