@@ -9,8 +9,9 @@ import pytest
 from autopar.errors import InputError, MemoryInfeasibleError, StrategyError
 from autopar.hardware.profile import Tier
 from autopar.ir.mesh import Mesh
-from autopar.planner.mesh_search import candidates, refines, search
-from autopar.planner.plan import PlanOptions
+from autopar.planner.mesh_search import _quick_bounds, candidates, refines, search
+from autopar.planner.plan import PlanOptions, solvers_of
+from autopar.planner.problem.recipes import Restriction
 from autopar.plans.plan import Plan
 
 from .planning import captured, make, toy
@@ -71,3 +72,44 @@ def test_refusals():
         found(4, memory_bytes=1e4)
     with pytest.raises(StrategyError, match="two axes"):
         found(2, strategy="hsdp")
+
+
+GPT = "gpt:hidden=64,layers=2,heads=4,vocab=128,seq=16"
+
+
+def limit() -> float:
+    """Return a limit of memory under which plans of four devices compute again."""
+    plan = make(GPT, "dp=4", NODES, batch=64)
+    return plan.peak_bytes - 0.2 * plan.memory["activations"]
+
+
+@pytest.mark.parametrize("mesh", ["dp=4", "dp=2,tp=2"])
+def test_bounds_are_of_plans_that_fit(mesh):
+    """They rise as memory falls, up to what the plans take that are found."""
+    bounds = {}
+    for memory in (1e12, limit()):
+        options = PlanOptions(NODES, memory_bytes=memory, baselines=False)
+        solver = solvers_of(captured(GPT, 64), Mesh.parse(mesh), options)[0]
+        bounds[memory], roomy = _quick_bounds(solver, Restriction.of(None, Mesh.parse(mesh)), {})
+        plan = make(GPT, mesh, NODES, batch=64, memory_bytes=memory)
+        assert 0 < roomy <= bounds[memory] <= plan.step_seconds
+    assert bounds[limit()] >= bounds[1e12] * (1 - 1e-9)
+
+
+def test_several_micro_batches_are_tried_where_memory_binds():
+    options = PlanOptions(NODES, baselines=False, memory_bytes=limit())
+    one = search(captured(GPT, 64), 4, options).plan
+    free = search(captured(GPT, 64), 4, options, is_free=True).plan
+    assert one.recomputed or one.recomputed_selectively
+    assert free.step_seconds <= one.step_seconds * (1 + 1e-9) and free.peak_bytes <= limit()
+    cut = [tried for tried in free.meshes if "micro-batches" in tried.note]
+    assert cut and not any("micro-batches" in tried.note for tried in one.meshes)
+    for tried in cut:
+        assert tried.step_seconds is None or tried.bound <= tried.step_seconds * (1 + 1e-9)
+        assert tried.step_seconds is None or free.step_seconds <= tried.step_seconds * (1 + 1e-9)
+
+
+def test_plain_meshes_are_searched_whatever_other_bounds_are():
+    for tried in found(8, memory_bytes=None).meshes:
+        if tried.mesh in ("dp=8", "dp=4,tp=2"):
+            assert tried.step_seconds is not None or "above the best plan" in tried.note
