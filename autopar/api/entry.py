@@ -28,7 +28,7 @@ from ..frontend.user_lines import located
 from ..hardware.profile import Hardware
 from ..ir.compiler_pass import Pass
 from ..ir.mesh import Mesh
-from ..planner import accumulation
+from ..planner import accumulation, free_batch
 from ..planner.batch import AUTO
 from ..planner.explain import Explanation, explain_plan
 from ..planner.explain_pipeline import PipelineExplanation, explain_pipeline
@@ -80,6 +80,7 @@ def plan(
     offload: words.Offload = "none",
     fixes: bool = True,
     solver: words.Solver = "dual",
+    tokens_per_second: bool = False,
     name: str | None = None,
     report: Callable[[str], None] = lambda text: None,
 ) -> Plan:
@@ -103,21 +104,24 @@ def plan(
     `recompute`: "auto", or "none", "selective" or "full" for all blocks. `offload`: whether parameters that train may
     live on the host, with their gradients and optimizer state: "none", "auto" (where memory is short), "optimizer" (all
     of them). `solver`: "dual", the search, or "ilp", which for a small model on a mesh without stages gives the full
-    integer program to OR-tools, as a cross-check. Raises subclasses of AutoparError; MemoryInfeasibleError with
-    `fixes`, what would fit instead, unless `fixes=False` leaves that out: it takes several searches."""
+    integer program to OR-tools, as a cross-check. With `tokens_per_second` the batch is free: that of `example_inputs`
+    times powers of two, and the plan is that of the one with the most tokens a second that fits. Raises subclasses of
+    AutoparError; MemoryInfeasibleError with `fixes`, what would fit instead, unless `fixes=False` leaves that out: it
+    takes several searches."""
     return search(
         model, mesh, example_inputs, hardware=hardware, memory=memory, optimizer=optimizer, precision=precision,
         reduce_dtype=reduce_dtype, state_dtype=state_dtype, strategy=strategy, pin=pin, forbid=forbid, adapt=adapt,
         passes=passes, loss_fn=loss_fn, strict=strict, baselines=baselines, micro_batches=micro_batches,
         schedule=schedule, stages_per_rank=stages_per_rank, recompute=recompute, offload=offload, fixes=fixes,
-        solver=solver, name=name, report=report,
+        solver=solver, tokens_per_second=tokens_per_second, name=name, report=report,
     ).plan  # fmt: skip
 
 
 def search(
     model: nn.Module, mesh, example_inputs, *, adapt=(), passes=(), loss_fn=None, fixes=True, name=None,
     report=lambda text: None, hardware=None, memory=None, optimizer="adamw", precision="fp32", strategy=None, pin=None,
-    strict=False, baselines=True, forbid=None, offload="none", reduce_dtype=None, state_dtype=None, **staged,
+    strict=False, baselines=True, forbid=None, offload="none", reduce_dtype=None, state_dtype=None,
+    tokens_per_second=False, **staged,
 ) -> Planned:  # fmt: skip
     """Plan as `plan` does, and return all that the search knows beside the plan. `staged`: micro_batches, schedule,
     stages_per_rank, recompute, solver, and `refuses=False`, with which what does not fit is planned all the same."""
@@ -129,13 +133,19 @@ def search(
     )  # fmt: skip
     adaptations, added = order.checked(adapt), pass_manager.check_added(passes, PASSES)
 
-    def traced(more: Sequence[Adaptation] = ()) -> Captured:
+    def traced(more: Sequence[Adaptation] = (), inputs=example_inputs) -> Captured:
         report("tracing the model")
         with order.attached(model, (*adaptations, *more)):
             return trace_to_plan(
-                model, example_inputs, loss_fn, forms_of(model), request.options.precision, (*adaptations, *more), added
+                model, inputs, loss_fn, forms_of(model), request.options.precision, (*adaptations, *more), added
             )
 
+    if tokens_per_second:
+
+        def of(samples: int) -> Planned:
+            return request.find(traced(inputs=free_batch.with_samples(example_inputs, samples)), report)
+
+        return free_batch.fastest(of, *free_batch.samples_and_tokens(example_inputs))
     return planned_or_fixes(request, traced(), bool(adaptations), traced, fixes, report)
 
 

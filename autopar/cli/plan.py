@@ -19,6 +19,8 @@ def add(subparsers) -> None:
     common.add_pipeline(parser)
     solver = "dual: the search; ilp: the full integer program, for small models without stages (default dual)"
     parser.add_argument("--solver", choices=("dual", "ilp"), default="dual", help=solver)
+    speed = "the batch is free: --batch times powers of two, the most tokens a second of what fits"
+    parser.add_argument("--tokens-per-second", action="store_true", help=speed)
     parser.add_argument("--json", metavar="FILE", help="write the plan as JSON; - for stdout instead of the text")
     parser.add_argument("--emit", metavar="FILE", help="write the code that rank 0 would run")
 
@@ -27,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     """Plan the model, print the plan as text or JSON, and write the files that are asked for."""
     common.check(args)
     with common.progress() as report:
-        planned = common.search(args, report, solver=args.solver)
+        planned = common.search(args, report, solver=args.solver, tokens_per_second=args.tokens_per_second)
     plan = planned.plan
     if args.json == "-":
         print(json.dumps(plan.to_json(), indent=1, sort_keys=True, allow_nan=False))

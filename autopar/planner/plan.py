@@ -25,7 +25,7 @@ from ..hardware.profile import Hardware
 from ..ir.graph import describe
 from ..ir.layout import Layout
 from ..ir.mesh import Mesh
-from ..plans.plan import MeshCandidate, Plan
+from ..plans.plan import BatchCandidate, MeshCandidate, Plan
 from ..rules.register import suggestion
 from ..utils.gc_pause import paused_collector
 from . import accumulation as passes
@@ -129,6 +129,7 @@ class Planned:
     warnings: tuple[str, ...]
     seconds: float  # that planning took
     meshes: tuple[MeshCandidate, ...] = ()  # if the mesh was searched for too
+    batches: tuple[BatchCandidate, ...] = ()  # if the batch was
     written: tuple[Problem, Evaluation] | None = None  # of every block, where copies of one compute not the same again
     micro: MicroBatched | None = None
     staged: Staged | None = None

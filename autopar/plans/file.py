@@ -224,6 +224,7 @@ OPTIONAL: Json = {
     "reduce_dtype": "bf16",
     "state_dtype": "bf16",
     "outputs": [],
+    "batches": [],
     "update_seconds": 0.0,
     "flops": NO_FLOPS,
 }
@@ -267,6 +268,7 @@ SCHEMA: Kind = {
         "mesh": text, "bound": amount, "step_seconds": Either(amount), "peak_bytes": Either(amount),
         "gap": Either(number), "note": text,
     }],
+    "batches": [{"samples": size, "tokens": count, "step_seconds": Either(amount), "peak_bytes": Either(amount)}],
 }  # fmt: skip
 
 

@@ -96,6 +96,21 @@ class MeshCandidate:
 
 
 @dataclass(frozen=True)
+class BatchCandidate:
+    """A batch of a search for the most tokens a second; without seconds no plan for it fits. `tokens`: of a step, as many
+    as `samples` where inputs are no sequences of integers."""
+
+    samples: int
+    tokens: int
+    step_seconds: float | None
+    peak_bytes: float | None
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.step_seconds if self.step_seconds else 0.0
+
+
+@dataclass(frozen=True)
 class Offloaded:
     """The part of a plan that is on the host: how many parameters, bytes for each device (gradients and optimizer state
     included), and seconds of a step for copies to the device and back and for the optimizer there."""
@@ -163,6 +178,7 @@ class Plan:
     overlaps: bool = False  # parameters are gathered and gradients reduced while the graphs compute
     samples: int = 0
     meshes: tuple[MeshCandidate, ...] = ()  # best first; empty if the mesh was given
+    batches: tuple[BatchCandidate, ...] = ()  # the smallest first; empty if the batch was given
     update_seconds: float = 0.0  # of the optimizer on the device
     offloaded: Offloaded = Offloaded()
     flops: Flops = Flops()
@@ -183,7 +199,7 @@ class Plan:
             "mesh": str(self.mesh), "sharding": _sharding_to_json(self.sharding), "version": VERSION,
         }  # fmt: skip
         values.pop("planning_seconds")
-        for name in ("reduce_dtype", "state_dtype", "outputs"):
+        for name in ("reduce_dtype", "state_dtype", "outputs", "batches"):
             if not values[name]:
                 values.pop(name)
         data: Json = json.loads(json.dumps(values, default=asdict))  # lists for tuples
@@ -255,6 +271,7 @@ class Plan:
                 "flops": Flops(**fields.get("flops", {})),
                 "pipeline": pipeline,
                 "meshes": tuple(MeshCandidate(**m) for m in fields["meshes"]),
+                "batches": tuple(BatchCandidate(**b) for b in fields.get("batches", ())),
                 "sharding": _sharding_from_json(fields["sharding"], pipeline.mesh_of_stage(mesh)),
             }
         except (ValueError, IndexError, AutoparError) as error:

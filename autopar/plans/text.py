@@ -16,9 +16,9 @@ MOST_KINDS = 6  # that a line names
 
 def plan_text(plan: Plan) -> str:
     """Return all of a plan, in sections: result, pipeline, modules, collectives, outputs, memory, recomputation,
-    offload, alternatives, meshes, warnings."""
+    offload, alternatives, meshes, batches, warnings."""
     sections = (_result, pipeline_lines, _modules, _collectives, _outputs, _memory, recomputed_lines, offloaded_lines,
-                _alternatives, _meshes, _warnings)  # fmt: skip
+                _alternatives, _meshes, _batches, _warnings)  # fmt: skip
     return "\n\n".join("\n".join(lines) for section in sections if (lines := section(plan))) + "\n"
 
 
@@ -41,6 +41,7 @@ def _result(plan: Plan) -> list[str]:
         *words.unsharded(plan),
         *axis_lines(plan),
         *words.batches(plan),
+        *speed_lines(plan),
         *_trained(plan),
     ]
 
@@ -57,6 +58,18 @@ def utilization_lines(plan: Plan) -> list[str]:
         f"MFU {percent(plan.utilization, 1.0)}: {number(reached)} of {number(f.peak_per_second / 1e12)} TFLOP/s in "
         f"{f.dtype} a device" + (above if 0 < f.published < plan.utilization else "")
     ]
+
+
+def speed_lines(plan: Plan) -> list[str]:
+    """Return a line on the tokens a second, if the batch was free to choose."""
+    found = [b for b in plan.batches if b.samples == plan.samples]
+    return [
+        f"{b.tokens_per_second:,.0f} {_unit(plan)} a second, the most of the batches tried: {b.samples}" for b in found
+    ]
+
+
+def _unit(plan: Plan) -> str:
+    return "tokens" if any(b.tokens != b.samples for b in plan.batches) else "samples"
 
 
 def parts_of(plan: Plan) -> str:
@@ -273,6 +286,19 @@ def meshes_table(plan: Plan) -> tuple[list[str], list[tuple[str, ...]]]:
         [m.note for m in plan.meshes],
     )
     return ["meshes tried", "at least ms", "step ms", unit, "gap", ""], list(rows)
+
+
+def _batches(plan: Plan) -> list[str]:
+    if not plan.batches:
+        return []
+    unit, bytes_ = byte_column([b.peak_bytes for b in plan.batches])
+    rows = zip(
+        [str(b.samples) for b in plan.batches],
+        column([None if b.step_seconds is None else b.step_seconds * 1e3 for b in plan.batches]),
+        bytes_,
+        [f"{b.tokens_per_second:,.0f}" if b.step_seconds else "does not fit" for b in plan.batches],
+    )
+    return table(["batches tried", "step ms", unit, f"{_unit(plan)} a second"], list(rows))
 
 
 def _against(a: Alternative, plan: Plan) -> str:

@@ -1,9 +1,9 @@
 """Choose stages, the mesh inside of them and a micro-batch for so many devices; or no stages at all.
 
-Every combination is a mesh pp x dp x tp and a number of samples that a replica computes at once. What a sample costs
-depends on tp, hardly on pp: so some plans of a micro-batch of one sample for each tp, at rising prices of memory, say
-how fast and how large all combinations with it are, by the formulas of schedules, with as much computed again as the
-fullest rank must (planner/pipeline/model.py). The most promising combinations are searched
+Every combination is a mesh pp x dp x cp x tp and a number of samples that a replica computes at once. What a sample
+costs depends on cp and tp, hardly on pp: so some plans of a micro-batch of one sample for both, at rising prices of
+memory, say how fast and how large all combinations with them are, by the formulas of schedules, with as much computed
+again as the fullest rank must (planner/pipeline/model.py). The most promising combinations are searched
 (autopar/planner/pipeline/search.py), the best of them is evaluated, and the plan is that or, if it is faster, the best
 one without stages (planner/mesh_search.py).
 """
@@ -35,6 +35,7 @@ from .search import Candidate, Estimate, PipelineSearch
 
 DOMINATED = ("1f1b", "interleaved_1f1b")  # zero-bubble schedules take no more, as they are priced
 SAMPLES = (1, 2, 4)  # of a replica at once that are tried
+MOST_CONTEXT = 16  # devices that share a sequence
 MOST_SEARCHED = 4  # combinations
 MOST_EVALUATED = 6  # estimates, until none that is left is faster than the best that fits
 DOUBT = 1.05  # times the seconds of the best plan: what is guessed to take longer is not searched
@@ -55,16 +56,29 @@ class Combination:
 
 def combinations(devices: int, node: int, batch: int, most_stages: int) -> list[Combination]:
     """Return all combinations that are considered: tp inside of a node, stages the farthest apart, and a batch that
-    replicas can share."""
+    replicas can share. Where it has too few samples for that, or with the largest tp for as many micro-batches as
+    there are stages, several devices of a replica share its sequence over an axis cp."""
     found = []
-    for tp in (t for t in range(1, node + 1) if node % t == 0 and devices % t == 0):
-        for stages in (p for p in range(2, min(most_stages, devices // tp) + 1) if devices // tp % p == 0):
-            replicas = devices // tp // stages
-            axes = [(AXIS, stages), ("dp", replicas), ("tp", tp)]
+    inner = [t for t in range(1, node + 1) if node % t == 0 and devices % t == 0]
+    for tp in inner:
+        counts = [p for p in range(2, min(most_stages, devices // tp) + 1) if devices // tp % p == 0]
+        plain = [(p, 1) for p in counts if batch % (devices // tp // p) == 0]
+        shared = [(p, _context_ways(devices // tp // p, batch, p if plain else 1)) for p in counts]
+        some = shared if tp == inner[-1] or not plain else []
+        for stages, cp in dict.fromkeys([*plain, *((p, c) for p, c in some if c)]):
+            replicas = devices // tp // stages // cp
+            axes = [(AXIS, stages), ("dp", replicas), ("cp", cp), ("tp", tp)]
             mesh = Mesh(*map(tuple, zip(*((name, size) for name, size in axes if size > 1 or name == AXIS))))
-            some = [b for b in SAMPLES if batch % (replicas * b) == 0]
-            found += [Combination(mesh, b, batch // (replicas * b)) for b in some]
+            samples = [b for b in SAMPLES if batch % (replicas * b) == 0]
+            found += [Combination(mesh, b, batch // (replicas * b)) for b in samples]
     return found
+
+
+def _context_ways(devices: int, batch: int, least: int) -> int | None:
+    """Return by how many devices sequences are shared, so that the others cut the batch evenly into `least` micro-batches
+    or more; None if no number does that."""
+    ways = (c for c in range(1, min(devices, MOST_CONTEXT) + 1) if devices % c == 0)
+    return next((c for c in ways if batch % (devices // c) == 0 and batch * c // devices >= least), None)
 
 
 @dataclass(frozen=True)
@@ -212,10 +226,11 @@ class _MeshSearch:
 
     def _guesses(self) -> Iterator[tuple[float, Combination]]:
         """Iterate over every combination with the seconds of a step that it may take."""
-        by_tp: dict[int, list[Combination]] = {}
+        alike: dict[tuple[int, int], list[Combination]] = {}
         for one in self.every:
-            by_tp.setdefault(dict(zip(one.mesh.names, one.mesh.sizes)).get("tp", 1), []).append(one)
-        for own in by_tp.values():
+            sizes = one.mesh.axis_sizes
+            alike.setdefault((sizes.get("cp", 1), sizes.get("tp", 1)), []).append(one)
+        for own in alike.values():
             singles = [one for one in own if one.samples == 1]
             points = [Point.of(planned) for planned in self._search(singles[len(singles) // 2]).plans()]
             yield from (

@@ -32,7 +32,7 @@ from .baselines import evaluated_if_faster, experts
 from .evaluate import PipelineCost
 from .search import Candidate, Estimate, PipelineSearch
 
-COUNTS = (1, 2, 4)  # micro-batches a rank that are tried if no number is asked for, and as many as there can be
+COUNTS = (0.5, 1, 2, 4)  # micro-batches a rank that are tried if no number is asked for, and as many as there can be
 
 Report = Callable[[str], None]
 
