@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map
 
+from .._torch import tree_flatten, tree_map
 from ..errors import InputError, MemoryInfeasibleError
 from ..frontend.call_signature import split_example
 from ..plans.plan import BatchCandidate
@@ -70,6 +70,7 @@ def fastest(search: Callable[[int], Planned], samples: int, tokens: int) -> Plan
         if best % 2 or speed(best) and speed(best // 2) * GAIN <= speed(best):
             break
         best //= 2
+    speed(best)
     found = tried[best]
     if not isinstance(found, Planned):
         raise found
