@@ -4,9 +4,9 @@ cost.
     OMP_NUM_THREADS=1 python benchmarks/planner_free.py [WORD ...] > benchmarks/results/planner_free.txt
 
 For each case a fresh process runs `autopar plan --devices N`: stages or none, the mesh, micro-batches, the schedule,
-cuts and what is computed again are chosen. The same is planned for the published mesh with the rest free, which the free
-plan should not be slower than, and `autopar estimate` costs the published configuration. Seconds of a step are those of
-the same clock for all; parts are of a mean device. Nothing was run on such devices.
+cuts and what is computed again are chosen. The same is planned for the published mesh with the rest free, which the
+free plan should not be slower than, and `autopar estimate` costs the published configuration. Seconds of a step are
+those of the same clock for all; parts are of a mean device. Nothing was run on such devices.
 
 gpt3-175b    Narayanan et al., arXiv 2104.04473: 1024 A100, batch 1536, sequences of 2048, tensor 8, pipeline 8, data
              16, full recomputation; the number of stages a rank is not given, so several are costed.

@@ -1,7 +1,8 @@
-"""Plans of experts' recipes, beside the one that is searched for: each the one that is found if it is asked for by name.
+"""Plans of experts' recipes, beside the one that is searched for: each the one that is found if it is asked for by
+name.
 
-That is the fastest of the recipe's shardings, with as much computed again as the memory demands. What else makes one fit
-is tried in autopar/planner/made_to_fit.py.
+That is the fastest of the recipe's shardings, with as much computed again as the memory demands. What else makes one
+fit is tried in autopar/planner/made_to_fit.py.
 """
 
 from __future__ import annotations

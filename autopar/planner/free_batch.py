@@ -1,8 +1,8 @@
 """The batch as a choice: the one with the most tokens a second, of those that fit.
 
-Batches are the given one times powers of two. Larger ones are tried while they gain, smaller ones if the given one does
-not fit or if a larger one gains nothing: more samples hide what a step pays once, such as the reduction of gradients, until
-memory demands that something is computed again, or cut into micro-batches.
+Batches are the given one times powers of two. Larger ones are tried while they gain, smaller ones if the given one
+does not fit or if a larger one gains nothing: more samples hide what a step pays once, such as the reduction of
+gradients, until memory demands that something is computed again, or cut into micro-batches.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ GAIN = 1.005  # times the tokens a second: less is not worth twice the batch
 
 
 def samples_and_tokens(example_inputs: Any) -> tuple[int, int]:
-    """Return the samples of a call and its tokens: the elements of its first integers (samples, places), else as many as
-    there are samples. Raise InputError for a call without a tensor that has dims."""
+    """Return the samples of a call and its tokens: the elements of its first integers (samples, places), else as many
+    as there are samples. Raise InputError for a call without a tensor that has dims."""
     tensors = [x for x in tree_flatten(split_example(example_inputs))[0] if isinstance(x, torch.Tensor) and x.dim()]
     if not tensors:
         raise InputError("a call without a batch has no other batch", fix="leave tokens_per_second out")
@@ -35,8 +35,8 @@ def samples_and_tokens(example_inputs: Any) -> tuple[int, int]:
 
 
 def with_samples(example_inputs: Any, samples: int) -> tuple[tuple, dict]:
-    """Return `(args, kwargs)` of the same call with so many samples, its own again and again: of every tensor whose dim 0
-    is as long as that of the first one."""
+    """Return `(args, kwargs)` of the same call with so many samples, its own again and again: of every tensor whose
+    dim 0 is as long as that of the first one."""
     batch, _ = samples_and_tokens(example_inputs)
 
     def resized(x: Any) -> Any:

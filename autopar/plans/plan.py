@@ -97,8 +97,8 @@ class MeshCandidate:
 
 @dataclass(frozen=True)
 class BatchCandidate:
-    """A batch of a search for the most tokens a second; without seconds no plan for it fits. `tokens`: of a step, as many
-    as `samples` where inputs are no sequences of integers."""
+    """A batch of a search for the most tokens a second; without seconds no plan for it fits. `tokens`: of a step, as
+    many as `samples` where inputs are no sequences of integers."""
 
     samples: int
     tokens: int

@@ -39,8 +39,8 @@ def gpt2():
 def t5():
     transformers = pytest.importorskip("transformers")
     return transformers.T5ForConditionalGeneration(
-        transformers.T5Config(d_model=HIDDEN, d_kv=16, d_ff=192, num_layers=LAYERS, num_decoder_layers=LAYERS, num_heads=4,
-                              vocab_size=256, dropout_rate=0, decoder_start_token_id=0)
+        transformers.T5Config(d_model=HIDDEN, d_kv=16, d_ff=192, num_layers=LAYERS, num_decoder_layers=LAYERS,
+                              num_heads=4, vocab_size=256, dropout_rate=0, decoder_start_token_id=0)
     )  # fmt: skip
 
 

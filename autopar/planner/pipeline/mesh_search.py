@@ -75,8 +75,8 @@ def combinations(devices: int, node: int, batch: int, most_stages: int) -> list[
 
 
 def _context_ways(devices: int, batch: int, least: int) -> int | None:
-    """Return by how many devices sequences are shared, so that the others cut the batch evenly into `least` micro-batches
-    or more; None if no number does that."""
+    """Return by how many devices sequences are shared, so that the others cut the batch evenly into `least`
+    micro-batches or more; None if no number does that."""
     ways = (c for c in range(1, min(devices, MOST_CONTEXT) + 1) if devices % c == 0)
     return next((c for c in ways if batch % (devices // c) == 0 and batch * c // devices >= least), None)
 

@@ -33,10 +33,10 @@ Group = tuple[int, int, int]  # class, output and dim that stand for it
 
 @dataclass(frozen=True)
 class Factors:
-    """The factors of an op that come from the batch dim of an input, from a parameter's dim, from an input's sequence,
-    and from the experts of a grouped product; of a parameter that has experts, the dim. `between`: of an op on the
-    residual stream the factors of its places, along which sequence parallelism cuts it; of a parameter with one dim that
-    is not of a linear layer's features inside of a block, that dim."""
+    """The factors of an op that come from the batch dim of an input, from a parameter's dim, from an input's
+    sequence, and from the experts of a grouped product; of a parameter that has experts, the dim. `between`: of an op
+    on the residual stream the factors of its places, along which sequence parallelism cuts it; of a parameter with
+    one dim that is not of a linear layer's features inside of a block, that dim."""
 
     batch: set[str]
     weight: set[str]
@@ -46,9 +46,9 @@ class Factors:
 
 
 def factors_of(problem: Problem, has_sequence: bool) -> dict[int, Factors]:
-    """Return the factors of ops and the dims of parameters by what they are of, by class. A dim of several factors joins
-    its outermost one's group only. If asked for, the sequence is dim 1 of integers (b, s), of whatever else has that
-    size, and of numbers (b, s, h), unless a parameter has it: then it is a dim of images or the like."""
+    """Return the factors of ops and the dims of parameters by what they are of, by class. A dim of several factors
+    joins its outermost one's group only. If asked for, the sequence is dim 1 of integers (b, s), of whatever else has
+    that size, and of numbers (b, s, h), unless a parameter has it: then it is a dim of images or the like."""
     all_groups, dim_of_factor = _groups(problem)
     find = all_groups.find
     batch, weight, expert = set(), set(), set()

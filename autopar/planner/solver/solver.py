@@ -62,8 +62,8 @@ class Solver:
         return first if first.fits else WithinLimit(run, first).outcome()
 
     def _first(self, run: Run) -> Outcome:
-        """Return the fastest plan as it is if it fits, or if it is to be one of a strategy, whose shardings hardly differ,
-        with as much computed again as makes it fit, if anything does. Raise BeyondCutoff."""
+        """Return the fastest plan as it is if it fits, or if it is to be one of a strategy, whose shardings hardly
+        differ, with as much computed again as makes it fit, if anything does. Raise BeyondCutoff."""
         is_free = run.restriction.name == FREELY
         if not is_free:
             run.search = replace(run.search, gap=max(run.search.gap, RECIPE_GAP))
@@ -115,8 +115,8 @@ class Solver:
         return outcome
 
     def baseline(self, name: str, styles: Mapping[str, str] | None = None) -> Outcome | AutoparError:
-        """Return the plan of an expert strategy, the one that is found if it is asked for, or with `styles` of the model's
-        own; as it is if computing again does not make it fit; or why there is none."""
+        """Return the plan of an expert strategy, the one that is found if it is asked for, or with `styles` of the
+        model's own; as it is if computing again does not make it fit; or why there is none."""
         try:
             mesh = self.problem.mesh
             restriction = (
