@@ -14,10 +14,12 @@ from autopar.frontend.fake_parameters import forms_of
 from autopar.frontend.repeated_blocks import FIRST, LAST
 from autopar.ir.mesh import Mesh
 from autopar.models import registry
+from autopar.planner.objective.checkpoint_min_cut import FULL
 from autopar.planner.objective.evaluate import evaluate
 from autopar.planner.objective.memory_timeline import live_bytes
-from autopar.planner.plan import PlanOptions, search
+from autopar.planner.plan import PlanOptions, search, solvers_of
 from autopar.planner.problem.multipliers import Prices
+from autopar.planner.problem.recipes import Restriction
 
 from .planning import Instance, toy
 
@@ -130,3 +132,18 @@ def test_numbers_of_blocks():
         ranges = [compact.stands_for(block, first) for block in range(8)]
         assert [n for r in ranges for n in r] == list(range(11))
         assert len(ranges[FIRST]) == first and len(ranges[LAST]) == compact.most - first
+
+
+def test_what_a_block_frees_has_its_copies():
+    """A sum between two blocks, scattered before the second one reads it, has the copies of the first: the second may
+    not free it for all."""
+    mesh = Mesh.parse("dp=2,tp=4")
+    solver = solvers_of(deep("gpt"), mesh, PlanOptions(toy(link=1e7, latency=1e-6)))[0]
+    problem, prices = solver.problem, replace(solver.free, byte_seconds=solver.unit_price, saved=True)
+    e = solver.run(Restriction.of(None, mesh)).at(prices).evaluation
+    copies = problem.copies(e.first)
+    steps = solver.blocks.recomputation(e) + solver.blocks.recomputation(e, levels=(FULL,))
+    assert problem.compact is not None and steps
+    for step in steps:
+        for (v, _, _), _ in (*step.freed, *step.needed):
+            assert problem.vertices[v].kind != "op" or copies[v] == step.copies, (step.block, problem.vertices[v].name)

@@ -98,8 +98,11 @@ class Rematerialization:
     def __init__(self, blocks: Blocks, e: Evaluation, block: str, moves: Moves, prices: Prices):
         self.blocks, self.problem, self.e, self.block, self.moves = blocks, blocks.problem, e, block, moves
         self.ops = blocks.members[block]
-        self.copies = self.problem.copies(e.first)[self.ops[0]]
-        transfers = [t for t in moves.alone[block] if key_of(t) not in moves.in_backward]
+        copies = self.problem.copies(e.first)
+        self.copies = copies[self.ops[0]]
+        transfers = [  # but those of what other blocks make, if those have other copies: of these not all are read here
+            t for t in moves.alone[block] if key_of(t) not in moves.in_backward and copies[t.producer] == self.copies
+        ]
         self.elements: list[int | Transfer] = [*self.ops, *transfers]
         self.number = {v: i for i, v in enumerate(self.ops)} | {
             key_of(t): i for i, t in enumerate(transfers, len(self.ops))
