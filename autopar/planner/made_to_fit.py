@@ -51,7 +51,7 @@ class _Ways:
         """Return the plan of a recipe in the first way in which it fits, None if there is none."""
         for way in self._tried(name):
             one = row(name, self._solvers(way), self.options.styles if name == MODELS_OWN else None)
-            if _fits(one) and _fits_host(one):
+            if isinstance(one, Outcome) and one.fits and _fits_host(one):
                 return one
         return self._in_full(name)
 
@@ -74,7 +74,7 @@ class _Ways:
             return []
         replicas = data_ways(self.mesh, None if name == MODELS_OWN else name)
         more = [k for k in range(now + 1, self.batch + 1) if self.batch % k == 0 and self.batch // k % replicas == 0]
-        counts = sorted({at_least(more, now * self._excess(failed)), more[-1]}) if more else []
+        counts = sorted({at_least(more, now * self._excess(failed)) or more[-1], more[-1]}) if more else []
         found = [_Way(k) for k in counts] if _state_bytes(failed) <= self.limit_bytes else []
         if self._may_offload():
             found += [_Way(k, offload.OPTIMIZER) for k in (now, *counts[-1:])]

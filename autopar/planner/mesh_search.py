@@ -230,6 +230,7 @@ def search(
         raise _beyond(tour) if any(t.note == BEYOND for t in tour.candidates) else tour.refusal or _beyond(tour)
     tour.search_in_full(best)
     planned = best.planned
+    assert planned is not None
     if options.baselines:
         others = expert_plans.rows(best.solvers, options.styles)
         planned = replace(

@@ -72,7 +72,7 @@ def factors_of(problem: Problem, has_sequence: bool) -> dict[int, Factors]:
     made = {}
     for cls in problem.classes:
         v = problem.vertices[cls]
-        of = [{f for f, x in dim_of_factor[cls].items() if find(x) in group} for group in groups]
+        of: list[set[str]] = [{f for f, x in dim_of_factor[cls].items() if find(x) in group} for group in groups]
         between: set[str | int] = set()
         if v.kind == "parameter":
             dims = range(v.node.meta["val"].dim())
@@ -82,8 +82,8 @@ def factors_of(problem: Problem, has_sequence: bool) -> dict[int, Factors]:
             experts = {f for f, x in dim_of_factor[cls].items() if find(x) in expert}
             experts |= {"e"} if v.node.target in GROUPED else set()
             if v.node.target not in LINEAR_OPS | LOOK_UPS and of[0]:
-                between = _places(problem, v, features, stream) - of[0]
-        made[cls] = Factors(*of, experts, between)
+                between |= _places(problem, v, features, stream) - of[0]
+        made[cls] = Factors(of[0], of[1], of[2], experts, between)
     return made
 
 
@@ -143,6 +143,7 @@ def _value(problem: Problem, tensor: Sequence[int]):
 def _tensors(problem: Problem, v: Vertex) -> list[tuple[tuple[int, int], tuple]]:
     """Return every tensor that an op reads or makes, as (class, output), with what its dims are to the op's rule."""
     rule = problem.rule_of[v.cls]
+    assert rule is not None
     read = [(problem.vertices[p].cls, o) for p, o in v.inputs]
     return list(zip(read, rule.inputs)) + [((v.cls, o), dims) for o, dims in enumerate(rule.outputs)]
 
@@ -177,7 +178,7 @@ def _residual_stream(problem: Problem, features: _Groups) -> tuple[set[Group], s
 
 def _places(problem: Problem, v: Vertex, features: _Groups, stream: set[Group]) -> set[str]:
     """Return the factors of the other dims of an op's tensors that have features of the stream."""
-    found = set()
+    found: set[str] = set()
     if problem.rule_of.get(v.cls) is None:
         return found
     for tensor, dims in _tensors(problem, v):
