@@ -56,7 +56,7 @@ def describe_plan(planned: Planned) -> Plan:
         communication_seconds=e.communication_seconds, recompute_seconds=e.recompute_seconds,
         exposed_seconds=max(0.0, e.communication_seconds - chosen.hidden_seconds),
         bound=max(0.0, min(chosen.bound_seconds, chosen.seconds)),
-        gap=chosen.gap, peak_bytes=planned.live_bytes.peak_bytes, memory=planned.live_bytes.most,
+        gap=chosen.gap, program=chosen.program, peak_bytes=planned.live_bytes.peak_bytes, memory=planned.live_bytes.most,
         at_peak=planned.live_bytes.at_peak,
         collectives=_collectives(problem, e, options.hardware) + _of_update(problem, e), regions=regions_of(problem, e),
         alternatives=tuple(alternatives), recomputed=_recomputed(e, True),
