@@ -31,6 +31,7 @@ from .last_word import Room, last_word
 from .local_search import LocalSearch
 from .minimize import ILP, BeyondCutoff, minimize
 from .search import Outcome, Run, fastest_played
+from .squeeze import squeezed
 
 MOST_PRICES = 9  # of one search; the cuts seldom ask for more
 MOST_FAILURES = 2  # one after the other, to prove more at other prices
@@ -73,6 +74,8 @@ class WithinLimit:
         if self.best is not None:
             return fastest_played([replace(self.last, evaluation=e) for e in [self.best, *self.kept]])
         best = self.run.smallest(self.smallest)
+        if best.bytes_ > self.limit_bytes and self.run.search.largest_program:
+            best = squeezed(self.run, best)
         if best.bytes_ > self.limit_bytes:
             kind = "" if self.run.restriction.name == "auto" else f" with strategy {self.run.restriction.name}"
             raise self.solver.refusal(
@@ -109,6 +112,7 @@ class WithinLimit:
         for one, other in itertools.combinations(plans[:MOST_MIXED], 2):
             if self.best is not None and not self._is_near() and one.choice != other.choice:
                 self._mix(one, other, self._prices(free, point))
+        self._ask_program()
         return True
 
     def _highest_bound(self, free: Prices, is_sure: bool) -> tuple[np.ndarray, list[Evaluation]] | None:
@@ -148,18 +152,18 @@ class WithinLimit:
             cuts.add(point, *line, candidate)
             if failures == MOST_FAILURES:
                 break
-        self._ask_program(dual, self._prices(free, around if around is not None else point))
+        self.dual, self.proving = dual, self._prices(free, point if around is None else around)
         return point, met
 
-    def _ask_program(self, dual: Dual, prices: Prices) -> None:
+    def _ask_program(self) -> None:
         """Let the integer program decide what is left around the best plan, and try what it finds."""
         if self.best is None or not self.run.search.largest_program:
             return
-        room = Room(self.solver.room_bytes, self.run.accumulates)
-        said = last_word(self.run, dual, prices, self.best, self._joint(dual, self.best), room)
+        room, joint = Room(self.solver.room_bytes, self.run.accumulates), self._joint(self.dual, self.best)
+        said = last_word(self.run, self.dual, self.proving, self.best, joint, room)
         self.program = said.program
         if said.choice is not None:
-            self._try(prices, dual.strategies(said.choice))
+            self._try(self.proving, self.dual.strategies(said.choice))
 
     def _mix(self, one: Evaluation, other: Evaluation, prices: Prices) -> None:
         """Try plans that decide in the first blocks as one plan does and in the last as another, each with what it

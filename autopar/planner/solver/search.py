@@ -130,6 +130,10 @@ class Run:
         """Return the strategies of an evaluated plan by class, each as its first member has it."""
         return {cls: e.choice[cls] for cls in self.problem.classes}
 
+    def by_strategy(self, choice: dict[int, int]) -> dict[int, int]:
+        """Return a choice of options by class as one of strategies, in the order of the classes."""
+        return {cls: choice[cls] % len(self.allowed[cls]) for cls in self.problem.classes}
+
     def settled(self, prices: Prices, choice: dict[int, int]) -> Evaluation:
         """Return the plan of a choice by class, with all that is alive at its peak."""
         return self.solver.with_peak(self.evaluate(prices, {v.index: choice[v.cls] for v in self.problem.vertices}))

@@ -91,19 +91,16 @@ class Solver:
             fix=f"{devices}memory={enough} would fit",
         )  # fmt: skip
 
-    def _made_to_fit(self, outcome: Outcome) -> Outcome:
-        """Return the same sharding with as much computed again as the memory demands, or as it is if that is of no
-        use."""
+    def made_to_fit(self, e: Evaluation) -> Evaluation | None:
+        """Return the same sharding with as much computed again as the memory demands, None if that is of no use."""
         limit = self.limit_bytes
         for _ in range(MOST_TRIES):
-            fitted, _ = self.blocks.fit(outcome.evaluation, limit, self.free)
-            if fitted is None:
-                break
-            fitted = self.with_peak(fitted)
-            if fitted.bytes_ <= self.limit_bytes:
-                return replace(outcome, evaluation=fitted, fits=True)
+            fitted, _ = self.blocks.fit(e, limit, self.free)
+            fitted = fitted and self.with_peak(fitted)
+            if fitted is None or fitted.bytes_ <= self.limit_bytes:
+                return fitted
             limit -= fitted.bytes_ - self.limit_bytes  # more passes by than before
-        return outcome
+        return None
 
     def baseline(
         self, name: str, styles: Mapping[str, str] | None = None, starts: Starts = ()
@@ -117,7 +114,9 @@ class Solver:
             )
             self.report(name)
             search = replace(self.search, gap=max(self.search.gap, BASELINE_GAP), solver=DUAL)
-            return self._made_to_fit(Run(self, restriction, self.allowed(restriction), search, starts).fastest())
+            fastest = Run(self, restriction, self.allowed(restriction), search, starts).fastest()
+            fitted = self.made_to_fit(fastest.evaluation)
+            return fastest if fitted is None else replace(fastest, evaluation=fitted, fits=True)
         except Exception as error:
             return not_compared(error)
 
