@@ -64,12 +64,12 @@ WIDE = "hidden=1024,layers=2,heads=16,vocab=8192,seq=512"
 CASES = [
     Case("mlp:hidden=4096,layers=3", "a=4", 1024, 1),
     Case("mlp:hidden=4096,layers=3", "a=2,b=2", 1024, 1),
-    Case("mlp:hidden=4096,layers=3", "a=4", 32768, 1, 0.8),
+    Case("mlp:hidden=4096,layers=3", "a=4", 32768, 1, 0.9),
     Case(f"gpt:{WIDE}", "a=4", 8, 512),
     Case(f"gpt:{WIDE}", "a=2,b=4", 8, 512),
-    Case(f"gpt:{WIDE}", "a=4", 8, 512, 0.7),
+    Case(f"gpt:{WIDE}", "a=4", 32, 512, 0.9),
     Case("llama:hidden=1024,layers=2,heads=16,kv_heads=4,ffn=2816,vocab=8192,seq=512", "a=8", 8, 512),
-    Case("llama:hidden=1024,layers=2,heads=16,kv_heads=4,ffn=2816,vocab=8192,seq=512", "a=2,b=4", 8, 512, 0.7),
+    Case("llama:hidden=1024,layers=2,heads=16,kv_heads=4,ffn=2816,vocab=8192,seq=512", "a=2,b=4", 32, 512, 0.9),
     Case("gpt2", "a=8", 64, 1024),
     Case("llama3-8b", "dp=8,tp=8", 16, 8192),
 ]

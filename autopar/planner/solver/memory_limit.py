@@ -72,6 +72,7 @@ class WithinLimit:
                 if self._search(early, is_sure) and self.best is not None:
                     break
         if self.best is not None:
+            self._keep(squeezed(self.run, self.best))
             return fastest_played([replace(self.last, evaluation=e) for e in [self.best, *self.kept]])
         best = self.run.smallest(self.smallest)
         if best.bytes_ > self.limit_bytes and self.run.search.largest_program:

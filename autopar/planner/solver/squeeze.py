@@ -21,16 +21,17 @@ if TYPE_CHECKING:
     from .search import Run
 
 MOST_TRIED, FEWEST_TRIED = 20_000, 60  # plans, of which a graph with many ops is tried fewer
-FAR = 2.0  # times the limit, from where no few changes help
+FAR = 4.0  # times the limit, from where no few changes help
 WIDEST = 3  # uses between the peak and what may change
 
 
 def squeezed(run: Run, start: Evaluation) -> Evaluation:
     """Return the fastest plan found that fits, or else the one that is nearest to it, by changes of one class at a time,
-    or of two that share a tensor, to `start`, which recomputes all and does not fit, and to what was found before."""
-    if start.bytes_ > FAR * run.limit_bytes:
-        return start
+    alone or with its neighbours, to `start`, and to what was found before. Where the graph is so large that few plans can be tried, a start that fits
+    stays as it is."""
     search = _Descent(run, start)
+    if start.bytes_ > FAR * run.limit_bytes or start.bytes_ <= run.limit_bytes and search.left == FEWEST_TRIED:
+        return start
     for choice in [run.by_class(start), *reversed(run.found)]:
         search.descend(run.by_strategy(choice))
     return search.best
@@ -43,24 +44,25 @@ class _Descent:
         self.run, self.best, self.rank = run, start, (_excess(run, start), start.seconds)
         self.left = max(FEWEST_TRIED, MOST_TRIED // len(run.problem.vertices))
         self.seen: set[tuple[int, ...]] = set()
+        cls = [v.cls for v in run.problem.vertices]
+        self.edges = sorted({(cls[u.producer], u.output, cls[u.consumer], u.slot) for u in run.problem.uses}, key=str)
 
     def descend(self, choice: dict[int, int]) -> None:
         """Go down from a choice by class, as long as there is something left to try."""
         found = self._tried(choice)
         if found is None:
             return
-        (here, rank), pairs = found, False
-        while self.left > 0:
+        (here, rank), kind = found, 0
+        kinds = (self._alone, self._spread, self._pairs)
+        while self.left > 0 and kind < len(kinds):
             before = rank
-            for change in self._changes(here, choice, pairs):
+            for change in kinds[kind](_near_the_peak(self.run, here), choice):
                 if self.left <= 0:
                     break
                 found = self._tried(choice | change)
                 if found is not None and found[1] < rank:
                     (here, rank), choice = found, choice | change
-            if rank == before and pairs:
-                break
-            pairs = rank == before
+            kind = kind + 1 if rank == before else 0
 
     def _tried(self, choice: dict[int, int]) -> tuple[Evaluation, tuple[float, float]] | None:
         key = tuple(choice.values())
@@ -73,17 +75,44 @@ class _Descent:
             self.best, self.rank = found
         return found
 
-    def _changes(self, e: Evaluation, choice: dict[int, int], pairs: bool) -> Iterator[dict[int, int]]:
-        """Iterate over changes of one class near the peak, or, if `pairs`, of two that share a tensor."""
-        near, run = _near_the_peak(self.run, e), self.run
-        options = {cls: [k for k in np.flatnonzero(run.allowed[cls]).tolist() if k != choice[cls]] for cls in near}
-        if not pairs:
-            yield from ({cls: k} for cls in near for k in options[cls])
-            return
-        edges = {(run.problem.vertices[u.producer].cls, run.problem.vertices[u.consumer].cls) for u in run.problem.uses}
-        for one, other in sorted(edges):
-            if one in options and other in options and one != other:
-                yield from ({one: k, other: m} for k in options[one] for m in options[other])
+    def _others(self, cls: int, choice: dict[int, int]) -> list[int]:
+        return [k for k in np.flatnonzero(self.run.allowed[cls]).tolist() if k != choice[cls]]
+
+    def _alone(self, near: list[int], choice: dict[int, int]) -> Iterator[dict[int, int]]:
+        """Iterate over changes of one class."""
+        yield from ({cls: k} for cls in near for k in self._others(cls, choice))
+
+    def _pairs(self, near: list[int], choice: dict[int, int]) -> Iterator[dict[int, int]]:
+        """Iterate over changes of two classes that share a tensor."""
+        for one, other in sorted({(producer, consumer) for producer, _, consumer, _ in self.edges}):
+            if one in near and other in near and one != other:
+                others = self._others(other, choice)
+                yield from ({one: k, other: m} for k in self._others(one, choice) for m in others)
+
+    def _spread(self, near: list[int], choice: dict[int, int]) -> Iterator[dict[int, int]]:
+        """Iterate over changes of one class that go on to its neighbours, to the cheapest of their strategies that read
+        or make a tensor in the layout which it now has, as far as there are some."""
+        for cls in near:
+            for k in self._others(cls, choice):
+                changed, waiting = {cls: k}, [cls]
+                while waiting:
+                    here = waiting.pop()
+                    for other, fitting in self._fitting(here, changed[here]):
+                        if other not in changed and choice[other] not in fitting and fitting:
+                            seconds = self.run.problem.classes[other].seconds
+                            changed[other] = min(fitting, key=lambda m: (seconds[m], m))
+                            waiting.append(other)
+                yield changed
+
+    def _fitting(self, cls: int, k: int) -> Iterator[tuple[int, list[int]]]:
+        """Iterate over the neighbours of a class with their strategies that agree with its strategy k."""
+        classes = self.run.problem.classes
+        for producer, output, consumer, slot in self.edges:
+            if cls not in (producer, consumer) or producer == consumer:
+                continue
+            made, wanted = classes[producer].output_layouts(output), classes[consumer].layouts(slot)
+            other, mine, theirs = (consumer, made, wanted) if cls == producer else (producer, wanted, made)
+            yield other, [m for m in np.flatnonzero(self.run.allowed[other]).tolist() if theirs[m] == mine[k]]
 
 
 def _settled(run: Run, choice: dict[int, int]) -> tuple[Evaluation, tuple[float, float]] | None:
