@@ -158,7 +158,7 @@ class WithinLimit:
 
     def _ask_program(self) -> None:
         """Let the integer program decide what is left around the best plan, and try what it finds."""
-        if self.best is None or not self.run.search.largest_program:
+        if self.best is None or not (self.run.search.last_word and self.run.search.largest_program):
             return
         room, joint = Room(self.solver.room_bytes, self.run.accumulates), self._joint(self.dual, self.best)
         said = last_word(self.run, self.dual, self.proving, self.best, joint, room)

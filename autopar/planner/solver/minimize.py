@@ -34,6 +34,7 @@ class Search:
     patience: float = 0.05  # give up if four sweeps close less than this of what is open
     largest_program: int = 8_000  # of all strategies that can still be better
     largest_choice: int = 8_000  # of the most promising ones
+    last_word: bool = True  # an integer program decides what is left at the end, and the plan says so
     cutoff_seconds: float = math.inf
     program_seconds: float = 60.0  # never reached by programs of these sizes, so that plans do not depend on the clock
     floor_objective: float = -math.inf  # priced: below it nothing new is proved, so that there is no need to go on

@@ -117,7 +117,7 @@ class Run:
                 break
             self.prices = self.prices.at(point)
         plans, program = [best, *(self._outcome(e, bound) for e in self.cuts.plans)], DecidedProgram()
-        if self.search.largest_program and (best.fits or not is_limited):
+        if self.search.last_word and self.search.largest_program and (best.fits or not is_limited):
             said = last_word(self, self.dual, proving, best.evaluation, self.by_class(best.evaluation))
             program = said.program
             if said.choice is not None:

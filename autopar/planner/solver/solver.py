@@ -113,7 +113,7 @@ class Solver:
                 Restriction.of_model(TensorPlan(tuple(styles.items())), mesh) if styles else Restriction.of(name, mesh)
             )
             self.report(name)
-            search = replace(self.search, gap=max(self.search.gap, BASELINE_GAP), solver=DUAL)
+            search = replace(self.search, gap=max(self.search.gap, BASELINE_GAP), solver=DUAL, last_word=False)
             fastest = Run(self, restriction, self.allowed(restriction), search, starts).fastest()
             fitted = self.made_to_fit(fastest.evaluation)
             return fastest if fitted is None else replace(fastest, evaluation=fitted, fits=True)
