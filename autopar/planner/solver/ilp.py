@@ -112,7 +112,8 @@ class Program:
         options: Mapping[int, np.ndarray] | None = None,
     ):
         """Assemble the program. Classes of `reruns` may run again in the backward: their options are as those of Dual.
-        `options`: those that are left of every class, by default all that are allowed. Beyond `most_variables` it is left incomplete, and of no use."""
+        `options`: those that are left of every class, by default all that are allowed. Beyond `most_variables` it is
+        left incomplete, and of no use."""
         self.problem, self.allowed, self.prices = problem, allowed, prices
         self.keep_parameters, self.reruns = keep_parameters, frozenset(reruns)
         self._cost: list[np.ndarray] = []

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 SWEEPS = 4  # at the best prices, before reduced costs are read
 GAP = 5e-4
+ROUNDING = 1e-9  # of the bound
 MOST_NODES = 40  # of the branching: enough for programs of this size, and the same on every machine
 NARROWER = 0.5  # each time that too much is left
 MOST_NARROWED = 14
@@ -60,7 +61,7 @@ def last_word(run: Run, dual: Dual, prices: Prices, best: Evaluation, joint: dic
         dual.sweep(i % 2 == 0)
     base, reduced = dual.reduced_costs()
     worth = prices.byte_seconds * room.bytes_ if room else 0.0
-    slack = (best.seconds + worth - base) * (1 + 1e-9)
+    slack = best.seconds + worth - base + ROUNDING * abs(base)
     held = best.resident_bytes + prices.gradients * best.gradient_bytes
     slack += 0.0 if room else prices.byte_seconds * held  # among equally fast plans the smaller one
     total = sum(map(len, dual.index))

@@ -25,7 +25,6 @@ from ..problem.offload import break_even, offloaded
 from . import full_program
 from .cutting_planes import FIRST_PRICE
 from .dual import Dual
-from .ilp import Solution
 from .interpolate import between, keep_copies, mix
 from .last_word import Room, last_word
 from .local_search import LocalSearch

@@ -143,7 +143,7 @@ def _promising(
     """Return the best choice among strategies of the pool and those of least reduced cost, as many as a program can
     take."""
     found = [sorted({choice[cls] for choice in pool}) for cls in dual.classes]
-    met = [np.searchsorted(index, ks) for index, ks in zip(dual.index, found)]
+    met = [np.flatnonzero(np.isin(index, ks)) for index, ks in zip(dual.index, found)]
     for count in (8, 4, 2, 1, 0):
         keep = [np.union1d(np.argsort(r, kind="stable")[:count], m) for r, m in zip(reduced, met)]
         program = _program(dual, best, keep, 2 * search.largest_choice)

@@ -1,8 +1,9 @@
-"""The last resort before a plan is refused: other strategies where memory peaks.
+"""Other strategies where memory peaks: the last resort before a plan is refused, and what makes small plans faster.
 
 Prices of memory know what stays and what waits for the backward, not what passes by between two ops or inside of a
-collective. Where that is what does not fit, one class after the other near the peak takes the strategy with which the
-step as it is played through (autopar/planner/objective/memory_timeline.py) holds least.
+collective. Where that is what does not fit, classes near the peak take other strategies, one after the other, as long
+as the bytes of a step (autopar/planner/objective/memory_timeline.py) come nearer to the limit, then as long as its
+seconds become fewer.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ WIDEST = 3  # uses between the peak and what may change
 
 def squeezed(run: Run, start: Evaluation) -> Evaluation:
     """Return the fastest plan found that fits, or else the one that is nearest to it, by changes of one class at a time,
-    alone or with its neighbours, to `start`, and to what was found before. Where the graph is so large that few plans can be tried, a start that fits
-    stays as it is."""
+    alone or with its neighbours, to `start`, and to what was found before. Where the graph is so large that few plans
+    can be tried, a start that fits stays as it is."""
     search = _Descent(run, start)
     if start.bytes_ > FAR * run.limit_bytes or start.bytes_ <= run.limit_bytes and search.left == FEWEST_TRIED:
         return start
@@ -136,13 +137,14 @@ def _excess(run: Run, e: Evaluation) -> float:
 
 
 def _near_the_peak(run: Run, e: Evaluation) -> list[int]:
-    """Return the classes of what runs at the peak, and of what makes and reads its tensors, the nearest first."""
+    """Return the classes of what runs at the peak, of what makes and reads its tensors, and then all others, which may
+    hold something all the time."""
     live, problem = live_bytes(run.problem, e, run.solver.pricer), run.problem
     if not live.order.runs:
-        return []
+        return list(problem.classes)
     near = {live.order.runs[live.peak_at].vertex: None}
     for _ in range(WIDEST):
         for use in problem.uses:
             if use.slot != STATE and (use.producer in near or use.consumer in near):
                 near |= {use.producer: None, use.consumer: None}
-    return list(dict.fromkeys(problem.vertices[v].cls for v in near))
+    return list(dict.fromkeys([*(problem.vertices[v].cls for v in near), *problem.classes]))
