@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .search import Run
 
 MOST_TRIED, FEWEST_TRIED = 20_000, 60  # plans, of which a graph with many ops is tried fewer
+ENOUGH_TRIED = 1000  # for it to be likely that a plan which fits already becomes faster
 FAR = 4.0  # times the limit, from where no few changes help
 WIDEST = 3  # uses between the peak and what may change
 
@@ -31,7 +32,7 @@ def squeezed(run: Run, start: Evaluation) -> Evaluation:
     alone or with its neighbours, to `start`, and to what was found before. Where the graph is so large that few plans
     can be tried, a start that fits stays as it is."""
     search = _Descent(run, start)
-    if start.bytes_ > FAR * run.limit_bytes or start.bytes_ <= run.limit_bytes and search.left == FEWEST_TRIED:
+    if start.bytes_ > FAR * run.limit_bytes or start.bytes_ <= run.limit_bytes and search.left < ENOUGH_TRIED:
         return start
     for choice in [run.by_class(start), *reversed(run.found)]:
         search.descend(run.by_strategy(choice))
