@@ -1,6 +1,7 @@
 """How exact the search is: against all plans of small random graphs, and against HiGHS on models of two layers.
 
-    OMP_NUM_THREADS=1 python benchmarks/exact.py [--graphs 200] [--first 0] [--plans 1000000] [--limits 12] [--seconds 120]
+    OMP_NUM_THREADS=1 python benchmarks/exact.py [--graphs 200] [--first 0] [--plans 1000000] [--limits 12]
+                                                 [--seconds 120]
 
 Random joint graphs of up to 8 nodes on meshes of 2, 4 and 2 by 2 devices: every plan is priced and the judge asked
 about some; the search must be within its gap of the best, its bound not above it, and HiGHS, on the same unfolded
@@ -60,8 +61,8 @@ def limits(count: int, first: int, most_plans: int) -> int:
         found += check_limits(seed, most_plans)
     refused, slower = sum(math.isinf(f.found) for f in found), sum(f.is_slower for f in found)
     losses = [f.found / f.best - 1 for f in found if math.isfinite(f.found)]
-    print(f"\n{count} random graphs, {len(found)} limits that a plan fits, {time.perf_counter() - start:.0f} s: {refused} "
-          f"refused, {slower} slower than under less memory; the best plan found under "
+    print(f"{count} random graphs, {len(found)} limits that a plan fits, {time.perf_counter() - start:.0f} s: "
+          f"{refused} refused, {slower} slower than under less memory; the best plan found under "
           f"{sum(loss <= 1e-6 for loss in losses)}, mean loss {sum(losses) / len(losses):.2%}, worst {max(losses):.2%}",
           flush=True)  # fmt: skip
     return refused + slower

@@ -53,8 +53,8 @@ def test_the_program_says_what_it_decided(share):
 
 def test_texts_of_the_program():
     assert str(DecidedProgram(100, 100)).endswith("none left to decide")
-    assert str(DecidedProgram(100, 60, 40, 300, True)).endswith("40 decided with 300 variables, proved best where equal "
-                                                                "blocks decide alike")  # fmt: skip
+    proved = "40 decided with 300 variables, proved best where equal blocks decide alike"
+    assert str(DecidedProgram(100, 60, 40, 300, True)).endswith(proved)
     assert str(DecidedProgram(1000, 60, 40, 300)).endswith("not proved (940 could be better)")
 
 

@@ -22,7 +22,7 @@ _least = np.minimum.reduce
 
 
 class Side:
-    """The map from the options of a class to layouts of one tensor, `count` of them, of which some may have no option."""
+    """The map from the options of a class to `count` layouts of one tensor, some of which may have no option."""
 
     def __init__(self, which: np.ndarray, count: int):
         self.which, self.count = which, count

@@ -54,8 +54,8 @@ class Room:
 
 def last_word(run: Run, dual: Dual, prices: Prices, best: Evaluation, joint: dict[int, int],
               room: Room | None = None) -> LastWord:  # fmt: skip
-    """Return what the program decides among the options that can be in a plan faster than `best`, whose options by class
-    are `joint`. The dual has what was learned at prices near these; with `room` the plan has to fit it."""
+    """Return what the program decides among the options that can be in a plan faster than `best`, whose own options by
+    class are `joint`. The dual has what was learned at prices near these; with `room` the plan has to fit it."""
     dual.price(prices)
     for i in range(2 * SWEEPS):
         dual.sweep(i % 2 == 0)
@@ -123,8 +123,8 @@ def _program(run: Run, dual: Dual, options: dict[int, np.ndarray], room: Room | 
 
 
 def one_hot(free: Prices) -> tuple[list[Prices], list[list[int]]]:
-    """Return prices at which all weight is on the streams that compute, then, for each span and class of links, those at
-    which that span's is on these; and by span, which of the prices those are."""
+    """Return prices at which all weight is on the streams that compute, then, for each span and class of links, those
+    at which that span's is on these; and by span, which of the prices those are."""
     classes = len(free.links[0]) if free.links else 0
     zero = tuple((0.0,) * classes for _ in free.links)
     prices, spans = [replace(free, links=zero)], []

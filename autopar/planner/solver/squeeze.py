@@ -28,9 +28,9 @@ WIDEST = 3  # uses between the peak and what may change
 
 
 def squeezed(run: Run, start: Evaluation) -> Evaluation:
-    """Return the fastest plan found that fits, or else the one that is nearest to it, by changes of one class at a time,
-    alone or with its neighbours, to `start`, and to what was found before. Where the graph is so large that few plans
-    can be tried, a start that fits stays as it is."""
+    """Return the fastest plan found that fits, or else the one that is nearest to it, by changes of one class after the
+    other, alone or with its neighbours, to `start`, and to what was found before. Where the graph is so large that few
+    plans can be tried, a start that fits stays as it is."""
     search = _Descent(run, start)
     if start.bytes_ > FAR * run.limit_bytes or start.bytes_ <= run.limit_bytes and search.left < ENOUGH_TRIED:
         return start
