@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class DecidedProgram:
-    """What was decided of all `choices`, the options of classes of ops: the bounds excluded so many, OR-tools decided so
-    many of the others, in a program of so many `variables`. It is `proved` if no plan in which equal blocks decide alike
-    is faster by more than the program's gap."""
+    """What was decided of all `choices`, the options of classes of ops: the bounds excluded so many, OR-tools decided
+    so many of the others, in a program of so many `variables`. It is `proved` if no plan in which equal blocks decide
+    alike is faster by more than the program's gap."""
 
     choices: int = 0
     excluded: int = 0
