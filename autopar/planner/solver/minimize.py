@@ -88,6 +88,7 @@ def minimize(dual: Dual, starts: Sequence[dict[int, int]] = (), search: Search =
         last = bound
         if turn % TURNS_TO_EXCLUDE == TURNS_TO_EXCLUDE - 1:
             dual = _without_worse(dual, best.objective)
+    assert best is not None
     best = Solution(best.choice, best.objective, min(bound, best.objective))
     if not is_over:
         best = _finish(dual, tied, best, pool, search)

@@ -116,6 +116,7 @@ class Run:
                 best = self._mixed(best, met)
                 break
             self.prices = self.prices.at(point)
+        assert best is not None
         plans, program = [best, *(self._outcome(e, bound) for e in self.cuts.plans)], DecidedProgram()
         if self.search.last_word and self.search.largest_program and (best.fits or not is_limited):
             said = last_word(self, self.dual, proving, best.evaluation, self.by_class(best.evaluation))
