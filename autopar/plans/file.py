@@ -220,6 +220,7 @@ SHARDING: Kind = {
 }
 # What a file may leave out, and what it could be.
 NO_FLOPS: Json = {"model": 0.0, "dtype": "fp32", "peak_per_second": 0.0, "published": 0.0}
+NO_PROGRAM: Json = {"choices": 0, "excluded": 0, "decided": 0, "variables": 0, "proved": False}
 OPTIONAL: Json = {
     "reduce_dtype": "bf16",
     "state_dtype": "bf16",
@@ -227,6 +228,7 @@ OPTIONAL: Json = {
     "batches": [],
     "update_seconds": 0.0,
     "flops": NO_FLOPS,
+    "program": NO_PROGRAM,
 }
 OF_ALTERNATIVES: Json = {"micro_batches": 1, "recomputed_blocks": 0, "offload": "none"}  # the same of each of them
 SCHEMA: Kind = {
@@ -253,6 +255,7 @@ SCHEMA: Kind = {
     "reduce_scatter": lowering, "bucket_bytes": amount, "parameter_elements": count, "trained_elements": count,
     "offloaded": {"parameters": count, "host_bytes": amount, "copy_seconds": amount, "optimizer_seconds": amount},
     "flops": {"model": amount, "dtype": text, "peak_per_second": amount, "published": amount},
+    "program": {"choices": count, "excluded": count, "decided": count, "variables": count, "proved": flag},
     "outputs": [{"name": text, "shape": [count], "layout": text, "wire_bytes": amount, "seconds": amount}],
     "reduces_once": flag, "overlaps": flag, "samples": count,
     "pipeline": {

@@ -20,6 +20,7 @@ from ..schedule import catalogue
 from . import file
 from .file import MEMORY_KINDS, VERSION, Json
 from .pipeline import Pipeline, StageCost
+from .program import DecidedProgram
 from .sharding import NodeSharding, Sharding
 
 if TYPE_CHECKING:
@@ -182,6 +183,7 @@ class Plan:
     update_seconds: float = 0.0  # of the optimizer on the device
     offloaded: Offloaded = Offloaded()
     flops: Flops = Flops()
+    program: DecidedProgram = DecidedProgram()
     state_dtype: str | None = None  # of the optimizer's tensors, if that is narrower than their parameter
     reduce_dtype: str | None = None  # gradients are added up over devices in this type if it is narrower than theirs
     outputs: tuple[Output, ...] = ()  # empty if all are whole on every device
@@ -269,6 +271,7 @@ class Plan:
                 "outputs": tuple(Output(**(o | {"shape": tuple(o["shape"])})) for o in fields.get("outputs", ())),
                 "offloaded": Offloaded(**fields["offloaded"]),
                 "flops": Flops(**fields.get("flops", {})),
+                "program": DecidedProgram(**fields.get("program", {})),
                 "pipeline": pipeline,
                 "meshes": tuple(MeshCandidate(**m) for m in fields["meshes"]),
                 "batches": tuple(BatchCandidate(**b) for b in fields.get("batches", ())),

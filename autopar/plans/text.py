@@ -37,6 +37,7 @@ def _result(plan: Plan) -> list[str]:
         words.progress(plan),
         f"peak {size(plan.peak_bytes)} a device, {percent(plan.peak_bytes, plan.memory_limit_bytes)} of "
         f"{size(plan.memory_limit_bytes)}",
+        *([str(plan.program)] if plan.program.choices else []),
         *utilization_lines(plan),
         *words.unsharded(plan),
         *axis_lines(plan),

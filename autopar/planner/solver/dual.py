@@ -11,7 +11,7 @@ autopar/planner/solver/factor.py.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
@@ -39,6 +39,12 @@ def own_cost(problem: Problem, cls: int, prices: Prices, reruns: Collection[int]
     return np.concatenate([once, once + options.seconds * (prices.compute("backward") * options.copies)])
 
 
+def options_of(cls: int, allowed: np.ndarray, reruns: Collection[int]) -> np.ndarray:
+    """Return the options of a class whose strategies have the mask `allowed`, see Dual."""
+    once = np.flatnonzero(allowed)
+    return np.concatenate([once, once + len(allowed)]) if cls in reruns else once
+
+
 def _order(problem: Problem) -> list[int]:
     """Return the classes in graph order, a leaf just before its first consumer, so that neighbours in the order are
     neighbours in the graph: rounding decides a class when most of what it touches is decided."""
@@ -59,9 +65,11 @@ class Dual:
 
     def __init__(self, problem: Problem, hyperedges: Sequence[HyperedgePrices], allowed: dict[int, np.ndarray],
                  prices: Prices,
-                 keep_parameters: bool | None = None, reruns: Collection[int] = ()):  # fmt: skip
+                 keep_parameters: bool | None = None, reruns: Collection[int] = (),
+                 options: Sequence[np.ndarray] | None = None):  # fmt: skip
         """Build the dual at these prices. `reruns` are classes whose ops may run again in the backward, so that what
-        they make need not be saved; with them the bound also holds for plans that recompute."""
+        they make need not be saved; with them the bound also holds for plans that recompute. `options`: those of every
+        class in order that are left, by default all that are allowed."""
         self.problem, self.hyperedges, self.allowed, self.keep_parameters = (
             problem,
             hyperedges,
@@ -71,10 +79,7 @@ class Dual:
         self.reruns = frozenset(reruns)
         self.classes = _order(problem)
         self.position = {cls: i for i, cls in enumerate(self.classes)}
-        self.index = []
-        for cls in self.classes:
-            once = np.flatnonzero(allowed[cls])
-            self.index.append(np.concatenate([once, once + len(allowed[cls])]) if cls in self.reruns else once)
+        self.index = options or [options_of(cls, allowed[cls], self.reruns) for cls in self.classes]
         self.factors: list[Factor] = []
         self.ends: list[list[tuple[Factor, End]]] = [[] for _ in self.classes]
         self._loops: list[HyperedgePrices] = []
@@ -113,10 +118,30 @@ class Dual:
     def _end(self, cls: int, layout_of: np.ndarray) -> tuple[np.ndarray, End]:
         """Return the layouts of a tensor that the allowed options of a class have, with the class's end of a factor."""
         twice, position = cls in self.reruns, self.position[cls]
-        once = self.index[position][: len(self.index[position]) // (1 + twice)]
-        layouts, which = np.unique(layout_of[once], return_inverse=True)
-        side = Side(np.concatenate([which, which + len(layouts)]) if twice else which)
-        return layouts, End(position, side, np.zeros(len(layouts) * (1 + twice)), twice)
+        rerun, k = np.divmod(self.index[position], len(layout_of))
+        layouts, which = np.unique(layout_of[k], return_inverse=True)
+        count = len(layouts) * (1 + twice)
+        side = Side(which + rerun * len(layouts), count)
+        return layouts, End(position, side, np.zeros(count), twice, layouts)
+
+    def restricted(self, keep: Sequence[np.ndarray]) -> Dual:
+        """Return the dual of those options of every class alone that a mask keeps, with all that was learned of
+        them."""
+        few = Dual(self.problem, self.hyperedges, self.allowed, self.prices, self.keep_parameters, self.reruns,
+                   [index[mask] for index, mask in zip(self.index, keep)])  # fmt: skip
+        for end, known in few._beside(self):
+            end.message = known.rows[:, end.places(known)].ravel()
+        return few
+
+    def learn(self, few: Dual) -> None:
+        """Take over what the dual of some of the options has learned of them."""
+        for end, known in few._beside(self):
+            known.rows[:, end.places(known)] = end.rows
+
+    def _beside(self, other: Dual) -> Iterator[tuple[End, End]]:
+        """Iterate over the ends of all factors, each with the one in a dual of more options."""
+        for mine, theirs in zip(self.ends, other.ends):
+            yield from ((end, known) for (_, end), (_, known) in zip(mine, theirs))
 
     def price(self, prices: Prices) -> None:
         """Take these prices from now on; messages stay, so that the bound is near again after few sweeps."""

@@ -22,17 +22,26 @@ _least = np.minimum.reduce
 
 
 class Side:
-    """The map from the options of a class to layouts of one tensor."""
+    """The map from the options of a class to `count` layouts of one tensor, some of which may have no option."""
 
-    def __init__(self, which: np.ndarray):
-        self.which = which
+    def __init__(self, which: np.ndarray, count: int):
+        self.which, self.count = which, count
         self.order = np.argsort(which, kind="stable")
-        self.starts = np.searchsorted(which[self.order], np.arange(which.max() + 1))
-        self.is_identity = len(self.starts) == len(which) and bool((which == np.arange(len(which))).all())
+        present = np.unique(which)
+        self.starts = np.searchsorted(which[self.order], present)
+        self.present = present if len(present) < count else None
+        self.is_identity = count == len(which) and bool((which == np.arange(count)).all())
 
     def smallest(self, values: np.ndarray) -> np.ndarray:
         """Return the minimum of a class's values over the options of each layout."""
-        return values if self.is_identity else np.minimum.reduceat(values.take(self.order), self.starts)
+        if self.is_identity:
+            return values
+        least = np.minimum.reduceat(values.take(self.order), self.starts)
+        if self.present is None:
+            return least
+        every = np.full(self.count, IMPOSSIBLE_SECONDS)
+        every[self.present] = least
+        return every
 
     def spread(self, message: np.ndarray) -> np.ndarray:
         """Return a message by layout as one by option."""
@@ -48,6 +57,7 @@ class End:
     side: Side
     message: np.ndarray
     twice: bool
+    layouts: np.ndarray
     columns: np.ndarray | slice | None = None  # a consumer's layouts as columns of the factor's prices
     phase: int = FORWARD
 
@@ -55,6 +65,10 @@ class End:
     def rows(self) -> np.ndarray:
         """Return the message in one row, or in two if the class may run again."""
         return self.message.reshape(1 + self.twice, -1)
+
+    def places(self, other: End) -> np.ndarray:
+        """Return where the layouts are among those of an end of the same class that has more."""
+        return np.searchsorted(other.layouts, self.layouts)
 
 
 class _Block:

@@ -7,7 +7,8 @@ the backward, a tensor is there without being saved; a forward consumer that run
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import copy
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -97,6 +98,18 @@ class HyperedgePrices:
                 seconds[:, i] = pricer.split((p,), self.targets, moved, self.is_hidden)[:, 0]
                 seconds[0, i] += casts
         return seconds
+
+    def chosen(self, source: int, columns: Sequence[int]) -> HyperedgePrices:
+        """Return the prices of one source and some of the columns alone: few numbers to price again and again."""
+        few, here = copy.copy(self), (np.array([source]), np.array(columns))
+        at = np.ix_(*here)
+        few.sources, few.targets = (self.sources[source],), tuple(self.targets[q] for q in columns)
+        few.is_once, few.split = self.is_once[here[0]], self.split[:, here[0]][:, :, here[1]]
+        few.seconds, few.is_possible = self.seconds[at], self.is_possible[at]
+        few._copy_bytes, few._base_bytes = self._copy_bytes[at], self._base_bytes[here[0]]
+        unmoved = np.flatnonzero(self.same_as[here[1]] == source)
+        few._unmoved = np.zeros(len(unmoved), int), unmoved
+        return few
 
     def _priced(self, prices: Prices, phase: str, is_once: bool = False) -> np.ndarray:
         """Return the priced seconds from every source to every target, inf where there is no way."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +20,7 @@ import numpy as np
 from ..objective.modes import BACKWARD, BOTH, FORWARD
 from ..problem.multipliers import Prices
 from ..problem.problem import Problem
-from .dual import own_cost
+from .dual import options_of, own_cost
 from .hyperedges import HyperedgePrices
 
 SCALE = 1e6  # objective in microseconds, well inside the solver's tolerances
@@ -33,6 +33,7 @@ class Solution:
     choice: dict[int, int]
     objective: float
     bound: float
+    is_optimal: bool = False  # as far as a solver's gap says
 
 
 class _Readers(dict):
@@ -108,9 +109,11 @@ class Program:
         keep_parameters: bool | None = None,
         reruns: Collection[int] = (),
         most_variables: float = math.inf,
+        options: Mapping[int, np.ndarray] | None = None,
     ):
         """Assemble the program. Classes of `reruns` may run again in the backward: their options are as those of Dual.
-        Beyond `most_variables` it is left incomplete, and of no use."""
+        `options`: those that are left of every class, by default all that are allowed. Beyond `most_variables` it is
+        left incomplete, and of no use."""
         self.problem, self.allowed, self.prices = problem, allowed, prices
         self.keep_parameters, self.reruns = keep_parameters, frozenset(reruns)
         self._cost: list[np.ndarray] = []
@@ -121,12 +124,13 @@ class Program:
         self._high: list[np.ndarray] = []
         self._extra: list[tuple[np.ndarray, np.ndarray]] = []  # costs added to variables that exist already
         self.variables = self.constraints = 0
-        self._one_hot()
+        self._one_hot(options)
         self.binaries = self.variables
         for hyperedge in hyperedges:
             if self.variables > most_variables:
                 break
             self._hyperedge(hyperedge)
+        self.shares = self.variables  # that are no seconds
 
     # assembly
 
@@ -156,12 +160,11 @@ class Program:
         self._entries(row, np.array(more), 1.0)
         self._entries(row, np.array(less), -1.0)
 
-    def _one_hot(self) -> None:
+    def _one_hot(self, options: Mapping[int, np.ndarray] | None) -> None:
         self.first: dict[int, int] = {}
         self.index: dict[int, np.ndarray] = {}
         for cls in self.problem.classes:
-            once = np.flatnonzero(self.allowed[cls])
-            index = np.concatenate([once, once + len(self.allowed[cls])]) if cls in self.reruns else once
+            index = options[cls] if options else options_of(cls, self.allowed[cls], self.reruns)
             costs = [own_cost(self.problem, cls, prices, self.reruns)[index] for prices in self.prices]
             variables = self._new_variables(np.stack(costs))
             self.first[cls], self.index[cls] = int(variables[0]), index
@@ -277,35 +280,34 @@ class Program:
             costs[:, variables] += prices
         return costs
 
-    def _largest(self, costs: np.ndarray) -> np.ndarray:
-        """Add a variable that is at least as large as every row of costs, and return the objective that it is."""
-        largest = self._new_variables(np.zeros((len(self.prices), 1)))
-        rows = self._new_rows(len(costs), 0.0, np.inf)
-        self._entries(rows, largest, 1.0)
-        for row, cost in zip(rows, costs):
-            columns = np.flatnonzero(cost)
-            self._entries(row, columns, -cost[columns])
-        return np.eye(1, self.variables, self.variables - 1)[0]
+    def busiest(self, base: np.ndarray, beyond: np.ndarray, spans: Sequence[Sequence[int]]) -> np.ndarray:
+        """Let every span take as long as its busiest stream: what the rows of `beyond` that are the span's cost more
+        than `base`, if anything. Return the costs with those of the new variables."""
+        for rows in spans:
+            more = self._new_variables(np.ones((len(self.prices), 1)))
+            for stream in rows:
+                row, columns = self._new_rows(1, 0.0, np.inf), np.flatnonzero(beyond[stream])
+                self._entries(row, more, 1.0)
+                self._entries(row, columns, -beyond[stream][columns])
+        return np.concatenate([base, np.ones(len(spans))])
 
     def solve(self, seconds_limit: float, relative_gap: float = 1e-4, relax: bool = False,
-              costs: np.ndarray | None = None) -> Solution | None:  # fmt: skip
-        """Minimize the largest of several rows of costs, by default those at all of the prices: return what is optimal
-        within `relative_gap`, or the best found in the time; None if nothing was found. The result is deterministic but
-        for the time limit: one thread, fixed seed."""
+              costs: np.ndarray | None = None, most_nodes: int | None = None) -> Solution | None:  # fmt: skip
+        """Minimize `costs`, by default those at the first prices: return what is optimal within `relative_gap`, or the
+        best found in the time or with so many nodes of the branching; None if nothing was found. The result is
+        deterministic but for the time limit: one thread, fixed seed."""
         from ortools.math_opt import model_pb2
         from ortools.math_opt.python import mathopt
         from ortools.math_opt.solvers import highs_pb2
 
-        costs = (self.costs() if costs is None else costs) * SCALE
-        width = self.variables
-        cost = costs[0] if len(costs) == 1 else self._largest(costs)
+        cost = (self.costs()[0] if costs is None else costs) * SCALE
         rows, columns = np.concatenate(self._rows), np.concatenate(self._columns)
         values = np.concatenate(self._values)
         rows, columns, values = _summed(rows, columns, values, self.variables)
         model = model_pb2.ModelProto()
         model.variables.ids.extend(range(self.variables))
         model.variables.lower_bounds.extend([0.0] * self.variables)
-        model.variables.upper_bounds.extend([1.0] * width + [np.inf] * (self.variables - width))
+        model.variables.upper_bounds.extend(np.where(np.arange(self.variables) < self.shares, 1.0, np.inf).tolist())
         model.variables.integers.extend([not relax and i < self.binaries for i in range(self.variables)])
         nonzero = np.flatnonzero(cost)
         model.objective.linear_coefficients.ids.extend(nonzero.tolist())
@@ -316,11 +318,12 @@ class Program:
         model.linear_constraint_matrix.row_ids.extend(rows.tolist())
         model.linear_constraint_matrix.column_ids.extend(columns.tolist())
         model.linear_constraint_matrix.coefficients.extend(values.tolist())
+        nodes = {} if most_nodes is None else {"mip_max_nodes": most_nodes}
         parameters = mathopt.SolveParameters(
             time_limit=datetime.timedelta(seconds=seconds_limit),
             relative_gap_tolerance=None if relax else relative_gap,
             random_seed=0,
-            highs=highs_pb2.HighsOptionsProto(string_options={"parallel": "off"}),  # one thread
+            highs=highs_pb2.HighsOptionsProto(string_options={"parallel": "off"}, int_options=nodes),  # one thread
         )
         result = mathopt.solve(mathopt.Model.from_model_proto(model), mathopt.SolverType.HIGHS, params=parameters)
         if not result.has_primal_feasible_solution():
@@ -332,7 +335,8 @@ class Program:
         for cls, index in self.index.items():
             choice[cls] = int(index[np.argmax(x[self.first[cls] : self.first[cls] + len(index)])])
         bound = result.termination.objective_bounds.dual_bound / SCALE
-        return Solution(choice, result.objective_value() / SCALE, bound)
+        is_optimal = result.termination.reason == mathopt.TerminationReason.OPTIMAL
+        return Solution(choice, result.objective_value() / SCALE, bound, is_optimal)
 
 
 def _summed(rows, columns, values, width):

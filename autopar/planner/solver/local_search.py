@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..objective.modes import BACKWARD
-from .dual import Dual
+from ..problem.multipliers import Prices
+from .dual import Dual, own_cost
 from .factor import IMPOSSIBLE_SECONDS
 from .hyperedges import HyperedgePrices, PricedMode, served
 
@@ -33,6 +34,21 @@ class LocalSearch:
         """Return the priced cost of a choice of options by class."""
         total = sum(float(self.own[cls][k]) for cls, k in choice.items())
         return total + sum(self._hyperedge(number, choice) for number in range(len(self.dual.hyperedges)))
+
+    def objectives(self, choice: dict[int, int], prices: Sequence[Prices]) -> list[float]:
+        """Return what a choice costs at each of some other prices."""
+        totals = [
+            sum(float(own_cost(self.problem, cls, p, self.dual.reruns)[k]) for cls, k in choice.items()) for p in prices
+        ]
+        for hyperedge in self.dual.hyperedges:
+            source, rerun, columns, phases = self._indices(hyperedge, choice)
+            found = {q: i for i, q in enumerate(dict.fromkeys(columns))}
+            few = hyperedge.chosen(source, list(found))
+            for i, p in enumerate(prices):
+                modes = few.modes(p, self.dual.keep_parameters, self.dual.reruns)
+                seconds = served(modes, 0, [found[q] for q in columns], phases, rerun)
+                totals[i] += hyperedge.hyperedge.copies * float(seconds)
+        return totals
 
     def _indices(self, hyperedge: HyperedgePrices, choice: dict[int, int]) -> tuple[int, int, list[int], list[int]]:
         """Return the row of the producer and whether it runs again, the columns of the consumers and the phases in

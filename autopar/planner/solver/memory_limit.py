@@ -16,6 +16,7 @@ from functools import partial
 
 import numpy as np
 
+from ...plans.program import DecidedProgram
 from ...utils.format import size
 from ..objective.checkpoint_blocks import recomputed_vertices
 from ..objective.evaluate import Evaluation
@@ -24,13 +25,15 @@ from ..problem.offload import break_even, offloaded
 from . import full_program
 from .cutting_planes import FIRST_PRICE
 from .dual import Dual
-from .ilp import Solution
 from .interpolate import between, keep_copies, mix
+from .last_word import Room, last_word
 from .local_search import LocalSearch
 from .minimize import ILP, BeyondCutoff, minimize
 from .search import Outcome, Run, fastest_played
+from .squeeze import squeezed
 
 MOST_PRICES = 9  # of one search; the cuts seldom ask for more
+MOST_FAILURES = 2  # one after the other, to prove more at other prices
 MOST_PRICE = 64.0  # units, in which the whole memory costs as much as all compute
 SMALL_DOUBT = 0.003  # of the bound: better prices would hardly say more
 # the searches for the bound try a plan at each of their prices: with so many tried, and one that fits, no others are
@@ -55,7 +58,7 @@ class WithinLimit:
         self.fast = fastest.evaluation  # the least memory among fast plans, so far
         self.bound, self.smallest = fastest.bound_seconds, self.fast
         self.best: Evaluation | None = None
-        self.tries = 0
+        self.tries, self.program = 0, DecidedProgram()
         self.rough = replace(run.search, gap=max(run.search.gap, PLAN_GAP), rounds=ROUNDS, largest_program=0)
 
     def outcome(self) -> Outcome:
@@ -68,8 +71,11 @@ class WithinLimit:
                 if self._search(early, is_sure) and self.best is not None:
                     break
         if self.best is not None:
+            self._keep(squeezed(self.run, self.best))
             return fastest_played([replace(self.last, evaluation=e) for e in [self.best, *self.kept]])
         best = self.run.smallest(self.smallest)
+        if best.bytes_ > self.limit_bytes and self.run.search.largest_program:
+            best = squeezed(self.run, best)
         if best.bytes_ > self.limit_bytes:
             kind = "" if self.run.restriction.name == "auto" else f" with strategy {self.run.restriction.name}"
             raise self.solver.refusal(
@@ -80,7 +86,8 @@ class WithinLimit:
     @property
     def last(self) -> Outcome:
         """Return the outcome of the search, with the first half's plan."""
-        return replace(self.first, bound_seconds=self.bound, fits=True, found=tuple(self.run.found))
+        return replace(self.first, bound_seconds=self.bound, fits=True, found=tuple(self.run.found),
+                       program=self.program)  # fmt: skip
 
     def _try_program(self) -> None:
         """Try what the full integer program chooses, at several prices of what it keeps and computes again."""
@@ -105,6 +112,7 @@ class WithinLimit:
         for one, other in itertools.combinations(plans[:MOST_MIXED], 2):
             if self.best is not None and not self._is_near() and one.choice != other.choice:
                 self._mix(one, other, self._prices(free, point))
+        self._ask_program()
         return True
 
     def _highest_bound(self, free: Prices, is_sure: bool) -> tuple[np.ndarray, list[Evaluation]] | None:
@@ -115,7 +123,7 @@ class WithinLimit:
         reruns = self.solver.blocks.reruns if free.saved else ()
         dual = Dual(self.problem, self.solver.hyperedges, run.allowed, free, run.restriction.keep, reruns)
         # Far from where most was proved the search proves little: many plans cost the same where a weight is all.
-        around, proved, reach = None, -math.inf, 1.0
+        around, proved, reach, failures = None, -math.inf, 1.0, 0
         for _ in range(MOST_PRICES):
             point, doubt, met = cuts.highest(self.bound, around, reach)
             if doubt <= SMALL_DOUBT or cuts.is_known(point) or self._is_near():
@@ -123,13 +131,17 @@ class WithinLimit:
             prices = self._prices(free, point)
             dual.price(prices)
             starts = [*self.run.found, *([] if self.best is None else [self._joint(dual, self.best)])]
-            solution = minimize(dual, starts, replace(run.search, gap=max(run.search.gap, min(doubt / 4, BOUND_GAP))))
-            here = solution.bound - prices.byte_seconds * self.solver.room_bytes
-            around, reach = (point, reach) if here > proved else (around, reach / 2)
+            room = prices.byte_seconds * self.solver.room_bytes
+            search = replace(run.search, gap=max(run.search.gap, min(doubt / 4, BOUND_GAP)),
+                             floor_objective=self.bound + room)  # fmt: skip
+            solution = minimize(dual, starts, search)
+            here = solution.bound - room
+            failures = 0 if here > proved else failures + 1
+            around, reach = (around, reach / 2) if failures else (point, reach)
             proved, self.bound = max(proved, here), max(self.bound, here)
             if self.bound >= run.search.cutoff_seconds:
                 raise BeyondCutoff(self.bound)
-            line = self._line(dual, free, point, solution)
+            line = self._line(dual, free, point, solution.choice)
             candidate, _ = self._try(prices, dual.strategies(solution.choice))
             if (
                 not is_sure
@@ -138,7 +150,20 @@ class WithinLimit:
             ):
                 return None
             cuts.add(point, *line, candidate)
+            if failures == MOST_FAILURES:
+                break
+        self.dual, self.proving = dual, self._prices(free, point if around is None else around)
         return point, met
+
+    def _ask_program(self) -> None:
+        """Let the integer program decide what is left around the best plan, and try what it finds."""
+        if self.best is None or not (self.run.search.last_word and self.run.search.largest_program):
+            return
+        room, joint = Room(self.solver.room_bytes, self.run.accumulates), self._joint(self.dual, self.best)
+        said = last_word(self.run, self.dual, self.proving, self.best, joint, room)
+        self.program = said.program
+        if said.choice is not None:
+            self._try(self.proving, self.dual.strategies(said.choice))
 
     def _mix(self, one: Evaluation, other: Evaluation, prices: Prices) -> None:
         """Try plans that decide in the first blocks as one plan does and in the last as another, each with what it
@@ -191,18 +216,15 @@ class WithinLimit:
     def _prices(self, free: Prices, point: np.ndarray) -> Prices:
         return replace(free.at(point), byte_seconds=float(point[-1]) * self.solver.unit_price)
 
-    def _line(self, dual: Dual, free: Prices, point: np.ndarray, solution: Solution) -> tuple[float, np.ndarray]:
+    def _line(self, dual: Dual, free: Prices, point: np.ndarray, choice: dict[int, int]) -> tuple[float, np.ndarray]:
         """Return what a choice costs at a point, less what the limit is worth there, and its slopes. Around the point
         the cost is linear, so that a difference is the slope."""
 
-        def seconds(at: np.ndarray) -> float:
-            dual.price(self._prices(free, at))
-            return (
-                LocalSearch(dual).objective(solution.choice) - at[-1] * self.solver.unit_price * self.solver.room_bytes
-            )
-
-        here = seconds(point)
-        return here, np.array([(seconds(point + STEP * axis) - here) / STEP for axis in np.eye(len(point))])
+        points = [point, *(point + STEP * axis for axis in np.eye(len(point)))]
+        costs = LocalSearch(dual).objectives(choice, [self._prices(free, at) for at in points])
+        room = self.solver.unit_price * self.solver.room_bytes
+        here, *others = (cost - at[-1] * room for cost, at in zip(costs, points))
+        return here, np.array([(other - here) / STEP for other in others])
 
     def _try(self, prices: Prices, choice: dict[int, int] | None = None) -> tuple[Evaluation, float]:
         """Return the plan of a choice by class, by default of the one that costs least at these prices without

@@ -18,6 +18,9 @@ from .ilp import Program, Solution
 from .local_search import LocalSearch
 
 DUAL, ILP = "dual", "ilp"
+TURNS_TO_EXCLUDE = 16
+HOPE = 8  # how many times as much as by the last sweeps the bound may still rise, for its floor to be in reach
+MOST_KEPT = 0.6  # of the options, for a smaller dual to be worth making
 
 
 @dataclass(frozen=True)
@@ -28,10 +31,13 @@ class Search:
 
     gap: float = 2e-3
     rounds: int = 120
+    patience: float = 0.05  # give up if four sweeps close less than this of what is open
     largest_program: int = 8_000  # of all strategies that can still be better
     largest_choice: int = 8_000  # of the most promising ones
+    last_word: bool = True  # an integer program decides what is left at the end, and the plan says so
     cutoff_seconds: float = math.inf
     program_seconds: float = 60.0  # never reached by programs of these sizes, so that plans do not depend on the clock
+    floor_objective: float = -math.inf  # priced: below it nothing new is proved, so that there is no need to go on
     solver: str = DUAL  # or ILP: the full program instead (autopar/planner/solver/full_program.py)
 
 
@@ -49,11 +55,18 @@ class BeyondCutoff(Exception):
 def minimize(dual: Dual, starts: Sequence[dict[int, int]] = (), search: Search = Search()) -> Solution:
     """Return the best choice by class that was found at the dual's prices, its priced cost and a proven lower bound on
     it. `starts` are choices to do at least as well as; those that are not allowed are left out."""
-    tied = LocalSearch(dual)
+    tied, whole = LocalSearch(dual), dual
     pool = [s for s in starts if all(dual.allowed[cls][k] for cls, k in dual.strategies(s).items())]
     best = min((Solution(s, tied.objective(s), -np.inf) for s in pool), key=lambda s: s.objective, default=None)
+    if best is not None and dual.reruns:  # found at other prices of what runs again
+        pool.append(tied.improve(best.choice))
+        best = Solution(pool[-1], tied.objective(pool[-1]), -np.inf)
     bound = last = -np.inf
+    is_over = False
     for turn in range(search.rounds):
+        if best is not None and best.objective <= search.floor_objective:
+            is_over = True
+            break
         dual.sweep(True)
         dual.sweep(False)
         if turn % 4 != 3:
@@ -65,12 +78,32 @@ def minimize(dual: Dual, starts: Sequence[dict[int, int]] = (), search: Search =
             value = tied.objective(pool[-1])
             if best is None or value < best.objective:
                 best = Solution(pool[-1], value, bound)
-        if _is_near(best, bound, search.gap):
-            return Solution(best.choice, best.objective, min(bound, best.objective))
-        if turn > 8 and bound - last < max(0.2 * search.gap * abs(bound), 0.05 * (best.objective - bound)):
+        if is_over := _is_near(best, bound, search.gap):
+            break
+        if turn > 8 and bound - last < max(0.2 * search.gap * abs(bound), search.patience * (best.objective - bound)):
             break  # the ascent would take many more sweeps, the program that is left perhaps few seconds
+        if turn > 16 and bound + HOPE * (bound - last) < search.floor_objective:
+            is_over = True
+            break
         last = bound
-    return _finish(dual, tied, Solution(best.choice, best.objective, bound), pool, search)
+        if turn % TURNS_TO_EXCLUDE == TURNS_TO_EXCLUDE - 1:
+            dual = _without_worse(dual, best.objective)
+    assert best is not None
+    best = Solution(best.choice, best.objective, min(bound, best.objective))
+    if not is_over:
+        best = _finish(dual, tied, best, pool, search)
+    if dual is not whole:
+        whole.learn(dual)
+    return best
+
+
+def _without_worse(dual: Dual, objective: float) -> Dual:
+    """Return the dual without the options that no choice has which costs less than `objective`, if those are many."""
+    base, reduced = dual.reduced_costs()
+    keep = [r <= (objective - base) * (1 + 1e-9) for r in reduced]
+    keep = [mask if mask.any() else r == r.min() for mask, r in zip(keep, reduced)]
+    is_worth = sum(int(mask.sum()) for mask in keep) < MOST_KEPT * sum(len(mask) for mask in keep)
+    return dual.restricted(keep) if is_worth else dual
 
 
 def _is_near(best: Solution, bound: float, gap: float) -> bool:
@@ -111,7 +144,7 @@ def _promising(
     """Return the best choice among strategies of the pool and those of least reduced cost, as many as a program can
     take."""
     found = [sorted({choice[cls] for choice in pool}) for cls in dual.classes]
-    met = [np.searchsorted(index, ks) for index, ks in zip(dual.index, found)]
+    met = [np.flatnonzero(np.isin(index, ks)) for index, ks in zip(dual.index, found)]
     for count in (8, 4, 2, 1, 0):
         keep = [np.union1d(np.argsort(r, kind="stable")[:count], m) for r, m in zip(reduced, met)]
         program = _program(dual, best, keep, 2 * search.largest_choice)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ...plans.program import DecidedProgram
 from ..objective.checkpoint_min_cut import FULL
 from ..objective.evaluate import Evaluation, evaluate
 from ..objective.player import played_seconds
@@ -26,6 +27,7 @@ from . import full_program
 from .cutting_planes import Cuts
 from .dual import Dual
 from .interpolate import between
+from .last_word import last_word
 from .minimize import ILP, Search, minimize
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ class Outcome:
     fits: bool
     pricer: Pricer
     found: Starts = ()  # choices by class that the search found on its way, the later the better
+    program: DecidedProgram = DecidedProgram()  # what the integer program decided at the end
 
     @cached_property
     def seconds(self) -> float:
@@ -97,11 +100,12 @@ class Run:
         less exactly where none do."""
         if self.search.solver == ILP:
             return self._of_program()
-        best, bound, doubt = None, -math.inf, 0.0
+        best, bound, doubt, proving = None, -math.inf, 0.0, self.prices
         for _ in range(MOST_WEIGHTS):
             candidate = self.at(self.prices, replace(self.search, gap=max(self.search.gap, doubt / 4)))
             best = candidate if best is None or candidate.evaluation.seconds < best.evaluation.seconds else best
-            bound = max(bound, candidate.bound_seconds)
+            if candidate.bound_seconds > bound:
+                bound, proving = candidate.bound_seconds, self.prices
             self._cut(candidate.evaluation)
             if not self.prices.overlap or self.is_near(best.evaluation, bound):
                 break
@@ -112,8 +116,28 @@ class Run:
                 best = self._mixed(best, met)
                 break
             self.prices = self.prices.at(point)
-        best = fastest_played([best, *(self._outcome(e, bound) for e in self.cuts.plans)])
-        return replace(best, bound_seconds=min(bound, best.evaluation.seconds), found=tuple(self.found))
+        assert best is not None
+        plans, program = [best, *(self._outcome(e, bound) for e in self.cuts.plans)], DecidedProgram()
+        if self.search.last_word and self.search.largest_program and (best.fits or not is_limited):
+            said = last_word(self, self.dual, proving, best.evaluation, self.by_class(best.evaluation))
+            program = said.program
+            if said.choice is not None:
+                plans.append(self._outcome(self.settled(proving, said.choice), bound))
+        best = fastest_played(plans)
+        bound = min([bound, *(one.evaluation.seconds for one in plans)])
+        return replace(best, bound_seconds=bound, found=tuple(self.found), program=program)
+
+    def by_class(self, e: Evaluation) -> dict[int, int]:
+        """Return the strategies of an evaluated plan by class, each as its first member has it."""
+        return {cls: e.choice[cls] for cls in self.problem.classes}
+
+    def by_strategy(self, choice: dict[int, int]) -> dict[int, int]:
+        """Return a choice of options by class as one of strategies, in the order of the classes."""
+        return {cls: choice[cls] % len(self.allowed[cls]) for cls in self.problem.classes}
+
+    def settled(self, prices: Prices, choice: dict[int, int]) -> Evaluation:
+        """Return the plan of a choice by class, with all that is alive at its peak."""
+        return self.solver.with_peak(self.evaluate(prices, {v.index: choice[v.cls] for v in self.problem.vertices}))
 
     def _outcome(self, e: Evaluation, bound: float) -> Outcome:
         return Outcome(self.restriction, e, bound, e.bytes_ <= self.limit_bytes, self.solver.pricer)

@@ -63,14 +63,16 @@ class Solver:
 
     def _first(self, run: Run) -> Outcome:
         """Return the fastest plan as it is if it fits, or if it is to be one of a strategy, whose shardings hardly
-        differ, with as much computed again as makes it fit, if anything does. Raise BeyondCutoff."""
+        differ, with as much computed again as makes it fit, if anything does. A strategy's plan has no last word, so
+        that it is the one that stands beside others. Raise BeyondCutoff."""
         is_free = run.restriction.name == FREELY
         if not is_free:
-            run.search = replace(run.search, gap=max(run.search.gap, RECIPE_GAP))
+            run.search = replace(run.search, gap=max(run.search.gap, RECIPE_GAP), last_word=False)
         fastest = run.fastest(is_limited=True)
         if fastest.bound_seconds >= self.search.cutoff_seconds:
             raise BeyondCutoff(fastest.bound_seconds)
-        return fastest if is_free else self._made_to_fit(fastest)
+        fitted = None if is_free else self.made_to_fit(fastest.evaluation)
+        return fastest if fitted is None else replace(fastest, evaluation=fitted, fits=True)
 
     def allowed(self, restriction: Restriction, pins: dict[str, str] | None = None) -> dict[int, np.ndarray]:
         """Return a mask over the strategies of every class. What may be on the device stays there if gradients wait for
@@ -100,19 +102,16 @@ class Solver:
             fix=f"{devices}memory={enough} would fit",
         )  # fmt: skip
 
-    def _made_to_fit(self, outcome: Outcome) -> Outcome:
-        """Return the same sharding with as much computed again as the memory demands, or as it is if that is of no
-        use."""
+    def made_to_fit(self, e: Evaluation) -> Evaluation | None:
+        """Return the same sharding with as much computed again as the memory demands, None if that is of no use."""
         limit = self.limit_bytes
         for _ in range(MOST_TRIES):
-            fitted, _ = self.blocks.fit(outcome.evaluation, limit, self.free)
-            if fitted is None:
-                break
-            fitted = self.with_peak(fitted)
-            if fitted.bytes_ <= self.limit_bytes:
-                return replace(outcome, evaluation=fitted, fits=True)
+            fitted, _ = self.blocks.fit(e, limit, self.free)
+            fitted = fitted and self.with_peak(fitted)
+            if fitted is None or fitted.bytes_ <= self.limit_bytes:
+                return fitted
             limit -= fitted.bytes_ - self.limit_bytes  # more passes by than before
-        return outcome
+        return None
 
     def baseline(self, name: str, styles: Mapping[str, str] | None = None) -> Outcome | AutoparError:
         """Return the plan of an expert strategy, the one that is found if it is asked for, or with `styles` of the
