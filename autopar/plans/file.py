@@ -223,6 +223,7 @@ NO_FLOPS: Json = {"model": 0.0, "dtype": "fp32", "peak_per_second": 0.0, "publis
 OPTIONAL: Json = {
     "reduce_dtype": "bf16",
     "state_dtype": "bf16",
+    "execution": "eager",
     "outputs": [],
     "batches": [],
     "update_seconds": 0.0,
@@ -231,7 +232,8 @@ OPTIONAL: Json = {
 OF_ALTERNATIVES: Json = {"micro_batches": 1, "recomputed_blocks": 0, "offload": "none"}  # the same of each of them
 SCHEMA: Kind = {
     "version": count, "hash": text, "fingerprint": text, "model": text, "mesh": text, "hardware": text,
-    "precision": text, "reduce_dtype": narrow, "state_dtype": brain, "optimizer": text, "strategy": text,
+    "precision": text, "reduce_dtype": narrow, "state_dtype": brain, "execution": text, "optimizer": text,
+    "strategy": text,
     "memory_limit_bytes": amount, "step_seconds": amount,
     "compute_seconds": amount, "communication_seconds": amount, "recompute_seconds": amount,
     "update_seconds": amount, "exposed_seconds": amount,
