@@ -120,8 +120,8 @@ def test_views_are_free():
 
 
 def test_pointwise_chains_share_a_launch_and_skip_memory():
-    """Compiled, relu and neg after each other are one kernel, and the first op of a chain pays the gap; op by op all pay
-    a launch."""
+    """Compiled, relu and neg after each other are one kernel, and the first op of a chain pays the gap; op by op all
+    pay a launch."""
     graph = torch.fx.Graph()
     mode = torch._subclasses.FakeTensorMode()
     with mode:
