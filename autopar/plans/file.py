@@ -202,6 +202,11 @@ def brain(value: object) -> bool:
     return text(value) and value == "bf16"
 
 
+def execution(value: object) -> bool:
+    """a way in which graphs run"""
+    return text(value) and value in ("eager", "compiled")
+
+
 def rank(value: object) -> bool:
     """a number of dims, 64 at most"""
     return count(value) and value <= 64
@@ -232,7 +237,7 @@ OPTIONAL: Json = {
 OF_ALTERNATIVES: Json = {"micro_batches": 1, "recomputed_blocks": 0, "offload": "none"}  # the same of each of them
 SCHEMA: Kind = {
     "version": count, "hash": text, "fingerprint": text, "model": text, "mesh": text, "hardware": text,
-    "precision": text, "reduce_dtype": narrow, "state_dtype": brain, "execution": text, "optimizer": text,
+    "precision": text, "reduce_dtype": narrow, "state_dtype": brain, "execution": execution, "optimizer": text,
     "strategy": text,
     "memory_limit_bytes": amount, "step_seconds": amount,
     "compute_seconds": amount, "communication_seconds": amount, "recompute_seconds": amount,
