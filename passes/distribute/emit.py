@@ -16,7 +16,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -100,7 +100,7 @@ class Emitter:
         bytes_ = math.prod(shape) * x.meta["val"].element_size()
         group = _Group(self, move, axes, count, tensor, bytes_)
         if move.kind == "all_gather" and len(axes) > 1:
-            y = self._gather_nested(group, x, step, shape, after[move.dim])
+            y = self._gather_nested(group, x, step, shape)
         else:
             y = lowering(group, x, move, before, after)
         y = contiguous(self.builder, y)
@@ -115,10 +115,10 @@ class Emitter:
         y = group.run(c10d.all_gather_into_tensor.default, x, group.count)
         return self._cut(self._unstack(y, group.count, move.dim, move.parts), {move.dim: after[move.dim]})
 
-    def _gather_nested(self, group, x, step: MoveStep, shape: Sequence[int], joined: int):
+    def _gather_nested(self, group, x, step: MoveStep, shape: Sequence[int]):
         """Undo the cuts of a dim by several axes at once: blocks arrive in the order of the ranks, which is that of the
         mesh's axes, and belong in the order in which the axes cut."""
-        d, size = step.move.dim, self.mesh.size
+        d, size = cast(int, step.move.dim), self.mesh.size
         places = [dict(zip(group.axes, at)) for at in itertools.product(*(range(size(a)) for a in group.axes))]
         sizes = [local_shape(shape, step.before, self.mesh, {**self.coordinate, **at})[d] for at in places]
         block, cut = max(sizes), [a for a in step.move.axes if a in group.axes]
@@ -132,7 +132,7 @@ class Emitter:
             inner = [d + group.axes.index(a) for a in cut]
             after = range(d + len(cut), len(rest) + len(cut))
             y = self.call(aten.permute.default, y, [*range(d), *inner, *after])
-            return self.call(aten.reshape.default, y, [*rest[:d], joined, *rest[d + 1 :]])
+            return self.call(aten.reshape.default, y, rest)
         order = sorted(range(group.count), key=lambda i: [places[i][a] for a in cut])
         parts = [self.call(aten.slice.Tensor, y, d, i * block, i * block + sizes[i]) for i in order if sizes[i]]
         return self.call(aten.cat.default, parts, d)

@@ -127,7 +127,7 @@ def test_a_gather_over_two_axes_is_one_collective(source, shape):
     mesh = Mesh.parse("a=2,b=2")
     layout = Layout.parse(source, 2) if source[0] == "a" else Layout((("b", "a"), ()))
     simulator = check(shape, layout, parse("R"), mesh)
-    assert simulator.calls == [("all_gather", ("a", "b"), (0, 1, 2, 3))]
+    assert simulator.calls == [("all_gather_into_tensor", ("a", "b"), (0, 1, 2, 3))]
 
 
 def test_axes_of_one_device_make_no_node():
