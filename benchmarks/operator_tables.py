@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from autopar.cost.attention import FLASH, FLASH3
 from autopar.cost.operator_tables import OPS, OperatorTable, errors_by_class, read
 from autopar.hardware import profile
 from autopar.hardware.profile import Attention, Curve, Experts, Hardware, Products
@@ -92,11 +93,14 @@ def fit_products(hardware: Hardware, tables: dict[str, OperatorTable]) -> Hardwa
 
 def fit_attention(hardware: Hardware, table: OperatorTable) -> Hardware:
     """Fit attention's share of the peak at each width of a head, and what its kernels take besides."""
-    dims, backward = tuple(np.unique(table.columns["head_dim"]).tolist()), hardware.attention.backward
+    dims = tuple(np.unique(table.columns["head_dim"]).tolist())
+    kernel = FLASH3 if FLASH3 in hardware.attention else FLASH
+    backward = hardware.attention[kernel].backward
 
     def with_numbers(numbers: np.ndarray) -> Hardware:
         start, block, cache, exponent, *shares = map(float, numbers)
-        return replace(hardware, attention=Attention(dims, tuple(shares), backward, start, block, cache, exponent))
+        found = Attention(dims, tuple(shares), backward, start, block, cache, exponent)
+        return replace(hardware, attention={**hardware.attention, kernel: found})
 
     return fitted(table, [1e-5, 2e-6, 5e-11, 0.65, *(0.6 for _ in dims)], with_numbers)
 
@@ -167,6 +171,7 @@ def toml(hardware: Hardware, found: dict[str, dict[str, tuple[int, float]]]) -> 
     def known(value) -> dict:
         return {key: entry for key, entry in asdict(value).items() if entry != getattr(type(value), key, None)}
 
+    attention = {kernel: known(value) for kernel, value in hardware.attention.items()}
     products = {kind: known(value) for kind, value in hardware.products.items()}
     curves = [
         {"kind": c.kind, "devices": c.devices, "stride": c.stride, "bytes": c.bytes_, "seconds": c.seconds}
@@ -175,7 +180,7 @@ def toml(hardware: Hardware, found: dict[str, dict[str, tuple[int, float]]]) -> 
     rounded = {name: {key: round(error, 3) for key, (_, error) in rows.items()} for name, rows in found.items()}
     collectives = [error for error in rounded["collectives"].values()]
     median = round(float(np.median(collectives)), 3)
-    return text({"products": products, "attention": known(hardware.attention), "experts": known(hardware.experts),
+    return text({"products": products, "attention": attention, "experts": known(hardware.experts),
                  "errors": rounded, "measured": {"median_error": median, "curves": curves}})  # fmt: skip
 
 

@@ -11,14 +11,12 @@ Predicted twice, both without overlap of gradients, which those runs had not:
 
     autopar   what `autopar estimate` says. Sends run beside compute, as torch's engine has them; gradients are reduced
               in 32 bits, bucket by bucket
-    as run    the same stages with what Megatron did. A rank that sends does nothing else: a whole activation in
-              January, 1 / t of it and an all-gather in the next node in April (section 4.1). Gradients are reduced in
-              16 bits, in one piece
+    as run    the same stages with what Megatron did. The last product of a block is computed again. A rank that sends
+              does nothing else: a whole activation in January, 1 / t of it and an all-gather in the next node in April
+              (section 4.1). Gradients are reduced in 16 bits, in one piece
 
-One factor of seconds for each serves both tables: the mean of published over predicted of three rows of April, the
-smallest, the largest, and 39.1 B, the first with a pipeline, chosen before there was a result. It holds what is in
-neither: F counts the last product of a block as computed again, 8 %, which autopar leaves out, and the optimizer's
-step. (That gradients are narrow and in one piece was put into `as run` after a first look at `autopar`.) January's rows
+Nothing is scaled. F counts the last product of a block as computed again, 8 %, which autopar leaves out, and `as run`
+has. (That gradients are narrow and in one piece was put into `as run` after a first look at `autopar`.) January's rows
 without a pipeline are up to 10 % slower than April's in the same configuration, which no model of a configuration can
 know.
 """
@@ -28,17 +26,19 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass, replace
+from statistics import median
 
 import megatron_gpt
 
 import autopar
+from autopar.cost.attention import FLASH
 from autopar.cost.collectives import CollectiveCost
-from autopar.hardware.profile import load
+from autopar.cost.product_seconds import ProductSeconds
+from autopar.hardware.profile import Hardware, load
 from autopar.plans.pipeline import Pipeline
 from autopar.utils.format import table
 
 SEQ, VOCAB, BYTES = 2048, 51200, 2  # of a number of an activation
-FITTED = ("1.7B", "39.1B", "1008B")
 WAYS = ("autopar", "as_run")
 
 
@@ -110,6 +110,15 @@ class Predicted:
     fits: bool
 
 
+def of_then(name: str, is_first: bool = False) -> Hardware:
+    """Return a profile with the attention that there was when a run was made: FlashAttention-2 and no cuDNN's, or the
+    first FlashAttention, half as fast (Dao, arXiv 2307.08691, abstract)."""
+    hardware = load(name)
+    flash = hardware.attention[FLASH]
+    shares = tuple(share / 2 for share in flash.shares) if is_first else flash.shares
+    return replace(hardware, attention={FLASH: replace(flash, shares=shares)})
+
+
 def predicted(run: Run, scattered: bool) -> Predicted:
     """`scattered`: whether messages are cut over the tensor-parallel ranks on their way."""
     model, inputs = megatron_gpt.build(run.model, run.batch, SEQ)
@@ -120,22 +129,32 @@ def predicted(run: Run, scattered: bool) -> Predicted:
     )
     e = autopar.estimate(
         model, run.mesh, inputs, strategy="megatron" if run.tp > 1 else "ddp", recompute="full",
-        micro_batches=run.micro_batches, hardware="a100", precision="bf16", **schedule,
+        micro_batches=run.micro_batches, hardware=of_then("a100"), precision="bf16", execution="compiled", **schedule,
     )  # fmt: skip
     collectives = CollectiveCost(load(e.plan.hardware), e.plan.mesh)
+    hardware = load("a100")
+    again = ProductSeconds(hardware)(_last_product(run), hardware.peak_flops_per_second("bf16"), BYTES) * run.layers
     if run.pp > 1:
         bubble = e.plan.pipeline.played().bubble
         return Predicted(
-            e.plan.step_seconds, _pipeline_as_run(run, e.plan.pipeline, collectives, scattered), bubble, e.fits
+            e.plan.step_seconds, _pipeline_as_run(run, e.plan.pipeline, collectives, scattered, again), bubble, e.fits
         )
     serial = e.plan.compute_seconds + e.plan.communication_seconds + e.plan.recompute_seconds + e.plan.update_seconds
     own = sum(c.seconds for c in e.plan.collectives if c.axes == ("dp",) and c.phase == "backward")
-    return Predicted(serial, serial - own + _reduction(collectives, e.plan.parameter_elements / run.tp), 0.0, e.fits)
+    again *= run.micro_batches
+    return Predicted(
+        serial, serial + again - own + _reduction(collectives, e.plan.parameter_elements / run.tp), 0.0, e.fits
+    )
 
 
-def _pipeline_as_run(run: Run, pipeline: Pipeline, collectives: CollectiveCost, scattered: bool) -> float:
+def _last_product(run: Run) -> tuple[int, int, int, int]:
+    """The last product of a block on one device, which Megatron computes again and autopar leaves out."""
+    return 1, run.samples * SEQ, run.hidden, 4 * run.hidden // run.tp
+
+
+def _pipeline_as_run(run: Run, pipeline: Pipeline, collectives: CollectiveCost, scattered: bool, again: float) -> float:
     """Ranks send forward from all stages but the last and back from all but the first; gradients are reduced at the
-    end."""
+    end. `again`: seconds of the last product of every block, for one micro-batch."""
     bytes_ = float(run.samples * SEQ * run.hidden * BYTES)
     send = collectives.seconds("send", ("pp",), bytes_)
     if scattered:
@@ -145,7 +164,7 @@ def _pipeline_as_run(run: Run, pipeline: Pipeline, collectives: CollectiveCost, 
     last = len(pipeline.costs) - 1
     costs = tuple(
         replace(cost, forward_seconds=cost.forward_seconds + send * (s < last),
-                input_seconds=cost.input_seconds + send * (s > 0), transfer_seconds=0.0)
+                input_seconds=cost.input_seconds + send * (s > 0) + again / len(pipeline.costs), transfer_seconds=0.0)
         for s, cost in enumerate(pipeline.costs)
     )  # fmt: skip
     held = [sum(pipeline.costs[s].parameters for s in pipeline.stages_of(rank)) for rank in range(run.pp)]
@@ -160,50 +179,44 @@ def _reduction(collectives: CollectiveCost, parameters: float) -> float:
     return collectives.seconds("all_reduce", ("dp",), BYTES * parameters)
 
 
-def lines() -> list[str]:
-    """Both tables, and what changed between them."""
+def lines() -> tuple[list[str], dict[str, list[tuple[float, float]]]]:
+    """Both tables, and what changed between them; by way (published, predicted) seconds of April's rows."""
     found = {"April": [], "January": []}
     for month, runs in (("April", APRIL), ("January", JANUARY)):
         for run in runs:
             print(f"Megatron, {month} 2021, {run.name}", file=sys.stderr)
             found[month].append(predicted(run, scattered=month == "April"))
-    fitted = [(run, p) for run, p in zip(APRIL, found["April"]) if run.name in FITTED]
-    factors = {way: sum(run.tflops_in(getattr(p, way)) / run.tflops for run, p in fitted) / len(fitted) for way in WAYS}
     rates = {
-        (month, way): [run.tflops_in(getattr(p, way) * factors[way]) for run, p in zip(runs, found[month])]
+        (month, way): [run.tflops_in(getattr(p, way)) for run, p in zip(runs, found[month])]
         for month, runs in (("April", APRIL), ("January", JANUARY)) for way in WAYS
     }  # fmt: skip
-    told = ", ".join(f"{factor:.3f} ({_words(way)})" for way, factor in factors.items())
-    text = [f"Megatron: all seconds are those of the model times a factor from {', '.join(FITTED)} of April, {told}"]
+    text = ["Megatron"]
     for month, runs in (("April", APRIL), ("January", JANUARY)):
-        text += ["", f"{month} 2021", *_table(runs, found[month], factors, {way: rates[month, way] for way in WAYS})]
-    return [*text, "", *_changes(rates), ""]
+        text += ["", f"{month} 2021", *_table(runs, found[month], {way: rates[month, way] for way in WAYS})]
+    pairs = {way: [(run.seconds, getattr(p, way)) for run, p in zip(APRIL, found["April"])] for way in WAYS}
+    return [*text, "", *_changes(rates), ""], pairs
 
 
-def _table(
-    runs: list[Run], found: list[Predicted], factors: dict[str, float], rates: dict[str, list[float]]
-) -> list[str]:
+def _table(runs: list[Run], found: list[Predicted], rates: dict[str, list[float]]) -> list[str]:
     cells = []
     for i, (run, p) in enumerate(zip(runs, found)):
         predictions = [
-            (f"{getattr(p, way) * factors[way]:.2f}", f"{rates[way][i]:.0f}", f"{rates[way][i] / run.tflops - 1:+.1%}")
-            for way in WAYS
+            (f"{getattr(p, way):.2f}", f"{rates[way][i]:.0f}", f"{rates[way][i] / run.tflops - 1:+.1%}") for way in WAYS
         ]
         cells.append([
-            run.name + (" *" if run.name in FITTED else ""), run.mesh, f"{run.samples} x {run.micro_batches}",
+            run.name, run.mesh, f"{run.samples} x {run.micro_batches}",
             str(run.stages), f"{p.bubble:.1%}", f"{run.seconds:.2f}", f"{run.tflops:.0f}", *predictions[0],
             *predictions[1], "" if p.fits else "no room",
         ])  # fmt: skip
     header = ["run", "mesh", "samples x micro-batches", "stages a rank", "bubble", "published s", "TFLOP/s",
               "autopar s", "TFLOP/s", "off", "as run s", "TFLOP/s", "off", ""]  # fmt: skip
     published = [run.tflops for run in runs]
-    others = [i for i, run in enumerate(runs) if run.name not in FITTED]
     told = []
     for way in WAYS:
-        errors = [abs(rates[way][i] / published[i] - 1) for i in others]
+        errors = [abs(a / b - 1) for a, b in zip(rates[way], published)]
         told.append(
-            f"{_words(way)}: mean error of the {len(others)} rows without * {sum(errors) / len(errors):.1%}, at most "
-            f"{max(errors):.1%}; Kendall's tau of all rows {kendall(published, rates[way]):.2f}"
+            f"{_words(way)}: median error {median(errors):.1%}, at most {max(errors):.1%}; Kendall's tau of TFLOP/s "
+            f"{kendall(published, rates[way]):.2f}"
         )
     return [*table(header, cells, left=2), *told]
 

@@ -19,10 +19,11 @@ from torch import Tensor, fx, nn
 from ..codegen.split_batch import join, parts_of
 from ..errors import InputError, MeshError, MicroBatchError, StageError, StrategyError
 from ..frontend.call_signature import CallSignature, describe_call, split_example
-from ..frontend.precision import has_half
+from ..frontend.precision import AUTO, has_half
 from ..ir.graph import fingerprint
 from ..ir.mesh import Mesh
 from ..planner.batch import of_samples, samples_of
+from ..planner.options import precision_on
 from ..planner.pipeline.replan import cuts_of, with_owners
 from ..plans.pipeline import Pipeline, axis_of, inside
 from ..plans.plan import Plan
@@ -58,12 +59,14 @@ class AsynchronousPipeline:
 
     def __init__(self, model: nn.Module, mesh, example_inputs, schedule: str = STASHING, *,
                  optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer], micro_batches: int | None = None,
-                 plan: Plan | None = None, hardware=None, memory=None, precision: str | torch.dtype = "fp32",
+                 plan: Plan | None = None, hardware=None, memory=None, precision: str | torch.dtype = "auto",
                  strategy: str | None = None, pin: Mapping[str, str] | None = None, loss_fn: Callable | None = None,
                  weights=None):  # fmt: skip
         axis = axis_of(Mesh.of(mesh))
         if axis is None or not hasattr(mesh, "get_group"):
             raise MeshError(f"a pipeline needs a DeviceMesh with an axis pp of several devices, not {mesh}")
+        if precision != AUTO or plan is None:
+            precision = precision_on(mesh, hardware, precision, model)
         stages, name = Mesh.of(mesh).size(axis), str(schedule).lower().replace("-", "_")
         self.schedule = Asynchronous(name, stages, micro_batches or (stages if name == BUFFERED else 1))
         if plan is None:

@@ -62,10 +62,11 @@ def plan(
     hardware: str | Path | Hardware | None = None,
     memory: float | str | None = None,
     optimizer: words.Optimizer = "adamw",
-    precision: str | torch.dtype = "fp32",
+    precision: str | torch.dtype = "auto",
     strategy: words.Strategy | None = None,
     reduce_dtype: str | torch.dtype | None = None,
     state_dtype: str | torch.dtype | None = None,
+    execution: words.Execution = "eager",
     pin: Mapping[str, str] | None = None,
     forbid: Mapping[str, str | Sequence[str]] | None = None,
     adapt: Sequence[Adaptation] = (),
@@ -92,9 +93,11 @@ def plan(
     `forbid`: glob -> a layout that it may not take, or several. `strategy`: a recipe, or two for two axes,
     "megatron_sp+zero1". `precision`: "fp32", the model in its own types, or "bf16" or "fp16", mixed precision as
     autopar/frontend/precision.py says; torch.bfloat16 and the like mean the same; "auto" is bf16 where the hardware
-    computes faster in it. `reduce_dtype`: "bf16" or "fp16", in which gradients are added up over devices, if it is
-    narrower than theirs. `state_dtype`: "bf16", in which the optimizer's tensors are kept from step to step
-    (runtime/narrow_state.py). `adapt`: LoRA, QLoRA, FakeQuant (autopar/adapt), planned with the rest. `passes`:
+    computes faster in it and the model is in fp32, but never on a DeviceMesh of CPUs. `reduce_dtype`: "bf16" or
+    "fp16", in which gradients are added up over devices, if it is narrower than theirs. `state_dtype`: "bf16",
+    in which the optimizer's tensors are kept from step to step (runtime/narrow_state.py). `execution`: "eager", op by
+    op as compiled models run by themselves, or "compiled", priced for one on which `.compile()` is called: pointwise
+    ops fused, launches hidden. `adapt`: LoRA, QLoRA, FakeQuant (autopar/adapt), planned with the rest. `passes`:
     autopar.Pass values of your own, each run after the compiler's pass that it names (docs/extending.md).
     `baselines=False` leaves the expert strategies out. `example_inputs` are the whole batch of a step, which is cut
     into `micro_batches`, whose gradients add up; the plan says whether they are reduced once a step or each ("auto":
@@ -110,26 +113,28 @@ def plan(
     takes several searches."""
     return search(
         model, mesh, example_inputs, hardware=hardware, memory=memory, optimizer=optimizer, precision=precision,
-        reduce_dtype=reduce_dtype, state_dtype=state_dtype, strategy=strategy, pin=pin, forbid=forbid, adapt=adapt,
-        passes=passes, loss_fn=loss_fn, strict=strict, baselines=baselines, micro_batches=micro_batches,
-        schedule=schedule, stages_per_rank=stages_per_rank, recompute=recompute, offload=offload, fixes=fixes,
-        solver=solver, tokens_per_second=tokens_per_second, name=name, report=report,
+        reduce_dtype=reduce_dtype, state_dtype=state_dtype, execution=execution, strategy=strategy, pin=pin,
+        forbid=forbid, adapt=adapt, passes=passes, loss_fn=loss_fn, strict=strict, baselines=baselines,
+        micro_batches=micro_batches, schedule=schedule, stages_per_rank=stages_per_rank, recompute=recompute,
+        offload=offload, fixes=fixes, solver=solver,
+        tokens_per_second=tokens_per_second, name=name, report=report,
     ).plan  # fmt: skip
 
 
 def search(
     model: nn.Module, mesh, example_inputs, *, adapt=(), passes=(), loss_fn=None, fixes=True, name=None,
-    report=lambda text: None, hardware=None, memory=None, optimizer="adamw", precision="fp32", strategy=None, pin=None,
+    report=lambda text: None, hardware=None, memory=None, optimizer="adamw", precision="auto", strategy=None, pin=None,
     strict=False, baselines=True, forbid=None, offload="none", reduce_dtype=None, state_dtype=None,
-    tokens_per_second=False, **staged,
+    execution="eager", tokens_per_second=False, **staged,
 ) -> Planned:  # fmt: skip
     """Plan as `plan` does, and return all that the search knows beside the plan. `staged`: micro_batches, schedule,
     stages_per_rank, recompute, solver, and `refuses=False`, with which what does not fit is planned all the same."""
     check_model(model)
+    precision = precision_on(Mesh.of(mesh) if isinstance(mesh, Mapping) else mesh, hardware, precision, model)
     request = PlanRequest.of(
         mesh, name or type(model).__name__, hardware=hardware, memory=memory, optimizer=optimizer, precision=precision,
         strategy=strategy, pin=pin, strict=strict, fixed={}, baselines=baselines, forbid=forbid, offload=offload,
-        reduce_dtype=reduce_dtype, state_dtype=state_dtype, styles=styles_of(model), **staged,
+        reduce_dtype=reduce_dtype, state_dtype=state_dtype, execution=execution, styles=styles_of(model), **staged,
     )  # fmt: skip
     adaptations, added = order.checked(adapt), pass_manager.check_added(passes, PASSES)
 
@@ -182,10 +187,11 @@ def compile(
     hardware: str | Path | Hardware | None = None,
     memory: float | str | None = None,
     optimizer: words.Optimizer = "adamw",
-    precision: str | torch.dtype = "fp32",
+    precision: str | torch.dtype = "auto",
     strategy: words.Strategy | None = None,
     reduce_dtype: str | torch.dtype | None = None,
     state_dtype: str | torch.dtype | None = None,
+    execution: words.Execution = "eager",
     pin: Mapping[str, str] | None = None,
     adapt: Sequence[Adaptation] = (),
     passes: Sequence[Pass] = (),
@@ -207,7 +213,8 @@ def compile(
     `outputs="sharded"` they are DTensors of the whole batch. `pad`: for batches that each rank pads to its own longest
     sample, by the name of an input the value that it is padded with, or (value, "left"): {"input_ids": 0, "labels":
     -100, "attention_mask": 0}. Ranks then agree on a length in every call, and outputs have the rank's own
-    (runtime/lengths.py). `plan`: a Plan or the path of one, instead of planning.
+    (runtime/lengths.py). `plan`: a Plan or the path of one, instead of planning,
+    whose precision "auto" then means.
     `weights`: a Hugging Face safetensors folder from which each rank reads its shards; the model may be on the meta
     device. Other arguments as in `autopar.plan`. The source model's parameters are taken over; where ranks built it
     with different values, rank 0's count (runtime/same_values.py). Without example_inputs the model is compiled at its
@@ -238,10 +245,12 @@ def compile(
             f"compile needs a DeviceMesh, got {type(mesh).__name__}",
             fix='torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))',
         )
-    precision = precision_on(mesh, hardware, precision)
+    if precision != AUTO or plan is None:
+        precision = precision_on(mesh, hardware, precision, model)
     arguments = dict(
         inputs=inputs, outputs=outputs, plan=plan, hardware=hardware, memory=memory, optimizer=optimizer,
-        precision=precision, reduce_dtype=reduce_dtype, state_dtype=state_dtype, strategy=strategy, pin=pin,
+        precision=precision, reduce_dtype=reduce_dtype, state_dtype=state_dtype, execution=execution,
+        strategy=strategy, pin=pin,
         loss_fn=loss_fn, strict=strict, weights=weights, adapt=adaptations, passes=added, micro_batches=micro_batches,
         offload=offload, schedule=schedule, stages_per_rank=stages_per_rank, pad=pad,
     )  # fmt: skip
@@ -263,6 +272,9 @@ def _compile(model, device_mesh, example_inputs, *, inputs, outputs, plan, loss_
              **options):  # fmt: skip
     process_groups.check_world(Mesh.of(device_mesh), device_mesh)
     watch.start()
+    if options["precision"] == AUTO:
+        given = agree.from_rank_zero(lambda: (plan if isinstance(plan, Plan) else Plan.load(plan)).precision)
+        options["precision"] = given
 
     def opened() -> Weights | None:
         check_source(model, weights is not None)

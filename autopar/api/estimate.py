@@ -55,7 +55,17 @@ class Estimate:
     def to_json(self) -> dict:
         """Return plain data: the numbers, without the plan's decisions."""
         p = self.plan
-        names = ("model", "hardware", "precision", "optimizer", "strategy", "micro_batches", "samples", "reduces_once")
+        names = (
+            "model",
+            "hardware",
+            "precision",
+            "execution",
+            "optimizer",
+            "strategy",
+            "micro_batches",
+            "samples",
+            "reduces_once",
+        )
         seconds = ("step_seconds", "compute_seconds", "communication_seconds", "recompute_seconds",
                    "update_seconds", "exposed_seconds")  # fmt: skip
         return {

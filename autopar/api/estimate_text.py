@@ -14,7 +14,7 @@ def estimate_text(e: Estimate) -> str:
     p = e.plan
     lines = [
         f"{p.model} on mesh {p.mesh} ({p.mesh.devices} devices, {p.hardware}), {p.precision_text}, "
-        f"{p.optimizer_text}, strategy {p.strategy}, recomputation {e.recompute}",
+        f"{p.optimizer_text}, strategy {p.strategy}, run {p.execution_text}, recomputation {e.recompute}",
         wording(p).passes(p),
         f"step {ms(p.step_seconds)} = {parts_of(p)}",
         _rates(e),

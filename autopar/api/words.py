@@ -8,6 +8,7 @@ Outputs = Literal["stage", "everywhere", "sharded"]
 Offload = Literal["none", "auto", "optimizer"]
 Recompute = Literal["auto", "none", "selective", "full"]
 Solver = Literal["dual", "ilp"]
+Execution = Literal["eager", "compiled"]
 MicroBatches = int | Literal["auto"]
 Strategy = (
     Literal[

@@ -145,7 +145,13 @@ def attention(device: Device, effort: Effort) -> dict:
     forward = device.seconds(lambda: autopar.attention(q, k, v, None, False, None), effort.rounds)
     backward = device.seconds(lambda: autopar.attention_bw(grad, q, k, v, out, lse, None, False, None), effort.rounds)
     product = 2.0 * batch * heads * seq * seq * width
-    return {"dtype": dtype, "head_dim": width, "forward": 2 * product / forward, "backward": 5 * product / backward}
+    return {
+        "dtype": dtype,
+        "head_dim": width,
+        "sequence": seq,
+        "forward": 2 * product / forward,
+        "backward": 5 * product / backward,
+    }
 
 
 def copy_bytes_per_second(device: Device, effort: Effort) -> float:

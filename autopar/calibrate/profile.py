@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 
 import numpy as np
 
+from ..cost.attention import FLASH, Shape, kernel_of
 from ..hardware.profile import Attention, Curve, Hardware, Kernels, Products, Tier
 from . import fit
 from .measure import EXCHANGED
@@ -20,7 +21,7 @@ SECTIONS = ("compute", "memory", "host", "collectives", "kernels", "products", "
 def to_profile(measured: dict, base: Hardware, name: str, fingerprint: Mapping[str, str]) -> Hardware:
     """Return `base` with what was measured in its place.
 
-    On a CPU the speeds are those of the products, `kernels` is fitted and graphs run op by op; on a GPU the peaks and
+    On a CPU the speeds are those of the products, and `kernels` is fitted; on a GPU the peaks and
     `kernels` of the base stay, the efficiency is that of the largest product, and the base's products are scaled to it.
     Attention's shares are scaled to what was measured on both. The closest tier of links gets the latency and speed
     that fit best. Errors that the base states of itself are left out.
@@ -44,10 +45,10 @@ def to_profile(measured: dict, base: Hardware, name: str, fingerprint: Mapping[s
                    for d, speed in base.flops_per_second.items()}  # fmt: skip
         speeds, efficiency = guessed | {dtype: r.speed for dtype, r in ramps.items()}, 1.0
         halves = {"half_rows": known.half_rows, "half_columns": known.half_columns, "half_depth": known.half_depth}
-        kernels = Kernels(**halves, functions_per_second=measured["functions_per_second"], fuses=False)
+        kernels = Kernels(**halves, functions_per_second=measured["functions_per_second"])
         products_ = {}
         notes["compute"] += f"; products fitted with a median error of {known.median_error:.0%}"
-    attention = _attention(base.attention, measured["attention"], speeds)
+    attention = _attention(base, measured["attention"], speeds)
     links = base.links
     if curves:
         line = fit.line([c for c in curves if c.kind in fit.TOGETHER])
@@ -91,14 +92,23 @@ def _scaled(products: Mapping[str, Products], factor: float) -> dict[str, Produc
     }
 
 
-def _attention(base: Attention | None, measured: dict, speeds: Mapping[str, float]) -> Attention:
-    """Return attention whose share at the width of heads that was measured is the measured one."""
+def _attention(base: Hardware, measured: dict, speeds: Mapping[str, float]) -> dict[str, Attention]:
+    """Return attention whose share at the width of heads that was measured is the measured one; kernels that did not
+    serve what was measured keep their place relative to the one that did."""
     forward, backward = (measured[direction] / speeds[measured["dtype"]] for direction in ("forward", "backward"))
-    if base is None:
-        return Attention((measured["head_dim"],), (min(1.0, forward),), backward / forward)
-    factor = forward / float(np.interp(measured["head_dim"], base.head_dims, base.shares))
-    shares = tuple(min(1.0, share * factor) for share in base.shares)
-    return replace(base, shares=shares, backward=backward / forward)
+    dim = measured["head_dim"]
+    known = base.attention.get(kernel_of(base, Shape(1, 1, measured["sequence"], measured["sequence"], dim, dim)))
+    if known is None:
+        return {FLASH: Attention((dim,), (min(1.0, forward),), backward / forward)}
+    factor = forward / float(np.interp(dim, known.head_dims, known.shares))
+    return {
+        kernel: replace(
+            constants,
+            shares=tuple(min(1.0, share * factor) for share in constants.shares),
+            backward=constants.backward * backward / forward / known.backward,
+        )
+        for kernel, constants in base.attention.items()
+    }
 
 
 def _not_faster(tier: Tier, inner: Tier) -> Tier:
@@ -136,6 +146,8 @@ def to_table(hardware: Hardware) -> dict:
             "source": sources["collectives"],
         },
     }  # fmt: skip
+    if hardware.sustained != 1.0:
+        table["compute"]["sustained"] = hardware.sustained
     if hardware.reserve_bytes:
         table["memory"]["reserve_bytes"] = hardware.reserve_bytes
     if hardware.host:
@@ -145,9 +157,11 @@ def to_table(hardware: Hardware) -> dict:
     if hardware.products:
         products = {kind: _unusual(constants) for kind, constants in sorted(hardware.products.items())}
         table["products"] = {"source": sources["products"], **products}
-    for key in ("attention", "experts"):
-        if (constants := getattr(hardware, key)) is not None:
-            table[key] = {**_unusual(constants), "source": sources[key]}
+    if hardware.attention:
+        kernels = {kernel: _unusual(constants) for kernel, constants in sorted(hardware.attention.items())}
+        table["attention"] = {"source": sources["attention"], **kernels}
+    if hardware.experts is not None:
+        table["experts"] = {**_unusual(hardware.experts), "source": sources["experts"]}
     if hardware.nccl:
         known = {key: value for key, value in asdict(hardware.nccl).items() if value and key != "reached"}
         table["nccl"] = {**known, "source": sources["nccl"]}
@@ -169,7 +183,8 @@ def to_table(hardware: Hardware) -> dict:
     if hardware.fingerprint:
         table["fingerprint"] = dict(hardware.fingerprint)
     table["links"] = [
-        {key: value for key, value in asdict(tier).items() if value is not None}
+        _unusual(tier)
+        | {"bytes_per_second": tier.bytes_per_second / tier.share(hardware.links[0].devices)}
         | {"source": sources[f"links.{tier.name}"]}
         for tier in hardware.links
     ]

@@ -58,7 +58,7 @@ def summary(profile) -> str:
     speeds = ", ".join(
         f"{dtype} {speed * profile.flops_efficiency / 1e9:.4g}" for dtype, speed in profile.flops_per_second.items()
     )
-    tier, attention = profile.links[0], profile.attention
+    tier, attention = profile.links[0], next(iter(profile.attention.values()))
     lines = [
         ("products", f"{speeds} GFLOP/s"),
         ("attention", f"{max(attention.shares):.0%} of the peak, backward {attention.backward:.0%} of that"),

@@ -54,8 +54,8 @@ def add_model(parser, batch: int | None = 8, seq: int | None = 64, searches: boo
 
 
 def add_planning(parser, hardware: str | None) -> None:
-    """Add --hardware, --precision, --reduce-dtype, --state-dtype, --strategy, --memory, --offload and --pin.
-    `hardware`: the default, None for that of the devices here."""
+    """Add --hardware, --precision, --reduce-dtype, --state-dtype, --execution, --strategy, --memory, --offload and
+    --pin. `hardware`: the default, None for that of the devices here."""
     profiles = f"{', '.join(profile.names())}, or a TOML file (default {hardware or 'that of this machine'})"
     parser.add_argument("--hardware", default=hardware, help=profiles)
     precision = (
@@ -67,6 +67,8 @@ def add_planning(parser, hardware: str | None) -> None:
     parser.add_argument("--reduce-dtype", metavar="T", help=reduce_dtype)
     state_dtype = "bf16: keep the optimizer's state in it (default: in the type of the parameters)"
     parser.add_argument("--state-dtype", metavar="T", help=state_dtype)
+    execution = "eager: op by op (default); compiled: by torch.compile, pointwise ops fused and launches hidden"
+    parser.add_argument("--execution", choices=("eager", "compiled"), default="eager", help=execution)
     known = f"{', '.join(RECIPES)}, or one that --model FILE.py:FUNCTION registers (default: whatever is fastest)"
     parser.add_argument("--strategy", help=known)
     parser.add_argument("--memory", help="memory limit of a device, such as 40GiB or 80GB (default: the hardware's)")
@@ -237,7 +239,8 @@ def planning(args: argparse.Namespace) -> dict:
     """Return the arguments of `add_planning` as those of `autopar.plan`."""
     return dict(
         name=args.model, hardware=args.hardware, precision=args.precision, reduce_dtype=args.reduce_dtype,
-        state_dtype=args.state_dtype, strategy=args.strategy, memory=args.memory, offload=args.offload, pin=pins(args),
+        state_dtype=args.state_dtype, execution=args.execution, strategy=args.strategy, memory=args.memory,
+        offload=args.offload, pin=pins(args),
     )  # fmt: skip
 
 

@@ -94,7 +94,10 @@ def _run(device_mesh, settings: dict, say) -> None:
     if warning := stale(hardware, "nccl" if settings["device"] == "cuda" else "gloo"):
         say(f"warning: {warning}")
     say("planning ...", flush=True)
-    names = ("hardware", "precision", "reduce_dtype", "state_dtype", "strategy", "memory", "offload", "pin", "adapt")
+    names = (
+        "hardware", "precision", "reduce_dtype", "state_dtype", "execution", "strategy", "memory", "offload", "pin",
+        "adapt",
+    )  # fmt: skip
     planning = {k: settings[k] for k in names}
     staged = {"schedule": settings["schedule"] or "auto"} | {
         k: settings[k] for k in ("micro_batches", "stages_per_rank")

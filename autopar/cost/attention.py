@@ -4,10 +4,12 @@ Blocks of 128 queries of a head are handed to the multiprocessors; each goes ove
 mask those up to its own place. With the constants of a profile (Attention)
 
     start + max(all pairs of blocks / multiprocessors, pairs of the longest block of queries) * seconds of a pair
-          + max(1, blocks of queries / multiprocessors) * block
+          + max(1, blocks of queries / multiprocessors) * block     backward as much longer as the products
 
-Of devices that share the queries of a causal attention the last ones have most keys to go over: with a share f of the
-queries 1 - f / 2 of all pairs, where one device has a half.
+A profile has such constants by kernel. On a GPU "flash" is FlashAttention-2 as torch has it, and "cudnn" serves what
+autopar/ops/attention_gpu.py gives to cuDNN; "flash3", which torch does not have, is what inference servers were
+measured with. Of devices that share the queries of a causal attention the last ones have most keys to go over: with a
+share f of the queries 1 - f / 2 of all pairs, where one device has a half.
 
 FlashAttention-2, arXiv 2307.08691, section 3: forward two products a pair, backward five.
 """
@@ -19,8 +21,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..hardware.profile import Attention, Hardware
+from ..ops.attention_gpu import FEWEST_KEYS_CUDNN, WIDEST_CUDNN
 
 BLOCK = 128
+FLASH, CUDNN, FLASH3 = "flash", "cudnn", "flash3"
+BACKWARD_PRODUCTS = 2.5  # for each of the forward
 PRODUCTS = {True: (1, 1), False: (3, 2)}  # by direction: with the width of queries and keys, with that of values
 
 
@@ -37,6 +42,7 @@ class Shape:
     value_dim: float | np.ndarray
     causal: bool = True
     share: float = 1.0
+    grouped: bool = False  # several heads of queries read one of keys
 
     @property
     def open_share(self) -> float:
@@ -65,12 +71,20 @@ def blocked_seconds(
     widths = with_keys * shape.key_dim + with_values * shape.value_dim
     pair_seconds = 2.0 * BLOCK**2 * widths * multiprocessors / speed
     work = np.maximum(pairs / multiprocessors, columns) * pair_seconds
-    return constants.start_seconds + work + np.maximum(1.0, blocks / multiprocessors) * constants.block_seconds
+    ends = np.maximum(1.0, blocks / multiprocessors) * constants.block_seconds
+    return constants.start_seconds + work + (ends if forward else ends * BACKWARD_PRODUCTS / constants.backward)
+
+
+def kernel_of(hardware: Hardware, shape: Shape) -> str:
+    """Return the kernel that serves attention of a shape without a mask, of those that the profile knows."""
+    is_long = shape.keys >= FEWEST_KEYS_CUDNN and max(shape.key_dim, shape.value_dim) <= WIDEST_CUDNN
+    return CUDNN if CUDNN in hardware.attention and is_long and not shape.grouped else FLASH
 
 
 def attention_seconds(hardware: Hardware, peak_flops_per_second: float, shape: Shape, forward: bool) -> float:
     """Return the seconds of one direction by the profile, at the speed of a large product if it says nothing."""
-    if hardware.attention is None:
+    constants = hardware.attention.get(kernel_of(hardware, shape))
+    if constants is None:
         return float(shape.flops(forward) / (peak_flops_per_second * hardware.flops_efficiency))
     many = hardware.kernels.multiprocessors
-    return float(blocked_seconds(hardware.attention, many, peak_flops_per_second, shape, forward))
+    return float(blocked_seconds(constants, many, peak_flops_per_second, shape, forward))

@@ -5,9 +5,14 @@ autopar/cost/attention.py): what tensor parallelism leaves of a small matrix is 
 
 FLOPs count a multiply-add as two. Attention does 4 b h s t d forward (two matrix products) and 10 b h s t d backward
 (five, the scores recomputed), half of it under a causal mask: Dao, FlashAttention-2, arXiv 2307.08691, section 4.1. A
-launch costs `launch_seconds` on top, added and not max'ed, so that sharding a small op still shows; a pointwise op that
-follows a pointwise op is fused with it and costs neither its launch nor the traffic between the two, unless a profile
-says that graphs run op by op. Where the computation of exp and its like is slower than memory (on CPUs), ops like gelu
+launch is added and not max'ed, so that sharding a small op still shows. A graph runs
+
+    eager      op by op, each of which reads and writes memory and costs `launch_seconds` of the profile
+    compiled   by torch.compile, or in a CUDA graph: a pointwise op that follows a pointwise op is fused with it and
+               costs neither a launch nor the traffic between the two, and launches are hidden but for the gap between
+               kernels
+
+ Where the computation of exp and its like is slower than memory (on CPUs), ops like gelu
 take the time of their values.
 """
 
@@ -36,6 +41,11 @@ from .ring import ring_of
 
 aten = torch.ops.aten
 
+EAGER, COMPILED = EXECUTIONS = ("eager", "compiled")
+GAP_SECONDS = (
+    5e-7  # between kernels of a CUDA graph: 3.4 us for kernels of 2.9 (NVIDIA, "Getting Started with CUDA Graphs")
+)
+
 FREE = {
     aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.t.default, aten.transpose.int,
     aten.permute.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.expand.default,
@@ -60,6 +70,11 @@ FUNCTIONS = {"gelu": 1.0, "gelu_backward": 1.35, "silu": 0.75, "silu_backward": 
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}  # the others run as fp32
 ATTENTION = {autopar.attention.default, autopar.attention_bw.default}
 GROUPED = {autopar.grouped_mm.default, autopar.grouped_mm_dw.default}
+
+# numbers in fp32 that autopar/ops/vocab_loss.py writes and reads between its own kernels for each logit: the difference
+# to the maximum, its exponential, that times a factor
+INNER_PASSES = {autopar.vocab_loss.default: 4, autopar.vocab_loss_bw.default: 6}
+INNER_BYTES = 4
 
 # integer operations of autopar/ops/counter_rng.py, counted as FLOPs: 24 a word of four neighbours for dropout, one word
 # a number else
@@ -136,13 +151,16 @@ class _Work:
     launch_seconds: float
     shapes: list[tuple[int, ...]]
     function_seconds: float  # of one device with the whole tensor
+    inner_bytes: float  # of one device, between the kernels of the op itself
+    inner_argument: int = 0  # whose layout says what a device has of them
 
 
 class ComputeCost:
     """Prices ops on one device of a Hardware. It remembers nodes: their `meta` must not change while it is in use."""
 
-    def __init__(self, hardware: Hardware):
-        self.hardware = hardware
+    def __init__(self, hardware: Hardware, execution: str = EAGER):
+        self.hardware, self.fuses = hardware, execution == COMPILED
+        self.launch_seconds = min(hardware.launch_seconds, GAP_SECONDS) if self.fuses else hardware.launch_seconds
         self._product_seconds = ProductSeconds(hardware)
         self._works: dict[fx.Node, _Work | None] = {}
 
@@ -154,7 +172,13 @@ class ComputeCost:
         compute = self._compute_seconds(node, work, strategy, mesh) if work.flops else 0.0
         if work.function_seconds:
             compute = work.function_seconds * fraction(strategy.outputs[0], mesh)
+        if work.inner_bytes:
+            local_bytes += work.inner_bytes * fraction(strategy.inputs[work.inner_argument], mesh)
         return max(compute, local_bytes / self.hardware.reached_memory_bytes_per_second) + work.launch_seconds
+
+    def copy_seconds(self, local_bytes: float) -> float:
+        """Return the seconds of a kernel that reads and writes so many bytes on one device."""
+        return local_bytes / self.hardware.reached_memory_bytes_per_second + self.launch_seconds
 
     def _work(self, node: fx.Node) -> _Work | None:
         """Look up what the prices of an op have in common; return None for an op that does nothing."""
@@ -163,19 +187,20 @@ class ComputeCost:
             value, flops = values_of(node)[0], flops_of(node)
             peak = self.hardware.peak_flops_per_second(DTYPE_NAMES.get(value.dtype, "fp32")) if flops else 0.0
             kernels = self.hardware.kernels
-            launch = 0.0 if kernels.fuses and any(fused_inputs(node)) else self.hardware.launch_seconds
+            launch = 0.0 if self.fuses and any(fused_inputs(node)) else self.launch_seconds
             functions = FUNCTIONS.get(op_name(node.target), 0.0) if kernels.functions_per_second else 0.0
             self._works[node] = _Work(
                 PRODUCTS.get(node.target), node.target in ATTENTION,
                 "grouped" if node.target in GROUPED else "dense", flops, peak, value.element_size(), launch,
                 shapes_of(node) if flops else [],
-                functions and functions * value.numel() / kernels.functions_per_second,
+                functions and functions * value.numel() / kernels.functions_per_second, *_inner(node),
             )  # fmt: skip
         return self._works[node]
 
     def _compute_seconds(self, node: fx.Node, work: _Work, strategy: Strategy, mesh: Mesh) -> float:
         if not work.products and not work.is_attention:
-            return work.flops / strategy.ways / (work.peak_flops_per_second * self.hardware.flops_efficiency)
+            reached = work.peak_flops_per_second * self.hardware.flops_efficiency * self.hardware.sustained
+            return work.flops / strategy.ways / reached
         sizes, layouts = mesh.axis_sizes, (*strategy.inputs, *strategy.outputs)
         local = [_local_shape(shape, layout, sizes) for shape, layout in zip(work.shapes, layouts)]
         peak = work.peak_flops_per_second
@@ -183,7 +208,8 @@ class ComputeCost:
             forward = node.target is autopar.attention.default
             q, k, v = local[:3] if forward else local[1:4]
             share = q[2] / work.shapes[0][2]  # queries are the first argument, or have the length of the gradient
-            shape = Shape(q[0], q[1], q[2], k[2], q[3], v[3], bool(node.args[4 if forward else 7]), share)
+            causal = bool(node.args[4 if forward else 7])
+            shape = Shape(q[0], q[1], q[2], k[2], q[3], v[3], causal, share, grouped=q[1] != k[1])
             if (ring := ring_of(node, strategy, mesh)) is not None:
                 return ring.seconds(shape, peak, forward, mesh, self.hardware)
             return attention_seconds(self.hardware, peak, shape, forward)
@@ -193,6 +219,16 @@ class ComputeCost:
                 work.flops / strategy.ways / (2 * depth * columns)
             )  # rows of its groups, if balanced
         return sum(self._product_seconds(p, peak, work.element_bytes, work.kind) for p in work.products(*local))
+
+
+def _inner(node: fx.Node) -> tuple[float, int]:
+    """Return the bytes that go through memory between the kernels of an op itself, and the argument that they are as
+    large as."""
+    passes = next((many for target, many in INNER_PASSES.items() if target is node.target), 0)
+    if not passes:
+        return 0.0, 0
+    logits = 0 if node.target is autopar.vocab_loss.default else 2
+    return float(passes * INNER_BYTES * tensor_arguments(node)[logits].meta["val"].numel()), logits
 
 
 def _local_shape(shape: Sequence[int], layout: Layout, axis_sizes: Mapping[str, int]) -> list[int]:

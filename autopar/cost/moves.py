@@ -14,7 +14,8 @@ from ..ir.layout import ROWS, Layout
 
 
 class Move(NamedTuple):
-    """One step. `axes` has one axis except for an all_reduce over several. `dim` is cut or joined; all_to_all joins
+    """One step. `axes` has one axis, but several of an all_reduce, or of an all_gather that undoes all their cuts of a
+    dim, outermost first. `dim` is cut or joined; all_to_all joins
     `dim` and cuts `to_dim`. `parts` of the dim that is cut or joined (see Layout)."""
 
     kind: str
@@ -83,6 +84,9 @@ class Core(NamedTuple):
             axis, parts = axes[-1], state.parts[d]
             gathered = state.with_dim(d, axes[:-1], parts)
             yield Move("all_gather", (axis,), d, parts=parts), gathered
+            if parts == 1:  # several at once
+                for many in range(2, len(axes) + 1):
+                    yield Move("all_gather", axes[-many:], d), state.with_dim(d, axes[:-many], 1)
             e = wanted.get(axis)
             if e is not None and e != d and self._may_append(state, e, axis):
                 to_parts = self.target.parts[e]

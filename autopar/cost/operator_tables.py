@@ -24,7 +24,7 @@ import numpy as np
 from ..errors import HardwareError
 from ..hardware.profile import Hardware
 from ..ir.mesh import Mesh
-from .attention import Shape, blocked_seconds
+from .attention import FLASH, FLASH3, Shape, blocked_seconds
 from .collectives import CollectiveCost
 from .experts import experts_seconds, power_law
 from .product_seconds import product_seconds
@@ -64,7 +64,7 @@ def _attention_rows(hardware: Hardware, precision: str, c: Columns) -> np.ndarra
     batch, sequence, heads, kv_heads, dim = (c[k] for k in ("batch", "sequence", "heads", "kv_heads", "head_dim"))
     dtype, element_bytes, _ = KINDS[precision]
     shape, peak = Shape(batch, heads, sequence, sequence, dim, dim), hardware.peak_flops_per_second(dtype)
-    constants = hardware.attention
+    constants = hardware.attention.get(FLASH3, hardware.attention.get(FLASH))
     if constants is None:
         result = shape.flops(forward=True) / (peak * hardware.flops_efficiency)
     else:

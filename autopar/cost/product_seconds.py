@@ -13,6 +13,9 @@ and the tile and the number of parts are those that take least. Low precision qu
 m rows and m k elements. Waves: NVIDIA, "Matrix Multiplication Background User's Guide", which also says that rows which
 are not whole vectors of 16 bytes are loaded one number at a time. A profile without Products has a ramp instead:
 k / (k + half_depth) of the speed, and so for m and n.
+
+That is a kernel alone. Products that run for minutes draw all the power that a device may have, and its clock falls
+until they keep to that: a run has `sustained` (Hardware) of the speed.
 """
 
 from __future__ import annotations
@@ -38,15 +41,17 @@ _ROWS, _COLUMNS, _PARTS = (
 
 
 def tiled_seconds(
-    constants: Products, multiprocessors: int, peak_flops_per_second: float, products: np.ndarray, element_bytes: int
-) -> np.ndarray:
-    """Return the seconds of `products`, rows of (b, m, n, k), whose operands have so many bytes a number."""
+    constants: Products, multiprocessors: int, peak_flops_per_second: float, products: np.ndarray, element_bytes: int,
+    clock: float = 1.0,
+) -> np.ndarray:  # fmt: skip
+    """Return the seconds of `products`, rows of (b, m, n, k), whose operands have so many bytes a number. `clock`: the
+    share of their speed that the multiprocessors and their caches have."""
     b, m, n, k = (products[:, i : i + 1].astype(float) for i in range(4))
-    many, load = multiprocessors, constants.tile_bytes_per_second
+    many, load = multiprocessors, constants.tile_bytes_per_second * clock
     waves = np.maximum(b * np.ceil(m / _ROWS) * np.ceil(n / _COLUMNS) * _PARTS / many, 1.0)
     waves += constants.whole_waves * (np.ceil(waves) - waves)
     aligned = np.where((n * element_bytes % VECTOR_BYTES > 0) | (k * element_bytes % VECTOR_BYTES > 0), MISALIGNED, 1.0)
-    speed = constants.share * peak_flops_per_second * (aligned if element_bytes <= 2 else 1.0)
+    speed = clock * constants.share * peak_flops_per_second * (aligned if element_bytes <= 2 else 1.0)
     step = np.maximum(2 * _ROWS * _COLUMNS * many / speed, (_ROWS + _COLUMNS) * element_bytes * many / load)
     depth = np.ceil(k / _PARTS / STEP_DEPTH) * STEP_DEPTH
     sums = np.where(_PARTS > 1, constants.split_seconds + SUM_BYTES * _PARTS * b * m * n / load, 0.0)
@@ -61,13 +66,16 @@ def tiled_seconds(
 
 
 def product_seconds(
-    hardware: Hardware, products: np.ndarray, peak_flops_per_second: float, element_bytes: int, kind: str = "dense"
-) -> np.ndarray:
+    hardware: Hardware, products: np.ndarray, peak_flops_per_second: float, element_bytes: int, kind: str = "dense",
+    clock: float = 1.0,
+) -> np.ndarray:  # fmt: skip
     """Return the seconds of `products`, rows of (b, m, n, k). `element_bytes`: of a number of the operands; `kind`: a
-    key of Hardware.products. Raise HardwareError for a kind that the profile does not have."""
+    key of Hardware.products; `clock`: 1 for a kernel alone. Raise HardwareError for a kind that the profile does not
+    have."""
     known = hardware.products.get(kind) or (hardware.products.get("dense") if kind == "grouped" else None)
     if known:
-        return tiled_seconds(known, hardware.kernels.multiprocessors, peak_flops_per_second, products, element_bytes)
+        many = hardware.kernels.multiprocessors
+        return tiled_seconds(known, many, peak_flops_per_second, products, element_bytes, clock)
     if kind not in ("dense", "grouped"):
         raise HardwareError(
             f"profile {hardware.name} has no products of kind {kind}", fix=f"add a [products.{kind}] table to it"
@@ -75,11 +83,11 @@ def product_seconds(
     b, m, n, k = products.T
     kernels = hardware.kernels
     halves = (m + kernels.half_rows) * (n + kernels.half_columns) * (k + kernels.half_depth)
-    return 2.0 * b * halves / (peak_flops_per_second * hardware.flops_efficiency)
+    return 2.0 * b * halves / (clock * peak_flops_per_second * hardware.flops_efficiency)
 
 
 class ProductSeconds:
-    """Prices products on one kind of device, and remembers them."""
+    """Prices products of a run on one kind of device, at the clock that it sustains, and remembers them."""
 
     def __init__(self, hardware: Hardware):
         self.hardware = hardware
@@ -89,6 +97,6 @@ class ProductSeconds:
         """Return the seconds of one product, as `product_seconds` does."""
         key = (product, peak_flops_per_second, element_bytes, kind)
         if key not in self._known:
-            found = product_seconds(self.hardware, np.array([product], float), *key[1:])
+            found = product_seconds(self.hardware, np.array([product], float), *key[1:], clock=self.hardware.sustained)
             self._known[key] = float(found[0])
         return self._known[key]

@@ -4,7 +4,7 @@ local slice.
 Axes of a dim are ordered, so a move may only take away the innermost axis of a dim or add a new innermost one; anything
 else would permute blocks. With b the bytes that a device holds before the move, n the axis size:
 
-    all_gather      S(d) -> R        (n - 1) b      bytes sent by each device (ring)
+    all_gather      S(d) -> R        (n - 1) b      bytes sent by each device (ring); of several axes n is their product
     reduce_scatter  P    -> S(d)     (n - 1) / n b
     all_to_all      S(d) -> S(e)     (n - 1) / n b
     all_reduce      P    -> R        2 (n - 1) / n b; over several axes the inner one first, the outer on 1/n of it
@@ -148,13 +148,13 @@ class Redistributor:
             return 0.0, 0.0, 2 * held / sizes[0] / self.memory_bytes_per_second
         latency = max((self.links[a].latency_seconds for a, n in zip(axes, sizes) if n > 1), default=0.0)
         wire = seconds_per_byte = 0.0
-        for axis, n in zip(reversed(axes), reversed(sizes)):  # the last axis is the closest: reduce there first
+        for axis, n in sorted(zip(axes, sizes), key=lambda pair: -self._order[pair[0]]):  # the closest axis first
             sent = held * {"all_gather": n - 1, "all_reduce": 2 * (n - 1) / n}.get(kind, (n - 1) / n)
             wire += sent
             link = self.links[axis]
             speed = link.all_to_all_bytes_per_second if kind == "all_to_all" else None
             seconds_per_byte += sent / (speed or link.bytes_per_second)
-            held /= n
+            held = held * n if kind == "all_gather" else held / n
         return wire, latency, seconds_per_byte
 
 

@@ -13,7 +13,7 @@ their
   own, and stay. So do batch norms: their statistics would not move in steps below 2**-8 of their size.
 
 Gradients that float16 has no numbers for, too large or too small, are the business of torch.amp.GradScaler around the
-loop (autopar/runtime/optimizers.py). `precision="fp32"`, the default, casts nothing: a float64 or a bfloat16 model runs
+loop (autopar/runtime/optimizers.py). `precision="fp32"` casts nothing: a float64 or a bfloat16 model runs
 as it is.
 """
 

@@ -16,7 +16,7 @@ class Kernels:
     `multiprocessors` work on tiles at once; 0 where work is not handed out in tiles (a CPU). There, and where a profile
     has no Products, a product of few rows, columns or little depth reaches half of its speed at `half_rows`,
     `half_columns`, `half_depth`. `functions_per_second`: values of gelu (by tanh) that are computed in a second, 0
-    where memory is slower. `fuses`: whether pointwise ops that follow each other run as one kernel.
+    where memory is slower.
     """
 
     multiprocessors: int = 0
@@ -24,7 +24,6 @@ class Kernels:
     half_columns: float = 0.0
     half_depth: float = 0.0
     functions_per_second: float = 0.0
-    fuses: bool = True
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Products:
 
 @dataclass(frozen=True)
 class Attention:
-    """Constants of attention.
+    """Constants of one kernel of attention.
 
     `shares`: of the peak at each of `head_dims`, forward, linear between them; `backward` times that backward.
     `start_seconds` once, `block_seconds` once a block of queries. `cache_seconds`: a token to the power

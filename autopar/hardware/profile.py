@@ -1,18 +1,20 @@
 """Named hardware profiles, read from TOML (or JSON of the same form); what they hold is in autopar/hardware/schema.py.
 
     name, description, device_names        device_names: patterns of what such devices call themselves
-    [compute]      flops_per_second (by dtype), efficiency, launch_seconds
+    [compute]      flops_per_second (by dtype), efficiency, launch_seconds; sustained if known
     [memory]       bytes, bytes_per_second, efficiency; reserve_bytes if there are any
     [collectives]  reduce_scatter_lowering; overlap_slowdown if known
-    [[links]]      name, devices (not in the last), latency_seconds, bytes_per_second, bucket_bytes
+    [[links]]      name, devices (not in the last), latency_seconds, bytes_per_second, bucket_bytes; of a network above
+                   the node also rails, the cards of a node that its devices share, each of bytes_per_second, and
+                   oversubscription, by how much more its switches take in than they lead out
 
 and, where they are known, with the fields of Host, Kernels, Products, Attention, Experts, Nccl and
 Curve:
 
     [host]         link_bytes_per_second, memory_bytes_per_second, memory_bytes
-    [kernels]      multiprocessors, half_rows, half_columns, half_depth, functions_per_second, fuses
+    [kernels]      multiprocessors, half_rows, half_columns, half_depth, functions_per_second
     [products]     a table of Products for each kind: dense, grouped, fp8, fp8_block
-    [attention]    head_dims, shares, backward, start_seconds, block_seconds, cache_seconds, cache_exponent
+    [attention]    a table of Attention for each kernel: flash, cudnn, flash3
     [experts]      hidden_passes, width_passes, start_seconds
     [nccl]         generation, intra, channels, channel_bytes_per_second, nvls, copy_engine_bytes_per_second,
                    reached.KIND = { devices, bytes_per_second }, a list each
@@ -60,6 +62,7 @@ SUFFIXES = (".toml", ".json")
 LOWERINGS = ("native", "all_to_all")
 GENERATIONS = ("volta", "ampere", "hopper", "blackwell")
 INTRA = ("nvlink", "pci")
+ATTENTION_KERNELS = ("flash", "cudnn", "flash3")
 KINDS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast", "send")
 
 
@@ -126,22 +129,14 @@ def _read(file: Path) -> Hardware:
     table = Table(file, _parse(file))
     compute, memory, collectives = (table.inner(key) for key in ("compute", "memory", "collectives"))
     speeds = compute.inner("flops_per_second")
-    tiers = tuple(
-        Tier(
-            name=link.text("name"),
-            devices=link.whole("devices") if "devices" in link.entries else None,
-            latency_seconds=link.positive("latency_seconds"),
-            bytes_per_second=link.positive("bytes_per_second"),
-            bucket_bytes=link.whole("bucket_bytes"),
-        )
-        for link in table.rows("links")
-    )
+    tiers = tuple(_tier(link, i) for i, link in enumerate(table.rows("links")))
     sizes = [tier.devices for tier in tiers]
     if sizes[-1] is not None or None in sizes[:-1] or sizes[:-1] != sorted(set(sizes[:-1])):
         raise HardwareError(
             f"links of {file} join {sizes} devices, which is not rising to any number",
             fix="give links from the closest to the farthest, the last one without devices",
         )
+    tiers = tuple(replace(t, bytes_per_second=t.bytes_per_second * t.share(tiers[0].devices)) for t in tiers)
     lowering = collectives.one_of("reduce_scatter_lowering", LOWERINGS)
     host, kernels, products, attention, experts, nccl, measured, errors, published, fingerprint = (
         table.inner(key) if key in table.entries else None
@@ -180,7 +175,8 @@ def _read(file: Path) -> Hardware:
         else 2.0,
         kernels=_kernels(kernels) if kernels else Kernels(),
         products={kind: _products(inner) for kind, inner in products.inners()} if products else {},
-        attention=_attention(attention) if attention else None,
+        attention=_attentions(attention) if attention else {},
+        sustained=compute.share("sustained") if "sustained" in compute.entries else 1.0,
         experts=_experts(experts) if experts else None,
         nccl=_nccl(nccl) if nccl else None,
         curves=tuple(_curve(row) for row in measured.rows("curves")) if measured else (),
@@ -203,6 +199,26 @@ def _read(file: Path) -> Hardware:
     )
 
 
+def _tier(table: Table, index: int) -> Tier:
+    """Read a tier, with the speed of one card."""
+    table.only(field.name for field in fields(Tier))
+    if index == 0 and {"rails", "oversubscription"} & table.entries.keys():
+        raise HardwareError(
+            f"{table.file}: {table.path}rails or oversubscription is of the links inside a node",
+            fix="give them for a network above the node",
+        )
+    factor = "oversubscription"
+    return Tier(
+        name=table.text("name"),
+        devices=table.whole("devices") if "devices" in table.entries else None,
+        latency_seconds=table.positive("latency_seconds"),
+        bytes_per_second=table.positive("bytes_per_second"),
+        bucket_bytes=table.whole("bucket_bytes"),
+        rails=table.whole("rails") if "rails" in table.entries else None,
+        oversubscription=table.at_least_one(factor) if factor in table.entries else 1.0,
+    )
+
+
 def _host(table: Table) -> Host:
     link, memory = (table.positive(key) for key in ("link_bytes_per_second", "memory_bytes_per_second"))
     return Host(link, memory, memory_bytes=table.whole("memory_bytes"))
@@ -213,7 +229,7 @@ def _kernels(table: Table) -> Kernels:
     halves = ("half_rows", "half_columns", "half_depth", "functions_per_second")
     numbers = {key: table.zero_or_more(key) for key in halves if key in table.entries}
     many = table.whole("multiprocessors") if "multiprocessors" in table.entries else 0
-    return Kernels(many, **numbers, fuses=table.entries.get("fuses", True) is True)
+    return Kernels(many, **numbers)
 
 
 def _products(table: Table) -> Products:
@@ -222,6 +238,11 @@ def _products(table: Table) -> Products:
     optional = {f.name for f in fields(Products)} & table.entries.keys() | {"start_seconds", "fill_seconds"}
     numbers = {key: table.positive(key) for key in needed}
     return Products(**{key: table.zero_or_more(key) for key in sorted(optional)} | numbers)
+
+
+def _attentions(table: Table) -> dict[str, Attention]:
+    table.only(ATTENTION_KERNELS)
+    return {kernel: _attention(inner) for kernel, inner in table.inners()}
 
 
 def _attention(table: Table) -> Attention:

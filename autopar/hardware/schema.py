@@ -35,8 +35,9 @@ class Tier:
     """One kind of link, such as NVLink in a node, the leaf switches of a rail group, and the spine above them.
 
     `devices`: how many consecutive ranks it joins, None for any number. `bytes_per_second`: what each device sends in a
-    collective (NCCL's bus bandwidth; of an oversubscribed switch the device's share). `bucket_bytes`: the size of the
-    pieces in which parameters are gathered and gradients reduced.
+    collective (NCCL's bus bandwidth), its share of what follows included. `bucket_bytes`: the size of the pieces in
+    which parameters are gathered and gradients reduced. `rails`: of a network, how many cards of a node its devices
+    share, None for one each. `oversubscription`: by how much more the switches take in than they lead out.
     """
 
     name: str
@@ -44,6 +45,12 @@ class Tier:
     latency_seconds: float
     bytes_per_second: float
     bucket_bytes: int
+    rails: int | None = None
+    oversubscription: float = 1.0
+
+    def share(self, node_devices: int | None) -> float:
+        """Return what a device of a node of so many has of the speed of a card while all of them send."""
+        return (self.rails / node_devices if self.rails and node_devices else 1.0) / self.oversubscription
 
 
 @dataclass(frozen=True)
@@ -99,14 +106,16 @@ class Hardware:
     """One kind of device and its links, closest tier first.
 
     `flops_per_second` (by "bf16", "fp16", "fp32", "fp64") and `memory_bytes_per_second` are peaks; the efficiencies say
-    which share a matrix product of 8192 cubed and a large copy reach. `launch_seconds`: to start one fused group of
-    kernels. `memory_bytes`: what plans may fill, if nobody says otherwise; of any limit, `reserve_bytes` go to the
+    which share a matrix product of 8192 cubed and a large copy reach. `launch_seconds`: to start one kernel from
+    Python. `memory_bytes`: what plans may fill, if nobody says otherwise; of any limit, `reserve_bytes` go to the
     device's context, to the buffers of the communication library and to the rounding of the caching allocator. `host`:
     the host's memory behind a device, None where nothing can be kept there.
     `reduce_scatter_lowering`: "native", or "all_to_all" followed by a local sum where the backend's own is slow.
     `overlap_slowdown`: how much longer the longer of a collective and a computation takes for running beside the other;
     2 if nothing is gained by it. `curves`: measured collectives, wrong by `curves_error` (a median, 0.1 is 10 %).
-    `products`: by kind ("dense", "grouped", "fp8", "fp8_block"). `errors`: mean relative errors against measured
+    `sustained`: what is left of the speed of products that are measured alone when they run for minutes, at the power
+    limit. `products`: by kind ("dense", "grouped", "fp8", "fp8_block"); `attention`: by kernel ("flash", "cudnn",
+    "flash3"). `errors`: mean relative errors against measured
     operators, by table and size class. `published_utilization`: the largest share of its peak that model FLOPs have
     reached in published training runs, by type. `fingerprint`: where it was measured, empty for a profile made from
     datasheets.
@@ -124,9 +133,10 @@ class Hardware:
     links: tuple[Tier, ...]
     reduce_scatter_lowering: str
     overlap_slowdown: float = 2.0
+    sustained: float = 1.0
     kernels: Kernels = Kernels()
     products: Mapping[str, Products] = field(default_factory=dict, hash=False)
-    attention: Attention | None = None
+    attention: Mapping[str, Attention] = field(default_factory=dict, hash=False)
     experts: Experts | None = None
     nccl: Nccl | None = None
     curves: tuple[Curve, ...] = ()

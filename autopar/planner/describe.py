@@ -64,7 +64,8 @@ def describe_plan(planned: Planned) -> Plan:
         meshes=planned.meshes, batches=planned.batches,
         offloaded=offloaded(problem, e), update_seconds=update_seconds(problem, e), reduce_dtype=options.reduce_dtype,
         flops=flops_of_step(problem.graph, sum(pipeline.shares), options.hardware),
-        state_dtype=options.state_dtype, outputs=outputs_in(sharding, problem, pricer, planned.captured),
+        state_dtype=options.state_dtype, execution=options.execution,
+        outputs=outputs_in(sharding, problem, pricer, planned.captured),
     )  # fmt: skip
     return of_step(plan, e)
 

@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+from torch import nn
 
+from ..cost.compute import EAGER
 from ..errors import StrategyError
 from ..frontend.precision import AUTO, precision_name
 from ..hardware.profile import load as load_hardware
@@ -18,8 +20,8 @@ from .plan import PlanOptions
 
 
 def options_of(mesh, hardware, memory, optimizer, precision, strategy, pin, strict, fixed, baselines, forbid=None,
-               micro_batches=1, offload="none", on_host=(), reduce_dtype=None,
-               state_dtype=None) -> PlanOptions:  # fmt: skip
+               micro_batches=1, offload="none", on_host=(), reduce_dtype=None, state_dtype=None,
+               execution=EAGER) -> PlanOptions:  # fmt: skip
     """Read the arguments of `autopar.plan` and `compile` as PlanOptions, checked as far as they can be without a model.
     Raise StrategyError or HardwareError for what cannot be right."""
     for what, value in (("optimizer", optimizer), ("strategy", "" if strategy is None else strategy)):
@@ -50,7 +52,7 @@ def options_of(mesh, hardware, memory, optimizer, precision, strategy, pin, stri
         pin=dict(pin or {}), forbid=tuple((glob, layout) for glob, layouts in forbidden.items() for layout in layouts),
         fixed=fixed, strict=strict, baselines=baselines, micro_batches=micro_batches, offload=offload,
         on_host=frozenset(on_host), reduce_dtype=None if reduce_dtype is None else precision_name(reduce_dtype),
-        state_dtype=None if state_dtype is None else precision_name(state_dtype),
+        state_dtype=None if state_dtype is None else precision_name(state_dtype), execution=execution,
     )  # fmt: skip
 
 
@@ -65,10 +67,17 @@ def hardware_of(mesh, hardware: str | Path | Hardware | None) -> Hardware:
     return load_hardware(torch.cuda.get_device_name() if kind == "cuda" else "h100")
 
 
-def precision_on(mesh, hardware: str | Path | Hardware | None, precision: str | torch.dtype) -> str:
-    """Return the name of a precision; "auto" is what the profile of the devices says. Raise StrategyError for an
-    unknown one."""
-    return hardware_of(mesh, hardware).precision if precision == AUTO else precision_name(precision)
+def precision_on(
+    mesh, hardware: str | Path | Hardware | None, precision: str | torch.dtype, model: nn.Module | None = None
+) -> str:
+    """Return the name of a precision. "auto" is what the profile of the devices says, but the model's own types on a
+    mesh of CPUs, whatever profile is planned with, and for a model that has parameters in another type than fp32. Raise
+    StrategyError for an unknown one."""
+    if precision != AUTO:
+        return precision_name(precision)
+    own = {p.dtype for p in model.parameters() if p.is_floating_point()} if model is not None else set()
+    is_free = getattr(mesh, "device_type", None) != "cpu" and own <= {torch.float32}
+    return hardware_of(mesh, hardware).precision if is_free else "fp32"
 
 
 def bytes_of_text(memory: float | str | None) -> float | None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from torch import fx
 
 from ..cost.collectives import CollectiveCost
+from ..cost.compute import EAGER, EXECUTIONS
 from ..cost.host import HostCost
 from ..cost.memory import Optimizer
 from ..cost.orthogonalize import OrthogonalizeCost
@@ -52,19 +53,20 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class PlanOptions:
     """The options of a search. `fixed`: layouts by placeholder name. `forbid`: pairs of a glob and a layout
-    that it may not take. `memory_bytes`: None takes the hardware's. `micro_batches`: of a step; the graph that is
-    planned is that of one of them. `recompute`: "auto", or the level of every block; `refuses`: what does not fit the
-    memory (else it is planned anyway). `offload`: see autopar/planner/problem/offload.py; `on_host`: placeholders of
-    parameters that are on the host already. `styles`: the model's own tensor parallelism (see hf_tp_plan.py), one of
-    the baselines. `reduce_dtype`, `state_dtype`: see `Plan`. `within`: the whole mesh, where the planned one is a
-    stage's of a pipeline: links are those of the whole mesh, gradients are reduced once a step, and copies of
-    parameters that are kept are gathered once. `overlay`: another graph that runs with the same decisions, of fewer
-    samples."""
+    that it may not take. `memory_bytes`: None takes the hardware's. `execution`: see `Plan`. `micro_batches`: of a
+    step; the graph that is planned is that of one of them. `recompute`: "auto", or the level of every block;
+    `refuses`: what does not fit the memory (else it is planned anyway). `offload`: see
+    autopar/planner/problem/offload.py; `on_host`: placeholders of parameters that are on the host already. `styles`:
+    the model's own tensor parallelism (see hf_tp_plan.py), one of the baselines. `reduce_dtype`, `state_dtype`: see
+    `Plan`. `within`: the whole mesh, where the planned one is a stage's of a pipeline: links are those of the whole
+    mesh, gradients are reduced once a step, and copies of parameters that are kept are gathered once. `overlay`:
+    another graph that runs with the same decisions, of fewer samples."""
 
     hardware: Hardware
     memory_bytes: float | None = None
     optimizer: str = "adamw"
     precision: str = "fp32"
+    execution: str = EAGER
     reduce_dtype: str | None = None
     state_dtype: str | None = None
     strategy: str | None = None
@@ -101,6 +103,8 @@ class PlanOptions:
         Restriction.of(self.strategy, mesh)
         compute_dtype(self.precision)
         reduce_type(self.reduce_dtype)
+        if self.execution not in EXECUTIONS:
+            raise StrategyError(f"no execution {self.execution!r} is known", fix=f"use {' or '.join(EXECUTIONS)}")
         passes.check(self.micro_batches)
         fixed_recompute.check(self.recompute)
         offload.check(self.offload, self.on_host, self.hardware)
@@ -242,6 +246,7 @@ def solvers_of(
         fold if options.folded else unfolded, dict(options.fixed),
         {**options.pin, **dict(options.forbid), **dict.fromkeys(globs_of(options.strategy), "")},
         offload.Offload(options.offload, cost, options.on_host), options.micro_batches, muon,
+        options.execution,
     )  # fmt: skip
     problem.fits = fitting(problem, options.overlay) if options.overlay is not None else {}
     bucket_bytes = max(tiers[a].bucket_bytes for a in mesh.names)

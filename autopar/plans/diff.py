@@ -33,7 +33,7 @@ def diff_text(a: Plan, b: Plan) -> str:
 
 def _made_for(plan: Plan) -> dict[str, str]:
     names = (
-        "model", "mesh", "hardware", "precision", "reduce_dtype", "optimizer", "state_dtype", "strategy",
+        "model", "mesh", "hardware", "execution", "precision", "reduce_dtype", "optimizer", "state_dtype", "strategy",
         "micro_batches", "reduces_once",
     )  # fmt: skip
     graph = {"graph": plan.fingerprint[:12], "memory limit": size(plan.memory_limit_bytes)}

@@ -202,6 +202,11 @@ def brain(value: object) -> bool:
     return text(value) and value == "bf16"
 
 
+def execution(value: object) -> bool:
+    """a way in which graphs run"""
+    return text(value) and value in ("eager", "compiled")
+
+
 def rank(value: object) -> bool:
     """a number of dims, 64 at most"""
     return count(value) and value <= 64
@@ -224,6 +229,7 @@ NO_PROGRAM: Json = {"choices": 0, "excluded": 0, "decided": 0, "variables": 0, "
 OPTIONAL: Json = {
     "reduce_dtype": "bf16",
     "state_dtype": "bf16",
+    "execution": "eager",
     "outputs": [],
     "batches": [],
     "update_seconds": 0.0,
@@ -233,7 +239,8 @@ OPTIONAL: Json = {
 OF_ALTERNATIVES: Json = {"micro_batches": 1, "recomputed_blocks": 0, "offload": "none"}  # the same of each of them
 SCHEMA: Kind = {
     "version": count, "hash": text, "fingerprint": text, "model": text, "mesh": text, "hardware": text,
-    "precision": text, "reduce_dtype": narrow, "state_dtype": brain, "optimizer": text, "strategy": text,
+    "precision": text, "reduce_dtype": narrow, "state_dtype": brain, "execution": execution, "optimizer": text,
+    "strategy": text,
     "memory_limit_bytes": amount, "step_seconds": amount,
     "compute_seconds": amount, "communication_seconds": amount, "recompute_seconds": amount,
     "update_seconds": amount, "exposed_seconds": amount,

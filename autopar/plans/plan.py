@@ -185,6 +185,7 @@ class Plan:
     flops: Flops = Flops()
     program: DecidedProgram = DecidedProgram()
     state_dtype: str | None = None  # of the optimizer's tensors, if that is narrower than their parameter
+    execution: str = "eager"  # or "compiled": fused by torch.compile, launches hidden (autopar/cost/compute.py)
     reduce_dtype: str | None = None  # gradients are added up over devices in this type if it is narrower than theirs
     outputs: tuple[Output, ...] = ()  # empty if all are whole on every device
     pipeline: Pipeline = Pipeline()  # the sharding is of one micro-batch, on the mesh of a stage
@@ -216,6 +217,11 @@ class Plan:
     def precision_text(self) -> str:
         """Return the precision, and what gradients are reduced in if that is another type."""
         return self.precision + (f", gradients reduced in {self.reduce_dtype}" if self.reduce_dtype else "")
+
+    @property
+    def execution_text(self) -> str:
+        """Return how the graphs are priced to run."""
+        return "op by op" if self.execution == "eager" else "compiled, launches hidden"
 
     @property
     def utilization(self) -> float:

@@ -20,7 +20,9 @@ class DecidedProgram:
     def __str__(self) -> str:
         left = self.choices - self.excluded
         start = f"integer program: {self.excluded:,} of {self.choices:,} choices excluded by bounds"
-        if not left or not self.decided:
+        if not self.decided and not self.proved:
+            return f"{start}, too many left for a program ({left:,} could be better)"
+        if not self.decided:
             return f"{start}, none left to decide"
         how = "proved best where equal blocks decide alike" if self.proved else f"not proved ({left:,} could be better)"
         return f"{start}, {self.decided:,} decided with {self.variables:,} variables, {how}"

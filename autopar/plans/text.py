@@ -32,7 +32,7 @@ def _result(plan: Plan) -> list[str]:
     devices, words = f"{plan.mesh.devices} device{'s' if plan.mesh.devices > 1 else ''}", wording(plan)
     return [
         f"plan of {plan.model} on mesh {plan.mesh} ({devices}, {plan.hardware}), {plan.precision_text}, "
-        f"{plan.optimizer_text}, strategy {plan.strategy}",
+        f"{plan.optimizer_text}, strategy {plan.strategy}, run {plan.execution_text}",
         f"step {ms(plan.step_seconds)} = {parts_of(plan)}; {words.bound(plan)} (gap {plan.gap:.2%})",
         words.progress(plan),
         f"peak {size(plan.peak_bytes)} a device, {percent(plan.peak_bytes, plan.memory_limit_bytes)} of "

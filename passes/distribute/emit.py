@@ -12,10 +12,11 @@ A group is written as the names of its mesh axes, "dp" or "dp,tp"; codegen.bind_
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -97,7 +98,12 @@ class Emitter:
             "slice": self._slice,
         }[move.kind]
         bytes_ = math.prod(shape) * x.meta["val"].element_size()
-        y = contiguous(self.builder, lowering(_Group(self, move, axes, count, tensor, bytes_), x, move, before, after))
+        group = _Group(self, move, axes, count, tensor, bytes_)
+        if move.kind == "all_gather" and len(axes) > 1:
+            y = self._gather_nested(group, x, step, shape)
+        else:
+            y = lowering(group, x, move, before, after)
+        y = contiguous(self.builder, y)
         rename(y, f"{tensor}_{move.kind}")
         return y
 
@@ -108,6 +114,28 @@ class Emitter:
         x = self._pad(x, {move.dim: -(-after[move.dim] // group.count)})
         y = group.run(c10d.all_gather_into_tensor.default, x, group.count)
         return self._cut(self._unstack(y, group.count, move.dim, move.parts), {move.dim: after[move.dim]})
+
+    def _gather_nested(self, group, x, step: MoveStep, shape: Sequence[int]):
+        """Undo the cuts of a dim by several axes at once: blocks arrive in the order of the ranks, which is that of the
+        mesh's axes, and belong in the order in which the axes cut."""
+        d, size = cast(int, step.move.dim), self.mesh.size
+        places = [dict(zip(group.axes, at)) for at in itertools.product(*(range(size(a)) for a in group.axes))]
+        sizes = [local_shape(shape, step.before, self.mesh, {**self.coordinate, **at})[d] for at in places]
+        block, cut = max(sizes), [a for a in step.move.axes if a in group.axes]
+        y = group.run(c10d.all_gather_into_tensor.default, self._pad(x, {d: block}), group.count)
+        y = self._unstack(y, group.count, d, 1)
+        if min(sizes) == block:
+            if cut == list(group.axes):
+                return y
+            rest = list(y.meta["val"].shape)
+            y = self.call(aten.reshape.default, y, [*rest[:d], *map(size, group.axes), block, *rest[d + 1 :]])
+            inner = [d + group.axes.index(a) for a in cut]
+            after = range(d + len(cut), len(rest) + len(cut))
+            y = self.call(aten.permute.default, y, [*range(d), *inner, *after])
+            return self.call(aten.reshape.default, y, rest)
+        order = sorted(range(group.count), key=lambda i: [places[i][a] for a in cut])
+        parts = [self.call(aten.slice.Tensor, y, d, i * block, i * block + sizes[i]) for i in order if sizes[i]]
+        return self.call(aten.cat.default, parts, d)
 
     def _reduce_scatter(self, group, x, move, before, after):
         n, d = group.count, move.dim

@@ -71,7 +71,7 @@ def test_predicted_bits():
     model, batch = build("llama:hidden=512,layers=2,heads=8,kv_heads=4,ffn=1536,vocab=256,seq=64", batch=2, seq=8)
     held, elements = {}, 0
     for adapt in (LoRA(r=4, target_modules=["q_proj"]), QLoRA(r=4, target_modules=["q_proj"])):
-        plan = autopar.plan(model, "dp=2", batch, strategy="ddp", baselines=False, adapt=[adapt])
+        plan = autopar.plan(model, "dp=2", batch, strategy="ddp", baselines=False, adapt=[adapt], precision="fp32")
         held[adapt.name], elements = plan.memory["parameters"], plan.parameter_elements
     weights = sum(m.weight.numel() for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head")
     bits = 32 - 8 * (held["lora"] - held["qlora"]) / weights

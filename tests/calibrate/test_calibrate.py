@@ -68,7 +68,8 @@ def measured_exactly(world: int = 4, exchanged: float = 0.5) -> dict:
             )
     return {"products": products, "functions_per_second": 4e8, "copy_bytes_per_second": 1e10, "launch_seconds": 1e-6,
             "memory_bytes": 10**9, "curves": curves, "overlap_slowdown": 1.3,
-            "attention": {"dtype": "fp32", "head_dim": 64, "forward": 4e10, "backward": 3e10}}  # fmt: skip
+            "attention": {"dtype": "fp32", "head_dim": 64, "sequence": 128, "forward": 4e10,
+                          "backward": 3e10}}  # fmt: skip
 
 
 def test_fits_find_what_was_put_in():
@@ -78,9 +79,10 @@ def test_fits_find_what_was_put_in():
     assert profile.reached_flops_per_second("fp64") == pytest.approx(
         62 / 128 * 1e11, rel=1e-3
     )  # not measured: the base's ratio
-    assert profile.attention.head_dims == (64,) and not profile.products
-    assert (*profile.attention.shares, profile.attention.backward) == (pytest.approx(0.4), pytest.approx(0.75))
-    assert profile.kernels.functions_per_second == 4e8 and not profile.kernels.fuses
+    flash = profile.attention["flash"]
+    assert flash.head_dims == (64,) and not profile.products
+    assert (*flash.shares, flash.backward) == (pytest.approx(0.4), pytest.approx(0.75))
+    assert profile.kernels.functions_per_second == 4e8
     tier = profile.links[0]
     assert (tier.latency_seconds, tier.bytes_per_second) == (pytest.approx(1e-4), pytest.approx(1e9))
     assert tier.bucket_bytes == 2**20 and profile.reached_memory_bytes_per_second == 1e10
@@ -96,7 +98,7 @@ def test_a_gpu_keeps_its_peaks():
     """One H100 alone: the efficiency is that of the largest product, the links stay."""
     base = hardware.load("h100")
     measured = measured_exactly() | {"curves": [], "copy_bytes_per_second": 3e12}
-    measured["attention"] = {"dtype": "bf16", "head_dim": 128, "forward": 5e14, "backward": 4e14}
+    measured["attention"] = {"dtype": "bf16", "head_dim": 128, "sequence": 4096, "forward": 5e14, "backward": 4e14}
     measured["products"] = [
         {"rows": n, "depth": n, "columns": n, "dtype": "bf16", "seconds": 2 * n**3 / 7e14} for n in (4096, 8192)
     ]
@@ -104,10 +106,10 @@ def test_a_gpu_keeps_its_peaks():
     assert profile.flops_per_second == base.flops_per_second and profile.kernels == base.kernels
     assert profile.reached_flops_per_second("bf16") == pytest.approx(7e14)
     assert profile.reached_memory_bytes_per_second == pytest.approx(3e12)
-    assert profile.attention.shares[1] == pytest.approx(5e14 / 989e12) and profile.attention.backward == pytest.approx(
-        0.8
-    )
-    large = ProductSeconds(profile)((1, 8192, 8192, 8192), 989e12, 2)
+    served, others = profile.attention["cudnn"], profile.attention["flash"]  # of 4096 keys, heads of their own
+    assert served.shares[1] == pytest.approx(5e14 / 989e12) and served.backward == pytest.approx(0.8)
+    assert others.shares[1] / served.shares[1] == pytest.approx(0.366 / 0.594)
+    large = ProductSeconds(replace(profile, sustained=1.0))((1, 8192, 8192, 8192), 989e12, 2)
     assert 2 * 8192**3 / large == pytest.approx(7e14, rel=0.02)
     assert profile.links == base.links and CollectiveCost(profile, Mesh.parse("a=8")).tier == "nccl"
 

@@ -35,7 +35,11 @@ CASES = {  # name: model, mesh, arguments of autopar.plan
     "llama_qlora": (LLAMA, "dp=2", {"strategy": "fsdp", "adapt": [QLoRA(r=2, block_size=16)]}),
     "mlp_fake_quant": (MLP, "tp=2", {"strategy": "megatron", "adapt": [FakeQuant("int8")]}),
     "mlp_accumulated": (MLP, "dp=2", {"strategy": "zero2", "micro_batches": 2}),
-    "mlp_offloaded": (MLP, "dp=2", {"strategy": "ddp", "offload": "optimizer", "hardware": "h100"}),
+    "mlp_offloaded": (
+        MLP,
+        "dp=2",
+        {"strategy": "ddp", "offload": "optimizer", "hardware": "h100", "precision": "fp32"},
+    ),
     "gpt_pipeline": (GPT, "pp=2,dp=2", {"schedule": "1f1b", "micro_batches": 2}),
 }
 

@@ -4,6 +4,8 @@ import tomllib
 
 import pytest
 
+from autopar import calibrate
+from autopar.cost.collectives import CollectiveCost
 from autopar.errors import HardwareError
 from autopar.hardware import profile as hardware
 from autopar.hardware.profile import Attention, Curve, Experts, Hardware, Kernels, Link, Products, Tier
@@ -185,6 +187,73 @@ def test_a_profile_of_the_users_own(tmp_path):
     assert hardware.load(str(file)) == profile
 
 
+NETWORK = """
+[[links]]
+name = "wire"
+devices = 8
+latency_seconds = 1e-6
+bytes_per_second = 4e11
+bucket_bytes = 1024
+source = "d"
+[[links]]
+name = "leaf"
+devices = 64
+latency_seconds = 1e-5
+bytes_per_second = 5e10
+bucket_bytes = 1024
+rails = 4
+source = "e"
+[[links]]
+name = "spine"
+latency_seconds = 2e-5
+bytes_per_second = 5e10
+bucket_bytes = 1024
+rails = 4
+oversubscription = 3
+source = "f"
+"""
+
+
+def test_rails_and_oversubscription(tmp_path):
+    """Eight devices share four cards of 50 GB/s: 25 GB/s each inside a group of switches, a third of that beyond. A
+    gather of one device a node takes latency + (n - 1) b / speed; eight devices of a node lead out over all its
+    cards."""
+    file = tmp_path / "mine.toml"
+    file.write_text(VALID[: VALID.index("[[links]]")] + NETWORK)
+    profile = hardware.load(file)
+    assert [tier.bytes_per_second for tier in profile.links] == [4e11, 2.5e10, pytest.approx(2.5e10 / 3)]
+    held = 1e8
+    for mesh, axis, seconds in (
+        ("b=8,a=8", "b", 1e-5 + 7 * held / 2.5e10),
+        ("c=4,b=8,a=8", "c", 2e-5 + 3 * held / (2.5e10 / 3)),
+        ("b=64", "b", 1e-5 + 63 * held / 2e11),
+        ("c=256", "c", 2e-5 + 255 * held / min(2e11, 64 * 2.5e10 / 3)),
+        ("b=8,a=8", "a", 1e-6 + 7 * held / 4e11),
+    ):
+        found = CollectiveCost(profile, Mesh.parse(mesh)).seconds("all_gather", (axis,), held)
+        assert found == pytest.approx(seconds), (mesh, axis)
+    again = tmp_path / "again.toml"
+    again.write_text(calibrate.text(calibrate.to_table(profile)))
+    assert hardware.load(again).links == profile.links
+
+
+@pytest.mark.parametrize(
+    "before, after, complaint",
+    [
+        ("oversubscription = 3", "oversubscription = 0.5", r"links\[2\].oversubscription is 0.5"),
+        ("rails = 4\nsource", "rails = 0\nsource", r"links\[1\].rails is 0"),
+        ("devices = 8\n", "devices = 8\nrails = 2\n", "of the links inside a node"),
+        ("rails = 4\nsource", "rail = 4\nsource", r"links\[1\].rail is not known"),
+    ],
+)
+def test_bad_networks(tmp_path, before, after, complaint):
+    assert NETWORK.count(before) == 1
+    file = tmp_path / "mine.toml"
+    file.write_text(VALID[: VALID.index("[[links]]")] + NETWORK.replace(before, after))
+    with pytest.raises(HardwareError, match=complaint):
+        hardware.load(file)
+
+
 FULL = """
 [kernels]
 multiprocessors = 10
@@ -199,10 +268,11 @@ fill_seconds = 0
 tile_bytes_per_second = 1e12
 memory_bytes_per_second = 1e11
 [attention]
+source = "i"
+[attention.flash]
 head_dims = [64, 128]
 shares = [0.5, 0.6]
 backward = 0.9
-source = "i"
 [experts]
 hidden_passes = 1
 width_passes = 2
@@ -239,7 +309,7 @@ def test_what_a_profile_may_say_besides(tmp_path):
     profile = hardware.load(file)
     assert profile.kernels == Kernels(10, half_depth=16)
     assert profile.products == {"dense": Products(0.5, 1e-6, 0, 1e12, 1e11)}
-    assert profile.attention == Attention((64, 128), (0.5, 0.6), backward=0.9)
+    assert profile.attention == {"flash": Attention((64, 128), (0.5, 0.6), backward=0.9)}
     assert (profile.experts, profile.errors) == (Experts(1, 2, 0), {"attention": {"short": 0.1}})
     assert profile.nccl.nvls and profile.nccl.reached == {"all_gather": ((2, 3e9), (8, 2e9))}
     assert profile.curves == (Curve("all_reduce", 2, 4, (1024, 4096), (1e-4, 2e-4)),) and profile.curves[0].span == 8
@@ -259,7 +329,8 @@ def test_what_a_profile_may_say_besides(tmp_path):
         ("half_depth = 16", "attention = 0.5", "kernels.attention is not known(.|\n)*half_depth"),
         ("share = 0.5\n", "", "products.dense.share is missing"),
         ("fill_seconds = 0", "filled = 0", "products.dense.filled is not known"),
-        ("shares = [0.5, 0.6]", "shares = [0.5]", r"attention.shares is \[0.5\](.|\n)*2 positive numbers"),
+        ("shares = [0.5, 0.6]", "shares = [0.5]", r"attention.flash.shares is \[0.5\](.|\n)*2 positive numbers"),
+        ("[attention.flash]\n", "", r"attention.backward is not known(.|\n)*cudnn, flash"),
         ("width_passes = 2", "", "experts.width_passes is missing"),
         ("short = 0.1", "short = -1", "errors.attention.short is -1"),
         ('"hopper"', '"fermi"', "nccl.generation is 'fermi'(.|\n)*volta or ampere"),

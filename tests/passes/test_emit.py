@@ -120,6 +120,16 @@ def test_all_reduce_over_two_axes_is_one_collective():
     assert simulator.calls == [("all_reduce", ("a", "b"), (0, 1, 2, 3))]
 
 
+@pytest.mark.parametrize("source", ["a:S(0) b:S(0)", "b:S(0) a:S(0)", "a:S(1) b:S(1)"])
+@pytest.mark.parametrize("shape", [(8, 12), (7, 11), (2, 3)])
+def test_a_gather_over_two_axes_is_one_collective(source, shape):
+    """Blocks of either order of the axes, even and uneven."""
+    mesh = Mesh.parse("a=2,b=2")
+    layout = Layout.parse(source, 2) if source[0] == "a" else Layout((("b", "a"), ()))
+    simulator = check(shape, layout, parse("R"), mesh)
+    assert simulator.calls == [("all_gather_into_tensor", ("a", "b"), (0, 1, 2, 3))]
+
+
 def test_axes_of_one_device_make_no_node():
     mesh = Mesh.parse("a=1,b=2")
     joint, sharding = redistribution((4, 4), parse("a:P b:P"), parse("a:S(1)"), mesh)

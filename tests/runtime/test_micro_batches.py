@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
 from autopar.codegen.rank_program import PipelineProgram
@@ -94,6 +95,47 @@ def test_gathers_and_reductions_once_a_step():
         kinds = Counter(what.split()[2 if "stage" in what else 1] for _, what, _ in program.collectives())
         found[many] = kinds, {c.kind: c.count for c in plan.collectives if c.wire_bytes > 64}
     assert found[1][1] == found[4][1]
+
+
+class Gathers(TorchDispatchMode):
+    """Counts the gathers that run inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if getattr(function, "namespace", "") == "_c10d_functional" and "all_gather" in function._opname:
+            self.found += 1
+        return function(*args, **(kwargs or {}))
+
+
+def _gathers(rank, plans):
+    mesh, found = device_mesh("dp=2"), {}
+    for key, plan in plans.items():
+        parallel, reference = pair(tiny.Regressor(loss=True), mesh, CALL, plan=plan)
+        for _ in range(2):  # the second step gathers what the optimizer has changed
+            parallel.zero_grad(), reference.zero_grad()
+            with Gathers() as gathers:
+                parallel(**CALL).loss.backward()
+            reference(**CALL).loss.backward()
+            assert_same_gradients(parallel, reference)
+            found.setdefault(key, []).append(gathers.found)
+    return found
+
+
+@pytest.mark.gloo
+def test_kept_parameters_are_gathered_once_a_step_at_run_time():
+    """ZeRO-1 and 2 with four micro-batches gather no more often than with one, FSDP for each of them."""
+    model = tiny.Regressor(loss=True)
+    plans = {
+        (name, many): planned(model, "dp=2", CALL, micro_batches=many, strategy=name)
+        for name in ("zero1", "zero2", "fsdp") for many in (1, 4)
+    }  # fmt: skip
+    for found in gloo.run(2, _gathers, plans):
+        for name in ("zero1", "zero2"):
+            assert all(0 < four <= one for four, one in zip(found[name, 4], found[name, 1])), found
+        assert min(found["fsdp", 4]) >= 4, found
 
 
 class Mixed(nn.Module):

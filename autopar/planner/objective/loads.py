@@ -44,7 +44,7 @@ class Load:
 
     def rows(self, overlap: float) -> np.ndarray:
         """Return the seconds that each stream needs: first the one that computes and waits, then the links."""
-        loss = drag(overlap)
+        loss = drag(overlap, len(self.hidden) - 1)
         main = self.waited.sum() + self.hidden[0] + loss * self.hidden[1:].sum()
         return np.concatenate([[main], self.waited[1:] + self.hidden[1:]])
 

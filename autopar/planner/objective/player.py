@@ -23,6 +23,7 @@ from .step_order import step_order
 
 Tell = Callable[[Piece, float, float], None]
 LEAST = 1e-15  # seconds
+SLOWEST = 1e-12  # share of its speed that compute keeps at least
 
 
 @dataclass
@@ -42,7 +43,8 @@ class Player:
     """Plays one script. `tell` is given each stretch of a piece with its begin and end."""
 
     def __init__(self, script: Script, overlap: float, tell: Tell | None = None):
-        self.script, self.loss, self.tell, self.now = script, drag(overlap), tell, 0.0
+        classes = len({piece.stream for beside in script.beside for piece in beside.pieces})
+        self.script, self.loss, self.tell, self.now = script, drag(overlap, classes), tell, 0.0
         self.queues: dict[int, deque[_Running]] = defaultdict(deque)
 
     def play(self) -> float:
@@ -77,7 +79,7 @@ class Player:
         start = self.now
         while left > LEAST:
             heads = [q[0] for s, q in self.queues.items() if q and (piece is None or s != piece.stream)]
-            speed = max(0.05, 1.0 - self.loss * len(heads))
+            speed = max(SLOWEST, 1.0 - self.loss * len(heads))
             step = min([left / speed, *(head.left for head in heads)])
             for head in heads:
                 self._advance(head, step)

@@ -23,10 +23,11 @@ import numpy as np
 PHASES = ("forward", "backward")
 
 
-def drag(overlap: float) -> float:
-    """Return the share of a collective's seconds that compute beside it loses, for a gain of `overlap`: compute goes
-    2 - overlap times slower. Where nothing is gained it waits all the time."""
-    return 1.0 - 1.0 / (2.0 - overlap) if overlap else 1.0
+def drag(overlap: float, classes: int) -> float:
+    """Return the share of a collective's seconds that compute beside it loses, for a gain of `overlap`: as long a
+    computation takes 2 - overlap times as long. Compute stands at most while all classes of links are busy; where
+    nothing is gained it always does."""
+    return min(1.0 - overlap, 1.0 / max(1, classes)) if overlap else 1.0
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def spans_of(passes: int) -> list[tuple[str, float, bool]]:
 @lru_cache(256)
 def _weights(prices: Prices) -> tuple[dict[str, tuple[float, ...]], ...]:
     """Return by phase the weights by stream of blocking communication, of hidden, and of hidden once a step."""
-    streams, loss = 1 + len(prices.links[0]), drag(prices.overlap)
+    streams, loss = 1 + len(prices.links[0]), drag(prices.overlap, len(prices.links[0]))
     blocking, hidden, once = ({phase: np.zeros(streams) for phase in PHASES} for _ in range(3))
     for links, (phase, share, is_once) in zip(prices.links, spans_of(prices.passes)):
         own = np.array([0.0, *links])

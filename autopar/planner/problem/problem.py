@@ -16,7 +16,7 @@ import numpy as np
 from torch import fx
 
 from ... import rules
-from ...cost.compute import ComputeCost
+from ...cost.compute import EAGER, ComputeCost
 from ...cost.memory import Optimizer
 from ...cost.orthogonalize import OrthogonalizeCost
 from ...cost.update import UpdateCost
@@ -99,10 +99,11 @@ def build(
     offload: Offload = Offload(),
     passes: int = 1,
     orthogonalize: OrthogonalizeCost | None = None,
+    execution: str = EAGER,
 ) -> Problem:
     """Return the problem of a captured joint graph, of a step of so many `passes`. `fixed` gives layouts by placeholder
-    name; `orthogonalize`: the price of Muon's updates of matrices. `fold` gives the classes; leaves that different
-    `pins` name do not share one."""
+    name; `orthogonalize`: the price of Muon's updates of matrices; `execution`: how the graph runs. `fold` gives the
+    classes; leaves that different `pins` name do not share one."""
     compact = captured.compact
     graph = compact.graph if compact else captured.graph
     vertices, uses = vertices_of(graph)
@@ -130,7 +131,7 @@ def build(
     for v, cls in zip(vertices, fold(vertices, uses)):
         v.cls = cls
     _couple(vertices, uses)
-    cost, update = ComputeCost(hardware), UpdateCost(hardware.reached_memory_bytes_per_second, passes)
+    cost, update = ComputeCost(hardware, execution), UpdateCost(hardware.reached_memory_bytes_per_second, passes)
     classes: dict[int, Choices] = {}
     for v in vertices:
         if v.cls not in classes:

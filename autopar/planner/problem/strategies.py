@@ -59,7 +59,9 @@ def choices_of(
     legal layouts; any other leaf to be replicated. A leaf may only have the layout `pinned` if there is one.
     `orthogonalize`: the price of what the optimizer does with matrices, if it does."""
     if v.kind == "op":
-        return _op_choices(v.node, rule, part_sets, mesh, cost)
+        found = _op_choices(v.node, rule, part_sets, mesh, cost)
+        found.seconds += [_cast_seconds(v, s, mesh, cost) for s in found.strategies]
+        return found
     value = v.node.meta["val"]
     shape = tuple(value.shape)
     if v.kind == "output":
@@ -129,6 +131,15 @@ def leaf_layouts(shape, mesh: Mesh, parts: dict[int, frozenset[int]], orders: bo
     return list(result)
 
 
+def _cast_seconds(v: Vertex, strategy: Strategy, mesh: Mesh, cost: ComputeCost) -> float:
+    """Return the seconds of the casts that belong to an op: those of gradients to the type of their parameter."""
+    made, total = values_of(v.node), 0.0
+    for output, cast in v.casts.items():
+        bytes_ = bytes_of(made[output]) + bytes_of(cast.meta["val"])
+        total += cost.copy_seconds(bytes_ * fraction(strategy.outputs[output], mesh))
+    return total
+
+
 def _op_choices(node: fx.Node, rule: Rule | None, part_sets, mesh: Mesh, cost: ComputeCost) -> Choices:
     arguments = [a.meta["val"] for a in tensor_arguments(node)]
     outputs = values_of(node)
@@ -145,7 +156,7 @@ def _op_choices(node: fx.Node, rule: Rule | None, part_sets, mesh: Mesh, cost: C
             rule = replace(rule, linear=())
         parts = rules.factor_parts(node, rule, part_sets)
         options = rules.strategies(rule, [a.shape for a in arguments], [o.shape for o in outputs], mesh, parts)
-    fuses = cost.hardware.kernels.fuses
+    fuses = cost.fuses
     fused = [fuses and is_fused for is_fused in fused_inputs(node)]
     is_fused_away = (
         fuses

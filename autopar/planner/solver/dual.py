@@ -133,11 +133,6 @@ class Dual:
             end.message = known.rows[:, end.places(known)].ravel()
         return few
 
-    def learn(self, few: Dual) -> None:
-        """Take over what the dual of some of the options has learned of them."""
-        for end, known in few._beside(self):
-            known.rows[:, end.places(known)] = end.rows
-
     def _beside(self, other: Dual) -> Iterator[tuple[End, End]]:
         """Iterate over the ends of all factors, each with the one in a dual of more options."""
         for mine, theirs in zip(self.ends, other.ends):

@@ -74,6 +74,8 @@ def last_word(run: Run, dual: Dual, prices: Prices, best: Evaluation, joint: dic
         options = dict(zip(dual.classes, keep))
         if _size(dual, options) <= run.search.largest_program:
             break
+    else:  # the bounds say too little for a program of any use
+        return LastWord(None, DecidedProgram(total, total - left, 0, 0, False))
     decided = sum(len(index) for index in keep if len(index) > 1)
     if not decided:
         return LastWord(None, DecidedProgram(total, total - left, 0, 0, turn == 0))

@@ -55,7 +55,7 @@ class BeyondCutoff(Exception):
 def minimize(dual: Dual, starts: Sequence[dict[int, int]] = (), search: Search = Search()) -> Solution:
     """Return the best choice by class that was found at the dual's prices, its priced cost and a proven lower bound on
     it. `starts` are choices to do at least as well as; those that are not allowed are left out."""
-    tied, whole = LocalSearch(dual), dual
+    tied = LocalSearch(dual)
     pool = [s for s in starts if all(dual.allowed[cls][k] for cls, k in dual.strategies(s).items())]
     best = min((Solution(s, tied.objective(s), -np.inf) for s in pool), key=lambda s: s.objective, default=None)
     if best is not None and dual.reruns:  # found at other prices of what runs again
@@ -92,8 +92,6 @@ def minimize(dual: Dual, starts: Sequence[dict[int, int]] = (), search: Search =
     best = Solution(best.choice, best.objective, min(bound, best.objective))
     if not is_over:
         best = _finish(dual, tied, best, pool, search)
-    if dual is not whole:
-        whole.learn(dual)
     return best
 
 
