@@ -186,7 +186,7 @@ def _read(file: Path) -> Hardware:
         }
         if errors
         else {},
-        reserve_bytes=memory.whole("reserve_bytes") if "reserve_bytes" in memory.entries else 0,
+        reserve_bytes=_reserve_bytes(memory) if "reserve_bytes" in memory.entries else 0,
         published_utilization={
             dtype: speeds.share(dtype)
             for speeds in [published.inner("utilization")]
@@ -197,6 +197,17 @@ def _read(file: Path) -> Hardware:
         host=_host(host) if host else None,
         fingerprint={key: fingerprint.text(key) for key in sorted(fingerprint.entries)} if fingerprint else {},
     )
+
+
+def _reserve_bytes(memory: Table) -> int:
+    """Read what no tensor gets of the memory."""
+    reserve, all_bytes = memory.whole("reserve_bytes"), memory.whole("bytes")
+    if reserve >= all_bytes:
+        raise HardwareError(
+            f"{memory.file}: {memory.path}reserve_bytes is {reserve:.4g}, all of the {all_bytes:.4g} bytes",
+            fix=f"set {memory.path}reserve_bytes to what the device keeps to itself, some 1e9",
+        )
+    return reserve
 
 
 def _tier(table: Table, index: int) -> Tier:

@@ -20,7 +20,7 @@ class DecidedProgram:
     def __str__(self) -> str:
         left = self.choices - self.excluded
         start = f"integer program: {self.excluded:,} of {self.choices:,} choices excluded by bounds"
-        if not self.decided and not self.proved:
+        if not self.decided and not self.proved and left:
             return f"{start}, too many left for a program ({left:,} could be better)"
         if not self.decided:
             return f"{start}, none left to decide"
