@@ -33,6 +33,7 @@ def test_a_call_of_other_samples_has_the_same_inputs():
         samples_and_tokens({"flag": True})
 
 
+@pytest.mark.slow
 def test_the_batch_is_the_best_of_those_that_were_tried():
     """Memory for a batch of some thousands: more gain nothing, or do not fit."""
     found = of_batch(1024, memory="2.4GiB", tokens_per_second=True)
