@@ -54,6 +54,7 @@ def test_a_smaller_batch_is_taken_where_the_given_one_does_not_fit():
     assert plan.samples == 64 and plan.batches[-1].step_seconds is None and "does not fit" in str(plan)
 
 
+@pytest.mark.slow
 def test_what_fits_with_no_batch_is_refused():
     with pytest.raises(MemoryInfeasibleError):
         model, inputs = build(MODEL, batch=2, seq=64, device="meta")

@@ -211,7 +211,7 @@ def _training(rank: int, mesh: str, options: dict) -> None:
 
 
 @pytest.mark.gloo
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh, options", [
     ("dp=2", {}), ("tp=2", dict(strategy="megatron")), ("dp=2", dict(strategy="fsdp")), ("dp=2", dict(micro_batches=2)),
     ("pp=2", dict(micro_batches=2)),

@@ -25,7 +25,7 @@ def assert_same(model, inputs, mesh: str, strategy: str | None, **options) -> No
     assert report.match and max(report.errors.values()) <= 1e-10, report
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     "kind, heads, size, length", itertools.product(KINDS, HEADS, (2, 3, 4), (12, 13, 7))
 )  # fmt: skip
