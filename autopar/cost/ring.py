@@ -1,4 +1,4 @@
-"""What ring attention costs on the device that has most to do: blocks of keys that travel beside the products.
+"""Price ring attention on the device that has most to do: blocks of keys that travel beside the products.
 
 With n keys and values over P devices a message has n / P of them. Forward P - 1 messages go beside the products of a
 block each, backward P - 1 of keys and as many of their gradients, which come in the log-sum-exp's type and of which the

@@ -1,4 +1,4 @@
-"""What makes an expert's recipe fit where computing again does not: more micro-batches, then offload.
+"""Make an expert's recipe fit where computing again does not: by more micro-batches, then by offload.
 
 A step of more micro-batches holds the activations of one of them alone; offloaded, parameters, gradients and optimizer
 state are on the host. Asked for by name with the same micro-batches and the same offload, a recipe gives the figures of
@@ -24,7 +24,7 @@ from .solver.solver import Solver
 
 @dataclass(frozen=True)
 class _Way:
-    """What a recipe is tried with."""
+    """A way in which a recipe is tried."""
 
     micro_batches: int
     offload: str = offload.NONE

@@ -1,4 +1,4 @@
-"""What a plan says of the integer program that had the last word on it (autopar/planner/solver/last_word.py)."""
+"""The integer program that had the last word on a plan (autopar/planner/solver/last_word.py), as the plan says it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class DecidedProgram:
-    """What was decided of all `choices`, the options of classes of ops: the bounds excluded so many, OR-tools decided
+    """The outcome for all `choices`, the options of classes of ops: the bounds excluded so many, OR-tools decided
     so many of the others, in a program of so many `variables`. It is `proved` if no plan in which equal blocks decide
     alike is faster by more than the program's gap."""
 

@@ -115,7 +115,8 @@ def plain(tmp_path):
     [
         pytest.param("dp=2", 2, dict(max_steps=STEPS), marks=pytest.mark.slow),
         pytest.param("dp=2,tp=2", 2, dict(max_steps=STEPS, eval_steps=STEPS // 2), marks=pytest.mark.slow),
-        ("dp=2,tp=2", 2, dict(max_steps=8, gradient_accumulation_steps=2)),
+        pytest.param("dp=2,tp=2", 2, dict(max_steps=8, gradient_accumulation_steps=2), marks=pytest.mark.slow),
+        ("dp=2", 2, dict(max_steps=4, gradient_accumulation_steps=2)),
         # a loss outside of the model
         pytest.param("dp=2", 2, dict(max_steps=4, label_smoothing_factor=0.1), marks=pytest.mark.slow),
     ],

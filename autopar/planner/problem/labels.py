@@ -1,5 +1,5 @@
-"""What the factors of ops are of: the batch, a weight, the sequence, experts, or what runs between tensor-parallel
-regions.
+"""Label the factors of ops by what they are of: the batch, a weight, the sequence, experts, or what runs between
+tensor-parallel regions.
 
 Dims of tensors that share a factor of some op are one group, so a label of one dim is one of the whole group: what is
 the batch in an input is the batch in every op that the batch reaches.
