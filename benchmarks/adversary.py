@@ -91,7 +91,7 @@ class Space:
         self.neighbours = {c: list(dict.fromkeys(found)) for c, found in self.neighbours.items()}
 
     def seconds(self, choice: dict[int, int]) -> float:
-        """What a choice by class takes: played, if that can be less than any plan so far; infinite if it does not
+        """Return the seconds of a choice by class: played, if they can be less than any so far; infinite if it does not
         fit."""
         self.evaluations += 1
         e = self._fitted({v.index: choice[v.cls] for v in self.vertices})

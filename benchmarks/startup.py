@@ -1,4 +1,4 @@
-"""What a job's start costs on each rank: from `compile` to the end of the first step, without a cache, with an empty
+"""Measure a job's start on each rank: from `compile` to the end of the first step, without a cache, with an empty
 one and with the one that the start before has filled.
 
     OMP_NUM_THREADS=1 python benchmarks/startup.py                     # GPT-2, 124 M parameters, two ranks
