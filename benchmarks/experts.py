@@ -1,4 +1,4 @@
-"""Measure what expert parallelism costs and saves: a mixture of experts on gloo processes, its experts on every rank or cut.
+"""Measure what expert parallelism costs and saves: a mixture of experts on gloo, its experts on every rank or cut.
 
     OMP_NUM_THREADS=1 python benchmarks/experts.py                            # 4 processes, 8 experts
     OMP_NUM_THREADS=1 python benchmarks/experts.py --ranks 2 --experts 16 --routing one

@@ -1,4 +1,4 @@
-"""Measure the compiling of a large model before its weights are read, against planning it: Llama-3-8B's shapes, on meta.
+"""Measure the compiling of a large model before its weights are read, against planning it: Llama-3-8B's shapes.
 
     OMP_NUM_THREADS=1 python benchmarks/startup_meta.py
     OMP_NUM_THREADS=1 python benchmarks/startup_meta.py --model llama3-8b --mesh dp=2 --batch 2 --seq 2048
