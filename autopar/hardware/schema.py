@@ -171,10 +171,15 @@ class Hardware:
         return self.memory_bytes_per_second * self.memory_efficiency
 
     @property
+    def is_gpu(self) -> bool:
+        """Return whether the kernels of GPUs run here, joined by NCCL, and not those of CPUs, joined by gloo."""
+        return self.nccl is not None
+
+    @property
     def overlap_gain(self) -> float:
         """Return the share of a second that is gained when a collective runs beside compute; 0 on gloo, where compute
         waits for it."""
-        return max(0.0, 2.0 - self.overlap_slowdown) if self.nccl else 0.0
+        return max(0.0, 2.0 - self.overlap_slowdown) if self.is_gpu else 0.0
 
     def tiers_for(self, mesh: Mesh) -> dict[str, Tier]:
         """Return, by axis, the closest tier that joins all devices of one group along it. The last axis is the

@@ -56,7 +56,7 @@ def takes(matrices: Tensor) -> bool:
         matrices.dtype in KERNEL_TYPES.get(matrices.device.type, ())
         and 1 in matrices.stride()[-2:]
         and matrices.numel() > 0
-        and matrices.data_ptr() % KERNEL_BYTES == 0
+        and matrices.storage_offset() * matrices.element_size() % KERNEL_BYTES == 0
         and all(aligned)
     )
 

@@ -18,6 +18,8 @@ from . import attention_blocks, attention_gpu, attention_rows
 from .attention_forms import Like, lse_dtype
 from .vocab_loss import chunk_rows
 
+SORTED_BYTES = 40  # a row of a grouped product: its place, the sorted places and their order, what the sort works on
+
 
 def workspace_bytes(op: object, *arguments) -> int:
     """Return the bytes of a canonical op on a GPU at its peak, 0 for an op that needs none worth counting."""
@@ -145,11 +147,22 @@ def _embedding_dw(grad: Like, index: Like, padding_idx: int, offset: int, rows: 
     return _numel(grad) * grad.dtype.itemsize + _numel(index) * 32
 
 
+def _grouped_mm(x: Like, weight: Like, group: Like, offset: int = 0) -> int:
+    """Return the sorted rows, what they give in that order, and the sort's own numbers."""
+    return (_numel(x) + x.shape[0] * weight.shape[2]) * x.dtype.itemsize + _numel(group) * SORTED_BYTES
+
+
+def _grouped_mm_dw(x: Like, grad: Like, group: Like, groups: int, offset: int = 0) -> int:
+    return (_numel(x) + _numel(grad)) * x.dtype.itemsize + _numel(group) * SORTED_BYTES
+
+
 _COUNTS: dict[str, Callable[..., int]] = {
     "autopar.attention.default": _attention,
     "autopar.attention_bw.default": _attention_bw,
     "autopar.vocab_loss.default": _vocab_loss,
     "autopar.vocab_loss_bw.default": _vocab_loss_bw,
+    "autopar.grouped_mm.default": _grouped_mm,
+    "autopar.grouped_mm_dw.default": _grouped_mm_dw,
     "autopar.embedding.default": _embedding,
     "autopar.embedding_dw.default": _embedding_dw,
 }

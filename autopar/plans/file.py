@@ -26,7 +26,7 @@ DEEPEST = 64
 MOST_DIGITS = 18  # of an integer
 MEMORY_KINDS = (  # in the order of the plan's text
     "parameters", "gradients", "optimizer", "buffers", "gathered parameters kept", "gathered parameters", "activations",
-    "recomputed block", "values between ops", "collective buffers", "allocator reserve",
+    "recomputed block", "values between ops", "collective buffers", "op workspace", "allocator reserve",
 )  # fmt: skip
 
 

@@ -66,5 +66,7 @@ def test_products_on_a_gpu_without_waiting_for_it():
         dw = autopar.grouped_mm_dw(x, y, group + 4 * (group == 1), 5)  # group 1 has no rows
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    torch.testing.assert_close(y.double(), one_by_one(x.cpu(), weight.cpu(), group.cpu(), 0).cuda(), rtol=2e-2, atol=0.2)
+    torch.testing.assert_close(
+        y.double(), one_by_one(x.cpu(), weight.cpu(), group.cpu(), 0).cuda(), rtol=2e-2, atol=0.2
+    )
     assert not dw[1].any()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autopar.ops import attention_gpu, autopar, canonical, vocab_loss, workspace
+from autopar.ops import attention_gpu, autopar, canonical, grouped, vocab_loss, workspace
 
 from ..helpers.fake_allocations import counted, nbytes
 from .test_attention_gpu import BF16, CALLS, FP32, FP64, both, seq_major
@@ -100,3 +100,22 @@ def test_embedding():
 
 def test_an_op_without():
     assert workspace.workspace_bytes(torch.ops.aten.mm.default, None, None) == 0
+
+
+@pytest.mark.parametrize("dtype, k, n", [(BF16, 512, 256), (FP32, 510, 256)])
+def test_grouped_products(dtype, k, n, monkeypatch):
+    """By the kernel, and one by one, as if all groups had as many rows."""
+    monkeypatch.setattr(grouped, "_ranges", lambda ends: [(i, 512 * i, 512 * i + 512) for i in range(8)])
+
+    def rows(width):
+        return torch.empty(4096, width, dtype=dtype)
+
+    def group():
+        return torch.empty(4096, dtype=torch.int64)
+
+    for body, op, make in (
+        (grouped.grouped_mm, autopar.grouped_mm, lambda: [rows(k), torch.empty(8, k, n, dtype=dtype), group(), 0]),
+        (grouped.grouped_mm_dw, autopar.grouped_mm_dw, lambda: [rows(k), rows(n), group(), 8, 0]),
+    ):
+        results, arguments, count = counted(body._init_fn, make)
+        check(workspace.workspace_bytes(op.default, *arguments), results, count)

@@ -3,9 +3,9 @@ passes by.
 
 Parameters and optimizer state stay all through training; a gradient lives from the op that makes it to the end. A
 tensor saved for the backward lives from the op that makes it to its last reader. Besides these live the values between
-two ops, gathered parameters on their way through a block, buckets of collectives, and gradients before they are
-reduced. A view lives in the memory of what it looks at. What the device's context, the communication library and the
-allocator keep for themselves is there all the time.
+two ops, gathered parameters on their way through a block, buckets of collectives, gradients before they are reduced,
+and what an op of a GPU allocates while it runs. A view lives in the memory of what it looks at. What the device's
+context, the communication library and the allocator keep for themselves is there all the time.
 
 In a compact graph the copies of a block that are left out hold what the block saves until its backward ends, and its
 gradients from then on: what they hold in between is never more than at one of the two ends.
@@ -31,9 +31,9 @@ from .timeline import Timeline
 PARAMETERS = "parameters"
 STAYING = (PARAMETERS, "optimizer", "buffers")
 RESERVE = "allocator reserve"
-GRADIENTS, SAVED, RETAINED, RECOMPUTED, GATHERED, PASSING, BUCKETS = (
+GRADIENTS, SAVED, RETAINED, RECOMPUTED, GATHERED, PASSING, BUCKETS, WORKSPACE = (
     "gradients", "activations", "gathered parameters kept", "recomputed block", "gathered parameters",
-    "values between ops", "collective buffers",
+    "values between ops", "collective buffers", "op workspace",
 )  # fmt: skip
 
 
@@ -189,6 +189,8 @@ class _Lives:
                 yield span
         returned = {(u.producer, u.output): u for u in self.problem.uses if u.slot == STATE and u.phase == "backward"}
         for i, run in enumerate(self.order.runs):
+            if inside := self.pricer.inside_bytes(self.problem.vertices[run.vertex], e.choice[run.vertex]):
+                yield WORKSPACE, i, i, inside
             for output in range(len(self.problem.vertices[run.vertex].values)):
                 layout, use = self._layout(run.vertex, output), returned.get((run.vertex, output))
                 if (

@@ -13,7 +13,8 @@ from ...cost.transfer_prices import IMPOSSIBLE, TransferPrices
 from ...ir.graph import operand
 from ...ir.layout import Layout, largest_local_numel
 from ..problem.problem import Problem
-from ..problem.vertices import STATE
+from ..problem.vertices import STATE, Vertex
+from .workspace import inside_bytes
 
 
 class Pricer:
@@ -31,6 +32,7 @@ class Pricer:
         self.micro_batches, self.reduces_once, self.gathers_once = micro_batches, reduces_once, gathers_once
         self.prices = TransferPrices(redistribute, collectives, class_of)
         self._local: dict[tuple, float] = {}
+        self._inside: dict[tuple[int, int], float] = {}
         self._shares_of: dict[tuple[int, float], tuple[float, ...]] = {}
 
     def is_bucketed(self, producer: int, slots) -> bool:
@@ -119,3 +121,9 @@ class Pricer:
         if key not in self._local:
             self._local[key] = float(largest_local_numel(value.shape, layout, self.problem.mesh) * value.element_size())
         return self._local[key]
+
+    def inside_bytes(self, vertex: Vertex, k: int) -> float:
+        """Return the bytes that an op allocates while it runs under the strategy `k` of its class."""
+        if (key := (vertex.cls, k)) not in self._inside:
+            self._inside[key] = inside_bytes(self.problem, vertex, self.problem.choices(vertex.index).strategies[k])
+        return self._inside[key]

@@ -31,6 +31,7 @@ from ..objective.memory_timeline import (
     PARAMETERS,
     PASSING,
     RECOMPUTED,
+    WORKSPACE,
     LiveBytes,
     bucket_bytes,
     live_bytes,
@@ -41,6 +42,7 @@ from ..problem.problem import Problem
 from ..problem.vertices import STATE
 from .part import FORWARD, INPUT, WEIGHT, Part, no_work
 
+COMING_AND_GOING = (RECOMPUTED, GATHERED, PASSING, BUCKETS, WORKSPACE)
 SEVERAL = ""  # in place of a parameter's name: the gradients of several follow from an op
 
 
@@ -252,7 +254,7 @@ class Parts:
         return self.pricer.bytes_of(node.meta["val"], self._strategy(v).outputs[output])
 
     def _transients(self, live: LiveBytes) -> None:
-        passing = [live.kinds[kind] for kind in (RECOMPUTED, GATHERED, PASSING, BUCKETS) if kind in live.kinds]
+        passing = [live.kinds[kind] for kind in COMING_AND_GOING if kind in live.kinds]
         gathered, reduced = bucket_bytes(self.problem, self.e, self.pricer)
         later = max(0.0, reduced - gathered) if self.e.reduces_once else 0.0  # not beside the activations
         for part in self.found if self.e.reduces_once else ():

@@ -48,6 +48,7 @@ class Problem:
     whole: fx.Graph
     optimizer: Optimizer
     reserve_bytes: float = 0.0  # of a device, that no tensor gets (Hardware.reserve_bytes)
+    is_for_gpus: bool = False
     offload: Offload = Offload()
     compact: Compact | None = None
     fits: dict[int, np.ndarray] = field(
@@ -167,6 +168,7 @@ def build(
         captured.graph,
         optimizer,
         hardware.reserve_bytes,
+        hardware.is_gpu,
         offload,
         compact,
         orthogonalize=orthogonalize,

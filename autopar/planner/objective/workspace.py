@@ -1,0 +1,38 @@
+"""Bytes that an op allocates inside and frees before it returns, at the sizes that one device gives it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from ...ir.layout import local_shape
+from ...ops.workspace import workspace_bytes
+from ...rules import Strategy
+from ..problem.problem import Problem
+from ..problem.vertices import Vertex
+
+
+@dataclass(frozen=True)
+class Local:
+    """The form of a tensor on the device that holds most of it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def inside_bytes(problem: Problem, vertex: Vertex, strategy: Strategy) -> float:
+    """Return the bytes of an op on GPUs under a strategy; 0 on CPUs, whose kernels are others."""
+    if vertex.kind != "op" or not problem.is_for_gpus:
+        return 0.0
+    first = dict.fromkeys(problem.mesh.names, 0)
+    layouts = iter(strategy.inputs)
+
+    def local(argument: fx.Node) -> object:
+        value = argument.meta["val"]
+        if not isinstance(value, torch.Tensor):
+            return argument
+        return Local(local_shape(tuple(value.shape), next(layouts), problem.mesh, first), value.dtype)
+
+    return float(workspace_bytes(vertex.node.target, *fx.map_arg(vertex.node.args, local)))
