@@ -20,14 +20,14 @@ from .._torch.regions import plain_regions
 from ..errors import AutoparError, CaptureError, InputError
 from ..ir.compiler_pass import Pass
 from ..ir.graph import RANDOM_STATE, OutputRole, Role, leaf_name, mark_phases, output_node
-from . import refusals
+from . import expert_loops, moe_in_token_order, refusals
 from .autograd_functions import inline, recorded_backwards
 from .call_signature import CallSignature, Returns, leaf_names, split_example
 from .fake_parameters import Form, Forms, fake, fake_state, forms_of
 from .flat_call import ROOT, FlatCall
 from .guards import Guards
 from .hooks import refuse_backward_hooks
-from .moe_in_token_order import in_order
+from .moved_layers import layers_stay
 from .open_numbers import closed, opened
 from .quiet import quiet
 from .random_branches import no_random_branches
@@ -174,7 +174,8 @@ def _traced(model: nn.Module, example_inputs, loss_fn: Callable | None, forms: M
     draws, entered = no_random_branches(), {}
     try:
         with (
-            quiet(), fake_state(model, mode, forms) as with_gradient, in_order(model), recorded_backwards(),
+            quiet(), fake_state(model, mode, forms) as with_gradient, moe_in_token_order.in_order(model),
+            expert_loops.in_order(model), layers_stay(), recorded_backwards(),
             checks_pass(draws.refuse), traced_forms(), draws, plain_regions(), _torch.plain_checkpoints(),
             refusals.noted() as entered, watch.installed(),
         ):  # fmt: skip
@@ -225,6 +226,8 @@ def _program(wrapper: FlatCall, inputs: list[torch.Tensor]):
         wrapper.as_eager = True
         try:
             return torch.export.export(wrapper, tuple(inputs), strict=False)
+        except AutoparError:
+            raise
         except Exception:
             raise error from None
 

@@ -23,6 +23,7 @@ from autopar.rules import rule_of, strategies
 from autopar.simulate import step
 from autopar.simulate.compare import verify_plan
 from autopar.simulate.oracle import global_values, one_device_step, relative_error
+from tests.families import FAMILIES
 from tests.helpers import gloo
 from tests.planner.planning import toy
 
@@ -121,6 +122,28 @@ def test_any_shapes(seed):
     experts = random.choice([n for n in range(2, 10) if -(-n // ways) * (ways - 1) < n])
     model = Mixture(experts, random.choice([1, 2]), random.choice(list(ROUTINGS)), seed)
     check(model, f"ep={ways}", "expert", ways * random.choice([1, 2]), random.choice([1, 2, 5]))
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("name", "mesh", "strategy"),
+    [
+        ("jetmoe", "ep=2,tp=2", "expert+megatron_sp"), ("dbrx", "ep=2", "expert"), ("dbrx", "ep=2,dp=2", "expert+fsdp"),
+        ("jetmoe", "ep=4", "expert+zero1"), ("switch_transformers", "ep=2", "expert"), ("nllb-moe", "ep=2", "expert"),
+    ],
+)  # fmt: skip
+def test_families_that_loop_over_experts(name, mesh, strategy):
+    """They compute their routers in fp32."""
+    torch.manual_seed(0)
+    model, given = FAMILIES[name](4, 5)
+    plan, captured = step.plan_and_capture(
+        model, mesh, given, hardware="cpu-gloo", baselines=False, strategy=strategy
+    )  # fmt: skip
+    report = verify_plan(captured, plan, model, given)
+    assert max(report.errors.values()) <= 1e-5, (report.errors, report.diverging)
+    if name in ("dbrx", "jetmoe"):  # stacked
+        assert all("ep:S(0)" in layout for key, layout in plan.layouts.items() if "experts.mlp" in key
+                   or "_linear.weight" in key), plan.layouts  # fmt: skip
 
 
 def test_fewer_rows_than_devices():
