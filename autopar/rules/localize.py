@@ -101,13 +101,26 @@ def _grouped_mm_dw(call: OpCall) -> dict[str, Any]:
 
 def _attention(position: int) -> Localizer:
     """Make `first` the number of the device's first query, where a causal attention is cut along its queries, which are
-    the tensor argument at `position`."""
+    the tensor argument at `position`; and say which heads of keys are read, if not all."""
 
     def localize(call: OpCall) -> dict[str, Any]:
         start = call.input_offset(position, 2) if call.arguments["causal"] else 0
-        return {"first": call.arguments["first"] + start} if start else {}
+        first = {"first": call.arguments["first"] + start} if start else {}
+        return first | heads_read(call, position)
 
     return localize
+
+
+def heads_read(call: OpCall, position: int) -> dict[str, int]:
+    """Return, where the device has more heads of keys than its queries read, `group`, the heads of queries that read
+    one, and `head`, the number of its first, counted from those that read the device's first head of keys. `position`
+    is that of the queries among the tensor arguments."""
+    heads, of_keys = (input_shapes(call.node)[position + i][1] for i in range(2))
+    cut, keys_cut = (call.strategy.inputs[position + i].dims[1] for i in range(2))
+    if cut == keys_cut or of_keys == 1:
+        return {}
+    group = heads // of_keys
+    return {"head": call.input_offset(position, 1) - group * call.input_offset(position + 1, 1), "group": group}
 
 
 def _unflatten(call: OpCall) -> dict[str, Any]:
