@@ -115,9 +115,9 @@ def attention_bw(
     """Return the gradients of q, k and v; those of keys and values are sums over the queries that are here."""
     closes = mask is None or mask.dtype == torch.bool
     arguments = additive(mask, q.dtype), causal, _scale(q, scale), first, closes
-    read = (attention_heads.read(x, q, head, group) for x in (k, v))
-    dq, *of_read = attention_rows.backward(_form, grad, q, *read, out, lse, *arguments)
-    dk, dv = (attention_heads.of_all(d, x, q, head, group) for d, x in zip(of_read, (k, v)))
+    keys, values = (attention_heads.read(x, q, head, group) for x in (k, v))
+    dq, dk, dv = attention_rows.backward(_form, grad, q, keys, values, out, lse, *arguments)
+    dk, dv = (attention_heads.of_all(d, x, q, head, group) for d, x in ((dk, k), (dv, v)))
     return _seq_major(dq), _seq_major(dk), _seq_major(dv)
 
 

@@ -18,6 +18,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import fx
@@ -31,7 +32,7 @@ from ...ops.attention_forms import lse_dtype
 from ...ops.ring import Ring
 from ...plans.sharding import NodeSharding
 from ...rules.layers import ring_axes
-from ...rules.localize import OpCall, heads_read
+from ...rules.localize import heads_read
 from ...rules.reading import bound, tensors_by_name
 from .emit import Builder, Collective
 
@@ -63,7 +64,7 @@ class RingAttention:
             (local_offset(whole, layout, self.mesh, at, KEYS), local_shape(whole, layout, self.mesh, at)[KEYS])
             for at in places
         ]
-        heads = heads_read(OpCall(node, sharding, self.mesh, self.coordinate), names.index("q"))
+        heads = heads_read(node, sharding.inputs, self.mesh, self.coordinate, names.index("q"))
         ring = Ring(len(group), given["causal"])
         steps = _Steps(self.builder, node, axes, group.index(self.rank), ring, blocks, heads)
         if node.target is autopar.attention.default:
@@ -85,7 +86,7 @@ class _Steps:
     place: int
     ring: Ring
     blocks: list[tuple[int, int]]
-    heads: Mapping[str, int]
+    heads: Mapping[str, Any]
 
     def forward(self, q, k, v, mask, causal: bool, scale: float | None) -> list[fx.Node]:
         """Return output and log-sum-exp."""
@@ -141,7 +142,7 @@ class _Steps:
         all_marks = of_keys + of_gradients + marks
         return [self._after(outputs[0], unused), *(self._after(x, all_marks) for x in outputs[1:])]
 
-    def call(self, target, *args, name: str | None = None, **constants) -> fx.Node:
+    def call(self, target, *args, name: str | None = None, **constants: Any) -> fx.Node:
         """Append an op."""
         return self.builder.call(target, *args, name=name or f"{self.node.name}_{op_name(target)}", **constants)
 
@@ -149,7 +150,7 @@ class _Steps:
         """Return the name of the op itself for what gives its outputs."""
         return self.node.name if is_whole else None
 
-    def _pair(self, target, *args, name: str | None, **constants) -> list[fx.Node]:
+    def _pair(self, target, *args, name: str | None, **constants: Any) -> list[fx.Node]:
         made = self.call(target, *args, name=name, **constants)
         return [self.call(operator.getitem, made, i) for i in range(2)]
 
