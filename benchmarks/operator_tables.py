@@ -58,7 +58,9 @@ def descend(loss: Callable[[np.ndarray], float], start: Sequence[float], rounds:
     return np.array([float(f"{value:.3g}") if value > 1e-15 else 0.0 for value in point])
 
 
-def fitted(table: OperatorTable, start: Sequence[float], with_numbers: Callable[[np.ndarray], Hardware]) -> Hardware:
+def fitted(
+    table: OperatorTable, start: Sequence[float], with_numbers: Callable[[np.ndarray], Hardware], rounds: int = 40
+) -> Hardware:
     """Return the profile whose numbers predict the rows best that are not held back."""
     rows = table.take(~held_back(table))
 
@@ -66,7 +68,7 @@ def fitted(table: OperatorTable, start: Sequence[float], with_numbers: Callable[
         predicted = rows.predicted_seconds(with_numbers(numbers))
         return float(np.abs(np.log(predicted / rows.measured_seconds)).mean())
 
-    return with_numbers(descend(loss, start))
+    return with_numbers(descend(loss, start, rounds))
 
 
 def with_products(hardware: Hardware, kind: str, names: Sequence[str], start: Products, numbers) -> Hardware:
@@ -98,11 +100,12 @@ def fit_attention(hardware: Hardware, table: OperatorTable) -> Hardware:
     backward = hardware.attention[kernel].backward
 
     def with_numbers(numbers: np.ndarray) -> Hardware:
-        start, block, cache, exponent, *shares = map(float, numbers)
-        found = Attention(dims, tuple(shares), backward, start, block, cache, exponent)
+        start, block, cache, exponent, width, lone, *shares = map(float, numbers)
+        width = width if len(dims) > 1 else 0.0
+        found = Attention(dims, tuple(shares), backward, start, block, cache, exponent, width, min(lone, 1.0))
         return replace(hardware, attention={**hardware.attention, kernel: found})
 
-    return fitted(table, [1e-5, 2e-6, 5e-11, 0.65, *(0.6 for _ in dims)], with_numbers)
+    return fitted(table, [1e-5, 2e-6, 5e-11, 0.65, 0.5, 0.7, *(0.6 for _ in dims)], with_numbers, rounds=60)
 
 
 def fit_experts(hardware: Hardware, table: OperatorTable) -> Hardware:

@@ -73,7 +73,7 @@ def plan(
     passes: Sequence[Pass] = (),
     loss_fn: Callable | None = None,
     strict: bool = False,
-    baselines: bool = True,
+    baselines: bool | str = True,
     micro_batches: words.MicroBatches | None = None,
     schedule: words.Schedule | Schedule = "auto",
     stages_per_rank: int | None = None,
@@ -99,7 +99,8 @@ def plan(
     op as compiled models run by themselves, or "compiled", priced for one on which `.compile()` is called: pointwise
     ops fused, launches hidden. `adapt`: LoRA, QLoRA, FakeQuant (autopar/adapt), planned with the rest. `passes`:
     autopar.Pass values of your own, each run after the compiler's pass that it names (docs/extending.md).
-    `baselines=False` leaves the expert strategies out. `example_inputs` are the whole batch of a step, which is cut
+    `baselines=False` leaves the expert strategies out, "pipelines" adds experts' pipelines on the devices of a mesh
+    without stages, which takes longer. `example_inputs` are the whole batch of a step, which is cut
     into `micro_batches`, whose gradients add up; the plan says whether they are reduced once a step or each ("auto":
     the fewest that fit without recomputation; None: one, or on a mesh with an axis pp as many as are best). The stages
     along pp follow a `schedule`: a name of autopar/schedule/catalogue.py, a Schedule, or "auto", the best, with so many

@@ -91,7 +91,10 @@ def add_search(parser, baselines: bool = False) -> None:
     parser.add_argument("--optimizer", default="adamw", help="whose state to make room for (default adamw)")
     parser.add_argument("--strict", action="store_true", help="refuse ops without a sharding rule")
     if baselines:
-        parser.add_argument("--no-baselines", action="store_true", help="leave the expert strategies out: faster")
+        compared = parser.add_mutually_exclusive_group()
+        compared.add_argument("--no-baselines", action="store_true", help="leave the expert strategies out: faster")
+        staged = "cost experts' pipelines on the same devices beside a plan without stages, too: slower"
+        compared.add_argument("--pipelines", action="store_true", help=staged)
 
 
 def add_passes(parser) -> None:
@@ -151,8 +154,10 @@ def search(args: argparse.Namespace, report: Report, **options) -> Planned:
     quiet()
     from ..api import entry as api
     from ..planner.batch import AUTO, passes_of
+    from ..planner.options import PIPELINES
 
     mesh, many = Mesh.parse(args.mesh) if args.mesh else None, args.micro_batches
+    staged, compares = getattr(args, "pipelines", False), not getattr(args, "no_baselines", True)
     if args.micro_batch is not None:
         many = passes_of(
             args.batch, mesh and inside(mesh), args.strategy, None if many == AUTO else many, args.micro_batch
@@ -162,7 +167,7 @@ def search(args: argparse.Namespace, report: Report, **options) -> Planned:
     asked = dict(
         optimizer=args.optimizer, strict=args.strict, forbid=forbidden(args), adapt=adaptations(args),
         micro_batches=many, recompute=args.recompute, schedule=getattr(args, "schedule", None) or "auto",
-        stages_per_rank=getattr(args, "stages_per_rank", None), baselines=not getattr(args, "no_baselines", True),
+        stages_per_rank=getattr(args, "stages_per_rank", None), baselines=PIPELINES if staged else compares,
     )  # fmt: skip
     return api.search(model, mesh or args.devices, inputs, report=report, **asked | planning(args) | options)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,6 +45,9 @@ def run(args: argparse.Namespace) -> int:
         return 0
     from ..cost.operator_tables import read
 
+    if other := other_gpu(Path(args.table), hardware.name):
+        print(f"warning: {args.table} is of {other}, the profile of {hardware.name}; fix: use --hardware {other}",
+              file=sys.stderr)  # fmt: skip
     found = read(Path(args.table), args.precision)
     predicted = found.predicted_seconds(hardware)
     rows = json.dumps(_rows(found, predicted), indent=1, allow_nan=False)
@@ -53,6 +58,13 @@ def run(args: argparse.Namespace) -> int:
         Path(args.json).write_text(rows + "\n")
     common.show(of_table(hardware, found, predicted))
     return 0
+
+
+def other_gpu(file: Path, hardware: str) -> str | None:
+    """Return the GPU that a table's name starts with, if there is a profile of it and `hardware` is that of another."""
+    known = {name.partition("-")[0] for name in profile.names()}
+    named, own = re.split(r"[^a-z0-9]", file.stem.lower())[0], hardware.partition("-")[0]
+    return named if named in known and own in known and named != own else None
 
 
 def _rows(found: OperatorTable, predicted: np.ndarray) -> list[dict]:

@@ -3,8 +3,8 @@
 Blocks of 128 queries of a head are handed to the multiprocessors; each goes over its blocks of 128 keys, under a causal
 mask those up to its own place. With the constants of a profile (Attention)
 
-    start + max(all pairs of blocks / multiprocessors, pairs of the longest block of queries) * seconds of a pair
-          + max(1, blocks of queries / multiprocessors) * block     backward as much longer as the products
+    start + max(all pairs of blocks / multiprocessors, lone * pairs of the longest block of queries) * seconds of a pair
+          + max(lone, blocks of queries / multiprocessors) * block     backward as much longer as the products
 
 A profile has such constants by kernel. On a GPU "flash" is FlashAttention-2 as torch has it, and "cudnn" serves what
 autopar/ops/attention_gpu.py gives to cuDNN; "flash3", which torch does not have, is what inference servers were
@@ -70,8 +70,9 @@ def blocked_seconds(
     with_keys, with_values = PRODUCTS[forward]
     widths = with_keys * shape.key_dim + with_values * shape.value_dim
     pair_seconds = 2.0 * BLOCK**2 * widths * multiprocessors / speed
-    work = np.maximum(pairs / multiprocessors, columns) * pair_seconds
-    ends = np.maximum(1.0, blocks / multiprocessors) * constants.block_seconds
+    lone, block_seconds = constants.lone_share, constants.block_seconds * constants.width_factor(shape.key_dim)
+    work = np.maximum(pairs / multiprocessors, lone * columns) * pair_seconds
+    ends = np.maximum(lone, blocks / multiprocessors) * block_seconds
     return constants.start_seconds + work + (ends if forward else ends * BACKWARD_PRODUCTS / constants.backward)
 
 

@@ -5,9 +5,9 @@
     "alpha-beta"   a latency, and the bytes that a device sends at the speed of its link (Hardware.links_for)
 
 A profile may know one axis better than another. `model` replaces the all-reduce by one of the textbooks' on alpha-beta
-links (autopar/cost/textbook.py). An all-gather over several axes is one over the group of all, an all-reduce that, or a
-reduce-scatter over the inner axis, an all-reduce of 1 / n of the bytes over the others and an all-gather, whichever
-takes less.
+links (autopar/cost/textbook.py). An all-gather or a reduce-scatter over several axes is one over the group of all, an
+all-reduce that, or a reduce-scatter over the inner axis, an all-reduce of 1 / n of the bytes over the others and an
+all-gather, whichever takes less.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .textbook import ALL_REDUCES
 
 Price = Callable[[np.ndarray], np.ndarray]
 MODELS = ("auto", *ALL_REDUCES)
-SEVERAL_AXES = ("all_reduce", "all_gather")  # kinds that take more than one axis
+SEVERAL_AXES = ("all_reduce", "all_gather", "reduce_scatter")  # kinds that take more than one axis
 TRUST = ("measured", "nccl", "alpha-beta", "textbook")  # best first
 
 # Relative errors to expect where nothing was measured: the aim of the NCCL model on nodes it was not calibrated on, and
@@ -87,7 +87,7 @@ class CollectiveCost:
             raise HardwareError(f"there is no collective {kind!r}", fix=f"use one of {', '.join(KINDS)}")
         if len(axes) > 1 and kind not in SEVERAL_AXES:
             raise HardwareError(
-                f"{kind} over {', '.join(axes)}: only {' and '.join(SEVERAL_AXES)} take several axes",
+                f"{kind} over {', '.join(axes)}: only {', '.join(SEVERAL_AXES)} take several axes",
                 fix="price axes one by one",
             )
         if not axes:
@@ -98,7 +98,7 @@ class CollectiveCost:
         if tier == "alpha-beta":
             return self._alpha_beta(kind, axes)
         flat = self._measured(kind, axes) if tier == "measured" else self._nccl(kind, axes)
-        if len(axes) == 1 or kind == "all_gather":  # which is one collective over the group of all
+        if len(axes) == 1 or kind != "all_reduce":  # which is one collective over the group of all
             return flat
         staged = self._staged(axes)
         return lambda held: np.minimum(flat(held), staged(held))
@@ -141,11 +141,11 @@ class CollectiveCost:
 
     def _alpha_beta(self, kind: str, axes: tuple[str, ...]) -> Price:
         """Price a collective by the largest latency of the axes, and each axis' bytes at its speed, inner axes first; a
-        gather over several as one ring."""
+        gather or a reduce-scatter over several as one ring."""
         latency = max(self.links[axis].latency_seconds for axis in axes)
-        if kind == "all_gather" and len(axes) > 1:
+        if kind in ("all_gather", "reduce_scatter") and len(axes) > 1:
             group = self._group(axes)
-            return lambda held: latency + (group.ranks - 1) * held / group.bus
+            return lambda held: latency + measured.SENT[kind](group.ranks) * held / group.bus
         per_byte, share = 0.0, 1.0
         for axis in reversed(axes):
             n, link = self.mesh.size(axis), self.links[axis]

@@ -14,9 +14,9 @@ from ..ir.layout import ROWS, Layout
 
 
 class Move(NamedTuple):
-    """One step. `axes` has one axis, but several of an all_reduce, or of an all_gather that undoes all their cuts of a
-    dim, outermost first. `dim` is cut or joined; all_to_all joins
-    `dim` and cuts `to_dim`. `parts` of the dim that is cut or joined (see Layout)."""
+    """One step. `axes` has one axis, but several of an all_reduce, of an all_gather that undoes all their cuts of a
+    dim, outermost first, or of a reduce_scatter that makes them, in the order of the mesh. `dim` is cut or joined;
+    all_to_all joins `dim` and cuts `to_dim`. `parts` of the dim that is cut or joined (see Layout)."""
 
     kind: str
     axes: tuple[str, ...]
@@ -114,6 +114,21 @@ class Core(NamedTuple):
             if len(axes) > 1:
                 rest = tuple([p for p in state.partial if p[0] not in axes])
                 yield Move("all_reduce", axes, reduction=reduction), State(state.dims, state.parts, rest)
+        if len(state.partial) > 1:
+            yield from self._scatters(state)
+
+    def _scatters(self, state: State) -> Iterator[tuple[Move, State]]:
+        """Iterate over reduce-scatters over several axes that cut a dim in the order of the mesh. In the other order,
+        the closest axis first, one after the other leaves the far links the fewest bytes: layouts say which it is."""
+        sums = [axis for axis, reduction in state.partial if reduction == "sum"]  # in the order of the mesh
+        for d, (axes, wanted) in enumerate(zip(state.dims, self.target.dims)):
+            if self.target.parts[d] > 1 or state.parts[d] > 1 or wanted[: len(axes)] != axes:
+                continue
+            for many in range(2, len(wanted) - len(axes) + 1):
+                added = wanted[len(axes) : len(axes) + many]
+                if [*added] == [axis for axis in sums if axis in added]:
+                    rest = tuple([p for p in state.partial if p[0] not in added])
+                    yield Move("reduce_scatter", added, d), state.with_dim(d, wanted[: len(axes) + many], 1, rest)
 
     def _is_aligned(self, state: State, d: int) -> bool:
         """Return whether dim d already starts as the target wants it: its axes need not move."""

@@ -69,7 +69,8 @@ def _attention_rows(hardware: Hardware, precision: str, c: Columns) -> np.ndarra
         result = shape.flops(forward=True) / (peak * hardware.flops_efficiency)
     else:
         result = blocked_seconds(constants, hardware.kernels.multiprocessors, peak, shape)
-        result = result + constants.cache_seconds * batch * sequence * kv_heads**constants.cache_exponent
+        token_seconds = constants.cache_seconds * kv_heads**constants.cache_exponent * constants.width_factor(dim)
+        result = result + token_seconds * batch * sequence
     moved = 2 * element_bytes * batch * sequence * (heads + kv_heads) * dim
     return np.maximum(result, moved / hardware.reached_memory_bytes_per_second)
 

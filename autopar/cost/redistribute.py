@@ -5,7 +5,7 @@ Axes of a dim are ordered, so a move may only take away the innermost axis of a 
 else would permute blocks. With b the bytes that a device holds before the move, n the axis size:
 
     all_gather      S(d) -> R        (n - 1) b      bytes sent by each device (ring); of several axes n is their product
-    reduce_scatter  P    -> S(d)     (n - 1) / n b
+    reduce_scatter  P    -> S(d)     (n - 1) / n b   of several axes n is their product
     all_to_all      S(d) -> S(e)     (n - 1) / n b
     all_reduce      P    -> R        2 (n - 1) / n b; over several axes the inner one first, the outer on 1/n of it
     slice           R    -> S(d)     none, a local copy

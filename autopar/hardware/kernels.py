@@ -57,6 +57,8 @@ class Attention:
     `shares`: of the peak at each of `head_dims`, forward, linear between them; `backward` times that backward.
     `start_seconds` once, `block_seconds` once a block of queries. `cache_seconds`: a token to the power
     `cache_exponent` of its key heads, which kernels of inference servers take to write keys and values to their cache.
+    The seconds of a block and of a token are those at a width of 128, and grow with it to the power `width_exponent`.
+    `lone_share`: of its seconds, those that a block takes that has a multiprocessor to itself, or is split over some.
     """
 
     head_dims: tuple[float, ...]
@@ -66,6 +68,12 @@ class Attention:
     block_seconds: float = 0.0
     cache_seconds: float = 0.0
     cache_exponent: float = 1.0
+    width_exponent: float = 0.0
+    lone_share: float = 1.0
+
+    def width_factor(self, head_dim):
+        """Return how many times as long a block or a token takes as one of a width of 128."""
+        return (head_dim / 128) ** self.width_exponent
 
 
 @dataclass(frozen=True)

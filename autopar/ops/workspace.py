@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from . import attention_blocks, attention_gpu, attention_rows
+from . import attention_blocks, attention_gpu, attention_heads, attention_rows
 from .attention_forms import Like, lse_dtype
 from .vocab_loss import chunk_rows
 
@@ -27,7 +27,11 @@ def workspace_bytes(op: object, *arguments) -> int:
     return 0 if count is None else count(*arguments)
 
 
-def _attention(q: Like, k: Like, v: Like, mask: Like | None, causal: bool, scale: float | None, first: int = 0) -> int:
+def _attention(q: Like, k: Like, v: Like, mask: Like | None, causal: bool, scale: float | None, first: int = 0,
+               head: int = 0, group: int = 0) -> int:  # fmt: skip
+    if group:
+        k, v, copied = _heads_read(q, k, v, head, group)
+        return copied + _attention(q, k, v, mask, causal, scale, first)
     (b, h, s, d), t, item = q.shape, k.shape[2], q.dtype.itemsize
     form = attention_gpu.form_of(q, k, v, mask, causal).name
     if causal and first and form != "blocks":
@@ -47,7 +51,11 @@ def _attention(q: Like, k: Like, v: Like, mask: Like | None, causal: bool, scale
 
 
 def _attention_bw(grad: Like, q: Like, k: Like, v: Like, out: Like, lse: Like, mask: Like | None, causal: bool,
-                  scale: float | None, first: int = 0) -> int:  # fmt: skip
+                  scale: float | None, first: int = 0, head: int = 0, group: int = 0) -> int:  # fmt: skip
+    if group:  # the gradients of what is read stand beside those of all heads
+        k, v, copied = _heads_read(q, k, v, head, group)
+        made = (_numel(k) + _numel(v)) * q.dtype.itemsize
+        return copied + made + _attention_bw(grad, q, k, v, out, lse, mask, causal, scale, first)
     (b, h, s, d), t, item = q.shape, k.shape[2], q.dtype.itemsize
     form = attention_gpu.form_of(q, k, v, mask, causal).name
     if causal and first and form != "blocks":
@@ -65,6 +73,15 @@ def _attention_bw(grad: Like, q: Like, k: Like, v: Like, out: Like, lse: Like, m
         padded = b * h * (-(-s // 32) * 32) * 4
         total += 2 * padded + _mask_bytes(mask, q, t, causal=False)
     return total + _inside(form, b, h, s, t, width, item, grouped=k.shape[1] != h)
+
+
+def _heads_read(q: Like, k: Like, v: Like, head: int, group: int) -> tuple[Like, Like, int]:
+    """Return the heads of keys and values that the queries read, on tensors without memory, and the bytes of their
+    copies: none where they are views."""
+    even = attention_heads.is_grouped_evenly(q, head, group)
+    heads = attention_heads.heads_read(q, head, group)[1] if even else q.shape[1]
+    k, v = (torch.empty(x.shape[0], heads, *x.shape[2:], dtype=x.dtype, device="meta") for x in (k, v))
+    return k, v, 0 if even else (_numel(k) + _numel(v)) * q.dtype.itemsize
 
 
 def _parts(q: Like, k: Like, v: Like, mask: Like | None, first: int) -> list[attention_rows.Part]:

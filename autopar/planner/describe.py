@@ -27,6 +27,7 @@ from .objective.evaluate import Evaluation
 from .objective.module_table import regions_of
 from .objective.pricer import Pricer
 from .outputs import outputs_in
+from .pipeline.beside import SCHEDULE, StagedRow
 from .plan import Planned
 from .problem.offload import offloaded, update_seconds
 from .problem.problem import Problem
@@ -43,6 +44,7 @@ def describe_plan(planned: Planned) -> Plan:
     is_even = micro is None or micro.smaller is None
     pipeline = Pipeline(micro_batches=micro_batches, samples=0 if is_even else samples)
     rows = tuple(_alternative(name, one, pipeline) for name, one in planned.others.items())
+    rows += tuple(map(_staged_alternative, planned.beside))
     sharding = _sharding(problem, e, pricer)
     plan = Plan(
         model=planned.model, mesh=problem.mesh, hardware=options.hardware.name, precision=options.precision,
@@ -81,6 +83,20 @@ def _alternative(name: str, other: Outcome | AutoparError, pipeline: Pipeline) -
         name, passes * other.seconds, passes * e.communication_seconds, e.bytes_, other.fits,
         micro_batches=micro_batches, recomputed_blocks=blocks, offload=other.pricer.problem.offload.level,
     )  # fmt: skip
+
+
+def _staged_alternative(row: StagedRow) -> Alternative:
+    """Return what is told of a recipe in stages."""
+    if isinstance(row.planned, AutoparError):
+        told = Alternative(row.strategy, None, None, None, False, row.planned.message)
+    else:
+        plan = row.planned.plan
+        told = Alternative(
+            row.strategy, plan.step_seconds, plan.communication_seconds, plan.peak_bytes,
+            plan.peak_bytes <= plan.memory_limit_bytes,
+            recomputed_blocks=len(plan.recomputed) + len(plan.recomputed_selectively),
+        )  # fmt: skip
+    return replace(told, micro_batches=row.micro_batches, mesh=str(row.mesh), schedule=SCHEDULE)
 
 
 def _recomputed(e: Evaluation, wholly: bool) -> tuple[str, ...]:

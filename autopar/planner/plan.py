@@ -47,6 +47,7 @@ from .solver.solver import Solver
 
 if TYPE_CHECKING:
     from ..passes.pipeline.micro_batch import MicroBatched
+    from .pipeline.beside import StagedRow
     from .pipeline.plan import Staged
 
 
@@ -74,7 +75,7 @@ class PlanOptions:
     forbid: tuple[tuple[str, str], ...] = ()
     fixed: Mapping[str, Layout] = field(default_factory=dict)
     strict: bool = False
-    baselines: bool = True
+    baselines: bool | str = True
     folded: bool = True
     micro_batches: int = 1
     recompute: str = "auto"
@@ -137,6 +138,7 @@ class Planned:
     written: tuple[Problem, Evaluation] | None = None  # of every block, where copies of one compute not the same again
     micro: MicroBatched | None = None
     staged: Staged | None = None
+    beside: tuple[StagedRow, ...] = ()  # experts' pipelines on the same devices, if they were asked for
 
     @property
     def problem(self) -> Problem:

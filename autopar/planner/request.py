@@ -14,8 +14,9 @@ from . import accumulation
 from .batch import AUTO, data_ways, fewest, in_micro_batches, samples_of
 from .fixed_recompute import AUTO as ANY_SCHEDULE
 from .made_to_fit import made_to_fit
-from .options import options_of
+from .options import PIPELINES, options_of
 from .pipeline import mesh_search
+from .pipeline.beside import staged_rows
 from .pipeline.plan import plan_pipeline
 from .plan import Planned, PlanOptions, search
 from .problem.allowed import check_globs
@@ -77,6 +78,8 @@ class PlanRequest:
             planned = fewest(lambda k: self._in(k, captured, report), samples_of(captured.signature), ways)
         else:
             planned = self._in(many or 1, captured, report)
+        if self.options.baselines == PIPELINES and isinstance(self.mesh, Mesh) and not planned.staged:
+            planned = replace(planned, beside=staged_rows(captured, self.mesh, self.options, self.name, report))
         if self.options.strict and isinstance(self.mesh, Mesh):
             check_axes(planned.plan, True)
         return planned

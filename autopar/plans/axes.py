@@ -60,7 +60,7 @@ def unsharded_lines(plan: Plan) -> list[str]:
     cut = {kind for kinds in carried(plan).values() for kind in kinds}
     if plan.mesh.devices == 1 or plan.strategy != "auto" or cut - {VALUES}:
         return []
-    steps = {a.step_seconds: a for a in reversed(plan.alternatives) if a.step_seconds is not None and a.fits}
+    steps = {a.step_seconds: a for a in reversed(plan.alternatives) if a.step_seconds and a.fits and not a.mesh}
     why = f"of {ms(plan.compute_seconds)} of compute it would save less than its collectives take"
     if (seconds := min(steps, default=0.0)) > plan.step_seconds:
         communication = (steps[seconds].communication_seconds or 0.0) - plan.communication_seconds

@@ -236,7 +236,8 @@ OPTIONAL: Json = {
     "flops": NO_FLOPS,
     "program": NO_PROGRAM,
 }
-OF_ALTERNATIVES: Json = {"micro_batches": 1, "recomputed_blocks": 0, "offload": "none"}  # the same of each of them
+# The same of each of the alternatives.
+OF_ALTERNATIVES: Json = {"micro_batches": 1, "recomputed_blocks": 0, "offload": "none", "mesh": "", "schedule": ""}
 SCHEMA: Kind = {
     "version": count, "hash": text, "fingerprint": text, "model": text, "mesh": text, "hardware": text,
     "precision": text, "reduce_dtype": narrow, "state_dtype": brain, "execution": execution, "optimizer": text,
@@ -255,7 +256,7 @@ SCHEMA: Kind = {
     "alternatives": [{
         "name": text, "step_seconds": Either(amount), "communication_seconds": Either(amount),
         "peak_bytes": Either(amount), "fits": flag, "note": text, "micro_batches": size, "recomputed_blocks": count,
-        "offload": text,
+        "offload": text, "mesh": text, "schedule": text,
     }],
     "recomputed": [text], "recomputed_selectively": [text], "recomputed_kinds": [text],
     "warnings": [text], "layouts": Values(text), "sharding": SHARDING,

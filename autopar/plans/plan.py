@@ -58,7 +58,8 @@ class Region:
 @dataclass(frozen=True)
 class Alternative:
     """An expert strategy costed by the same model, with what makes it fit: micro-batches, blocks that compute something
-    again, offload. `note` says why there is no number."""
+    again, offload. `note` says why there is no number. `mesh` and `schedule`: of a pipeline beside a plan without
+    stages, on the same devices."""
 
     name: str
     step_seconds: float | None
@@ -69,6 +70,12 @@ class Alternative:
     micro_batches: int = 1
     recomputed_blocks: int = 0
     offload: str = "none"
+    mesh: str = ""
+    schedule: str = ""
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} on {self.mesh}" if self.mesh else self.name
 
 
 @dataclass(frozen=True)

@@ -232,7 +232,7 @@ def _alternatives(plan: Plan) -> list[str]:
 
 def without_price(plan: Plan) -> list[str]:
     """Return a line for each alternative that has no price, which says why."""
-    return [f"{a.name}: {a.note.removeprefix(a.name + ' ')}" for a in plan.alternatives if a.step_seconds is None]
+    return [f"{a.label}: {a.note.removeprefix(a.name + ' ')}" for a in plan.alternatives if a.step_seconds is None]
 
 
 def costed(plan: Plan) -> list[Alternative]:
@@ -248,7 +248,7 @@ def alternatives_table(plan: Plan) -> tuple[list[str], list[tuple[str, ...]]]:
     shown = costed(plan)
     unit, scale = byte_unit(plan.peak_bytes)
     rows = zip(
-        [a.name for a in shown],
+        [a.label for a in shown],
         column([None if a.step_seconds is None else a.step_seconds * 1e3 for a in shown]),
         column([(a.communication_seconds or 0.0) * 1e3 for a in shown]),
         column([None if a.peak_bytes is None else a.peak_bytes / scale for a in shown]),
@@ -262,6 +262,7 @@ def _how(a: Alternative, plan: Plan) -> str:
     """Say what makes an alternative fit."""
     blocks = f"{a.recomputed_blocks} block{'s' if a.recomputed_blocks > 1 else ''} recomputed"
     said = {
+        a.schedule: a.schedule,
         f"{a.micro_batches} micro-batches": a.micro_batches != plan.micro_batches,
         blocks: a.recomputed_blocks,
         "optimizer on the host": a.offload == "optimizer",

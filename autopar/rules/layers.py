@@ -16,6 +16,7 @@ from .reading import bound, input_shapes, named, output_shapes, shape_of, tensor
 from .rule import Dim, Rule, rule
 
 RING = "ring"  # the factor of an attention that cuts queries and keys alike
+QUERY_HEADS = "hq"  # that cuts the heads of queries where those of keys cannot be cut as well
 
 
 def attention(node: fx.Node) -> Rule | None:
@@ -23,14 +24,22 @@ def attention(node: fx.Node) -> Rule | None:
     dims; None with dropout. Where s is cut keys and values are whole, and their gradients Partial; an op cuts s that
     takes the number of its first query. Where RING is cut, so are the queries' sequence and the keys', and blocks of
     keys go round; not with a mask that is added to the scores, in whose lowest number a block's log-sum-exp would be
-    lost. With grouped queries (fewer key heads) heads are cut between groups; a single key head belongs to all devices,
-    so its gradient is Partial over the heads."""
+    lost. With grouped queries (fewer key heads) heads are cut between groups, or those of the queries alone over axes
+    over which groups cannot be: the op takes which key heads its queries read. Key heads that belong to all devices, as
+    a single one does, have a gradient that is Partial over the heads."""
     arguments = bound(node)
     if arguments.get("dropout_p", 0.0) != 0.0:
         return None
     grouped = {shape_of(arguments[name])[1] for name in ("q", "k", "query", "key") if name in arguments} - {1}
     goes_round = "first" in arguments and _may_go_round(arguments)
-    of_queries: tuple[Dim, ...] = ("b", "h", ("s", RING) if goes_round else "s" if "first" in arguments else None, None)
+    replicates = len(grouped) > 1 and "first" in arguments
+    heads: Dim = ("h", QUERY_HEADS) if replicates else "h"
+    of_queries: tuple[Dim, ...] = (
+        "b",
+        heads,
+        ("s", RING) if goes_round else "s" if "first" in arguments else None,
+        None,
+    )
     of_keys: tuple[Dim, ...] = ("b", "h", RING if goes_round else None, None)
 
     def dims(shape: tuple[int, ...], names: tuple[Dim, ...]) -> tuple[Dim, ...]:
@@ -48,7 +57,8 @@ def attention(node: fx.Node) -> Rule | None:
         tuple(map(dims, output_shapes(node), outputs)),
         sets(([0],)) if is_backward else (),
         even={"h": math.gcd(*grouped)} if len(grouped) > 1 else {},
-        contiguous=frozenset({"s", RING}),
+        contiguous=frozenset({"s", RING, QUERY_HEADS}),
+        within={QUERY_HEADS: "h"} if replicates else {},
     )
 
 

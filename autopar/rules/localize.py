@@ -6,7 +6,7 @@ constants that depend on the sharding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx
 
 from .._torch import schema_names
-from ..ir.layout import local_offset, local_shape
+from ..ir.layout import Layout, local_offset, local_shape
 from ..ir.mesh import Mesh
 from .indexing import slice_start
 from .reading import bound, dims_of, input_shapes, output_shapes
@@ -101,13 +101,29 @@ def _grouped_mm_dw(call: OpCall) -> dict[str, Any]:
 
 def _attention(position: int) -> Localizer:
     """Make `first` the number of the device's first query, where a causal attention is cut along its queries, which are
-    the tensor argument at `position`."""
+    the tensor argument at `position`; and say which heads of keys are read, if not all."""
 
     def localize(call: OpCall) -> dict[str, Any]:
         start = call.input_offset(position, 2) if call.arguments["causal"] else 0
-        return {"first": call.arguments["first"] + start} if start else {}
+        first = {"first": call.arguments["first"] + start} if start else {}
+        return first | heads_read(call.node, call.strategy.inputs, call.mesh, call.coordinate, position)
 
     return localize
+
+
+def heads_read(
+    node: fx.Node, inputs: Sequence[Layout], mesh: Mesh, coordinate: Mapping[str, int], position: int
+) -> dict[str, int]:
+    """Return, where a device has more heads of keys than its queries read, `group`, the heads of queries that read one,
+    and `head`, the number of its first, counted from those that read the device's first head of keys. `position` is
+    that of the queries among the tensor arguments."""
+    shapes, layouts = input_shapes(node)[position : position + 2], inputs[position : position + 2]
+    (heads, of_keys), (cut, keys_cut) = ((shape[1] for shape in shapes), (layout.dims[1] for layout in layouts))
+    if cut == keys_cut or of_keys == 1:
+        return {}
+    group = heads // of_keys
+    first, first_key = (local_offset(*both, mesh, coordinate, 1) for both in zip(shapes, layouts))
+    return {"head": first - group * first_key, "group": group}
 
 
 def _unflatten(call: OpCall) -> dict[str, Any]:

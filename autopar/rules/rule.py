@@ -54,6 +54,8 @@ class Rule:
     reduction: how shards of a summed-away factor combine, "sum" or "max".
     even: factors that are only cut into equal blocks, with the size that must divide (views merge or split such dims).
     contiguous: factors of which a device must hold one range, whose offset the op takes: never a block of each part.
+    within: factors that cut further what another factor of the same dim, which is even, leaves to a device: only over
+        axes over which that one cannot be cut.
     """
 
     inputs: tuple[tuple[Dim, ...], ...]
@@ -62,6 +64,7 @@ class Rule:
     reduction: str = "sum"
     even: Mapping[str, int] = field(default_factory=dict)
     contiguous: frozenset[str] = frozenset()
+    within: Mapping[str, str] = field(default_factory=dict)
 
     def factors(self) -> list[str]:
         """Return factor names in order of first use."""
@@ -181,6 +184,10 @@ def _strategy(
         count = math.prod(mesh.size(axis) for axis in axes)
         if factor in rule.even and rule.even[factor] % (count * parts[factor]):
             return None
+    for factor, outer in rule.within.items():
+        count = math.prod(mesh.size(axis) for axis in sharded.get(outer, ()))
+        if any(rule.even[outer] % (count * mesh.size(axis)) == 0 for axis in sharded.get(factor, ())):
+            return None
 
     in_inputs = {name for dims in rule.inputs for name in names_in(dims)}
 
@@ -196,6 +203,10 @@ def _strategy(
                 by = {axis for entry in cut for axis in sharded[name_of(entry)]}
                 last = {axis for e in cut if isinstance(e, Rows) and e.innermost for axis in sharded[e.factor]}
                 axes.append(tuple(sorted(by, key=lambda axis: (axis in last, mesh.names.index(axis)))))
+                counts.append(1)
+                continue
+            if len(cut) == 2 and rule.within.get(name_of(cut[1])) == name_of(cut[0]) and parts[name_of(cut[0])] == 1:
+                axes.append(tuple(axis for entry in cut for axis in sharded[name_of(entry)]))
                 counts.append(1)
                 continue
             if len(cut) > 1:  # no layout says that two factors of one dim are cut

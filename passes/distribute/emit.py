@@ -101,6 +101,8 @@ class Emitter:
         group = _Group(self, move, axes, count, tensor, bytes_)
         if move.kind == "all_gather" and len(axes) > 1:
             y = self._gather_nested(group, x, step, shape)
+        elif move.kind == "reduce_scatter" and len(axes) > 1:
+            y = self._scatter_nested(group, x, step, shape)
         else:
             y = lowering(group, x, move, before, after)
         y = contiguous(self.builder, y)
@@ -118,8 +120,7 @@ class Emitter:
     def _gather_nested(self, group, x, step: MoveStep, shape: Sequence[int]):
         """Undo the cuts of a dim by several axes at once: blocks arrive in the order of the ranks, which is that of the
         mesh's axes, and belong in the order in which the axes cut."""
-        d, size = cast(int, step.move.dim), self.mesh.size
-        places = [dict(zip(group.axes, at)) for at in itertools.product(*(range(size(a)) for a in group.axes))]
+        d, size, places = cast(int, step.move.dim), self.mesh.size, group.places()
         sizes = [local_shape(shape, step.before, self.mesh, {**self.coordinate, **at})[d] for at in places]
         block, cut = max(sizes), [a for a in step.move.axes if a in group.axes]
         y = group.run(c10d.all_gather_into_tensor.default, self._pad(x, {d: block}), group.count)
@@ -140,13 +141,30 @@ class Emitter:
     def _reduce_scatter(self, group, x, move, before, after):
         n, d = group.count, move.dim
         x = self._stack(self._pad(x, {d: n * -(-before[d] // n)}), n, d, move.parts)
+        return self._cut(self._sum_of_blocks(group, x), {d: after[d]})
+
+    def _scatter_nested(self, group, x, step: MoveStep, shape: Sequence[int]):
+        """Cut a dim of a sum by several axes at once, in the order of the mesh, which is that of the ranks."""
+        d, here = cast(int, step.move.dim), [{**self.coordinate, **at} for at in group.places()]
+        sizes = [local_shape(shape, step.after, self.mesh, at)[d] for at in here]
+        if min(sizes) == (block := max(sizes)):
+            return self._sum_of_blocks(group, self._stack(x, group.count, d, 1))
+        starts = itertools.accumulate(sizes, initial=0)
+        pieces = [self.call(aten.slice.Tensor, x, d, start, start + n) for start, n in zip(starts, sizes)]
+        x = self.call(aten.cat.default, [self._pad(piece, {d: block}) for piece in pieces], 0)
+        return self._cut(
+            self._sum_of_blocks(group, x), {d: local_shape(shape, step.after, self.mesh, self.coordinate)[d]}
+        )
+
+    def _sum_of_blocks(self, group, x):
+        """Return this device's block of dim 0 of the sum over a group."""
         if self.reduce_scatter == "native":
-            y = group.run(c10d.reduce_scatter_tensor.default, x, "sum", n)
-        else:
-            y = group.exchange(x)
-            rows, *rest = y.meta["val"].shape
-            y = self.call(aten.sum.dim_IntList, self.call(aten.reshape.default, y, [n, rows // n, *rest]), [0])
-        return self._cut(y, {d: after[d]})
+            return group.run(c10d.reduce_scatter_tensor.default, x, "sum", group.count)
+        y = group.exchange(x)
+        rows, *rest = y.meta["val"].shape
+        return self.call(
+            aten.sum.dim_IntList, self.call(aten.reshape.default, y, [group.count, rows // group.count, *rest]), [0]
+        )
 
     def _all_to_all(self, group, x, move, before, after):
         n, d, e = group.count, move.dim, move.to_dim
@@ -211,6 +229,11 @@ class _Group:
     count: int
     tensor: str
     tensor_bytes: int
+
+    def places(self) -> list[dict[str, int]]:
+        """Return the coordinates of the members along the axes, in order of their ranks."""
+        size = self.emitter.mesh.size
+        return [dict(zip(self.axes, at)) for at in itertools.product(*(range(size(a)) for a in self.axes))]
 
     def run(self, op, x: fx.Node, *args) -> fx.Node:
         """Start a collective and wait for it."""

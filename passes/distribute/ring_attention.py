@@ -18,6 +18,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import fx
@@ -31,6 +32,7 @@ from ...ops.attention_forms import lse_dtype
 from ...ops.ring import Ring
 from ...plans.sharding import NodeSharding
 from ...rules.layers import ring_axes
+from ...rules.localize import heads_read
 from ...rules.reading import bound, tensors_by_name
 from .emit import Builder, Collective
 
@@ -62,7 +64,9 @@ class RingAttention:
             (local_offset(whole, layout, self.mesh, at, KEYS), local_shape(whole, layout, self.mesh, at)[KEYS])
             for at in places
         ]
-        steps = _Steps(self.builder, node, axes, group.index(self.rank), Ring(len(group), given["causal"]), blocks)
+        heads = heads_read(node, sharding.inputs, self.mesh, self.coordinate, names.index("q"))
+        ring = Ring(len(group), given["causal"])
+        steps = _Steps(self.builder, node, axes, group.index(self.rank), ring, blocks, heads)
         if node.target is autopar.attention.default:
             return steps.forward(*args[:6])
         return steps.backward(*args[:9])
@@ -73,7 +77,8 @@ Block = list[fx.Node]  # keys and values, or their gradients
 
 @dataclass(frozen=True)
 class _Steps:
-    """One attention's way round. `blocks`: start and length of every device's keys."""
+    """One attention's way round. `blocks`: start and length of every device's keys; `heads`: which heads of them its
+    queries read, if not all (autopar/ops/attention_heads.py)."""
 
     builder: Builder
     node: fx.Node
@@ -81,6 +86,7 @@ class _Steps:
     place: int
     ring: Ring
     blocks: list[tuple[int, int]]
+    heads: Mapping[str, Any]
 
     def forward(self, q, k, v, mask, causal: bool, scale: float | None) -> list[fx.Node]:
         """Return output and log-sum-exp."""
@@ -92,7 +98,8 @@ class _Steps:
             following = self._start_keys(keys, (k, v), step)
             if keys is not None:
                 block = self._mask(mask, step), causal and step == 0, scale
-                result = self._pair(autopar.attention.default, q, *keys, *block, name=self._name(step == last == 0))
+                name = self._name(step == last == 0)
+                result = self._pair(autopar.attention.default, q, *keys, *block, name=name, **self.heads)
                 if joined:
                     arguments = *joined, *result, step == last
                     result = self._pair(autopar.join_attention.default, *arguments, name=self._name(step == last))
@@ -116,7 +123,7 @@ class _Steps:
             parts: Block | None = None
             if keys is not None:
                 block = self._mask(mask, step), causal and step == 0, scale
-                made = self.call(autopar.attention_bw.default, grad, q, *keys, out, lse, *block)
+                made = self.call(autopar.attention_bw.default, grad, q, *keys, out, lse, *block, **self.heads)
                 here, *parts = [self._in(wide, self.call(operator.getitem, made, i)) for i in range(3)]
                 dq = self._sums(dq, [here]) if dq else [here]
             passed, own, marks = self._received_gradients(started, own, (k, v), step - 1)
@@ -135,16 +142,16 @@ class _Steps:
         all_marks = of_keys + of_gradients + marks
         return [self._after(outputs[0], unused), *(self._after(x, all_marks) for x in outputs[1:])]
 
-    def call(self, target, *args, name: str | None = None) -> fx.Node:
+    def call(self, target, *args, name: str | None = None, **constants: Any) -> fx.Node:
         """Append an op."""
-        return self.builder.call(target, *args, name=name or f"{self.node.name}_{op_name(target)}")
+        return self.builder.call(target, *args, name=name or f"{self.node.name}_{op_name(target)}", **constants)
 
     def _name(self, is_whole: bool) -> str | None:
         """Return the name of the op itself for what gives its outputs."""
         return self.node.name if is_whole else None
 
-    def _pair(self, target, *args, name: str | None) -> list[fx.Node]:
-        made = self.call(target, *args, name=name)
+    def _pair(self, target, *args, name: str | None, **constants: Any) -> list[fx.Node]:
+        made = self.call(target, *args, name=name, **constants)
         return [self.call(operator.getitem, made, i) for i in range(2)]
 
     def _in(self, dtype: torch.dtype, x: fx.Node) -> fx.Node:

@@ -127,14 +127,16 @@ def test_a_parameter_server_never_wins(n):
     assert costs["parameter_server"] > 2 * costs["ring"]
 
 
-def test_an_all_gather_over_several_axes_is_one_ring():
+def test_a_gather_or_a_reduce_scatter_over_several_axes_is_one_ring():
     """By hand, two nodes of 4: the latency of the farther axis and 7 b over the four cards that lead out of a node;
     NCCL's model takes it for the group of all."""
     cost, held = CollectiveCost(TOY, Mesh.parse("a=2,b=4")), 1e6
     assert cost.seconds("all_gather", ("a", "b"), held) == pytest.approx(1e-5 + 7 * held / 4e8)
+    assert cost.seconds("reduce_scatter", ("a", "b"), 8 * held) == pytest.approx(1e-5 + 7 * held / 4e8)
     mesh, hardware = Mesh.parse("a=4,b=8"), load("h100")
-    at_once = CollectiveCost(hardware, mesh).seconds("all_gather", ("a", "b"), held)
-    assert at_once == CollectiveCost(hardware, Mesh.parse("c=32")).seconds("all_gather", ("c",), held)
+    for kind in ("reduce_scatter", "all_gather"):
+        at_once = CollectiveCost(hardware, mesh).seconds(kind, ("a", "b"), held)
+        assert at_once == CollectiveCost(hardware, Mesh.parse("c=32")).seconds(kind, ("c",), held)
     one_by_one = CollectiveCost(hardware, mesh)
     in_turn = one_by_one.seconds("all_gather", ("b",), held) + one_by_one.seconds("all_gather", ("a",), 8 * held)
     assert at_once < in_turn / 3
@@ -145,7 +147,7 @@ def test_an_all_gather_over_several_axes_is_one_ring():
     [
         (lambda cost: CollectiveCost(TOY, cost.mesh, "gossip"), "no model 'gossip'(.|\n)*parameter_server"),
         (lambda cost: cost.seconds("all_sum", ("a",), 1.0), "no collective 'all_sum'(.|\n)*all_reduce"),
-        (lambda cost: cost.seconds("reduce_scatter", ("a", "b"), 1.0), "only all_reduce and all_gather take"),
+        (lambda cost: cost.seconds("all_to_all", ("a", "b"), 1.0), "only all_reduce, all_gather, reduce_scatter take"),
     ],
 )
 def test_bad_calls(call, complaint):

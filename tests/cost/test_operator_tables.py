@@ -104,6 +104,16 @@ def test_bad_tables(tmp_path, capsys, text, complaint):
     assert complaint in error and "fix: " in error and len(error.splitlines()) == 1
 
 
+def test_a_table_of_another_gpu(tmp_path, capsys):
+    (tmp_path / "h100_gemm_bf16.csv").write_text("m,n,k,milliseconds\n4096,4096,4096,0.5\n")
+    for hardware, said in (("a100", "is of h100, the profile of a100; fix: use --hardware h100"), ("h100-pcie", "")):
+        assert (
+            main(["cost", "--hardware", hardware, "--table", str(tmp_path / "h100_gemm_bf16.csv"), "--json", "-"]) == 0
+        )
+        out, err = capsys.readouterr()
+        assert len(json.loads(out)) == 1 and said in err and bool(said) == bool(err)
+
+
 def test_other_bad_input(tmp_path, capsys):
     (tmp_path / "bytes.csv").write_bytes(b"\xff\xfe\x00m")
     for words, complaint in (

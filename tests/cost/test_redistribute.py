@@ -51,8 +51,8 @@ def join(blocks: list[torch.Tensor], dim: int, parts: int) -> torch.Tensor:
     return torch.cat([piece for pieces in by_part for piece in pieces], dim)
 
 
-def result_of(move: Move, held: list[torch.Tensor], index: int) -> torch.Tensor:
-    """What member `index` of a group has after the move, given what all members held before."""
+def result_of(move: Move, held: list[torch.Tensor], index: int, sizes: list[int]) -> torch.Tensor:
+    """What member `index` of a group has after the move, given what all members held before. `sizes` of the axes."""
     count = len(held)
     if move.kind == "slice":
         return cut(held[index], move.dim, move.parts, count, index)
@@ -61,7 +61,11 @@ def result_of(move: Move, held: list[torch.Tensor], index: int) -> torch.Tensor:
     if move.kind == "all_reduce":
         return combine(held, move.reduction)
     if move.kind == "reduce_scatter":
-        return cut(combine(held, move.reduction), move.dim, move.parts, count, index)
+        block, members = combine(held, move.reduction), count
+        for size in sizes:
+            members //= size
+            block = cut(block, move.dim, move.parts, size, index // members % size)
+        return block
     assert move.kind == "all_to_all"
     received = [cut(block, move.to_dim, move.to_parts, count, index) for block in held]
     return join(received, move.dim, move.parts)
@@ -70,7 +74,8 @@ def result_of(move: Move, held: list[torch.Tensor], index: int) -> torch.Tensor:
 def carry_out(move: Move, local: list[torch.Tensor], mesh: Mesh) -> list[torch.Tensor]:
     """Local tensors of all ranks after the move."""
     groups = [mesh.group(move.axes, rank) for rank in range(mesh.devices)]
-    return [result_of(move, [local[r] for r in group], group.index(rank)) for rank, group in enumerate(groups)]
+    sizes = [mesh.size(axis) for axis in move.axes]
+    return [result_of(move, [local[r] for r in group], group.index(rank), sizes) for rank, group in enumerate(groups)]
 
 
 def spread(whole: torch.Tensor, layout: Layout, mesh: Mesh, random: Random) -> list[torch.Tensor]:
@@ -191,6 +196,9 @@ def test_all_pairs_of_layouts(text, shape):
         ("tp:P", "tp:S(0)", ["reduce_scatter[tp] S(0)"], 3 / 4),
         ("tp:P", "R", ["all_reduce[tp] sum"], 2 * 3 / 4),
         ("dp:P tp:P", "R", ["all_reduce[dp,tp] sum"], 2 * 3 / 4 + 2 * 1 / 2 / 4),
+        ("dp:P tp:P", "dp:S(0) tp:S(0)", ["reduce_scatter[dp,tp] S(0)"], 7 / 8),
+        ("dp:P tp:P", "tp:S(1) dp:S(1)", ["reduce_scatter[tp] S(1)", "reduce_scatter[dp] S(1)"], 7 / 8),
+        ("dp:P tp:P", "dp:S(0) tp:S(1)", ["reduce_scatter[tp] S(1)", "reduce_scatter[dp] S(0)"], 3 / 4 + 1 / 2 / 4),
         ("dp:P tp:S(0)", "tp:S(0) dp:S(0)", ["reduce_scatter[dp] S(0)"], 1 / 2 / 4),  # the gradient of a ZeRO-3 weight
         ("tp:S(0) dp:S(0)", "tp:S(0)", ["all_gather[dp] S(0)"], 1 / 8),  # and its gather
         ("dp:S(0) tp:P", "dp:S(0) tp:P", [], 0),

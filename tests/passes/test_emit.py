@@ -130,6 +130,18 @@ def test_a_gather_over_two_axes_is_one_collective(source, shape):
     assert simulator.calls == [("all_gather_into_tensor", ("a", "b"), (0, 1, 2, 3))]
 
 
+@pytest.mark.parametrize("reduce_scatter", ["native", "all_to_all"])
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("shape", [(12, 24), (11, 16), (16, 11)])
+def test_a_reduce_scatter_over_two_axes_is_one_collective(shape, dim, reduce_scatter):
+    """Even and uneven blocks; in the other order of the axes, the closest first, one after the other."""
+    mesh = Mesh.parse("a=2,b=3")
+    for axes, calls in ((("a", "b"), [("a", "b")]), (("b", "a"), [("b",), ("a",)])):
+        target = Layout(tuple(axes if d == dim else () for d in range(2)))
+        simulator = check(shape, parse("a:P b:P"), target, mesh, reduce_scatter)
+        assert list(dict.fromkeys(call[1] for call in simulator.calls)) == calls
+
+
 def test_axes_of_one_device_make_no_node():
     mesh = Mesh.parse("a=1,b=2")
     joint, sharding = redistribution((4, 4), parse("a:P b:P"), parse("a:S(1)"), mesh)

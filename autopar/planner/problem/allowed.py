@@ -17,7 +17,7 @@ from ...ir.layout import Layout
 from ...ir.mesh import Mesh
 from ...ops import autopar
 from ...rules import Rule
-from ...rules.layers import RING
+from ...rules.layers import QUERY_HEADS, RING
 from ...rules.reading import bound
 from ...rules.rule import Rows, entries_of
 from .hf_tp_plan import inside
@@ -42,6 +42,7 @@ aten = torch.ops.aten
 LEAVES = ("parameter", "input", "buffer")  # which globs name
 TENSOR_ROLES = (TENSOR, TENSOR_SEQUENCE)
 ATTENTION_OPS = {autopar.attention.default, autopar.attention_bw.default}
+HEADS = ("h", QUERY_HEADS)  # factors of an attention
 TENSOR_OPS = LINEAR_OPS | ATTENTION_OPS | {autopar.matmul.default}
 
 
@@ -130,7 +131,7 @@ def _nothing_left(problem: Problem, v: Vertex, restriction: Restriction) -> Stra
 def _check_heads(v: Vertex, strategies, restriction: Restriction, mesh: Mesh, fits: np.ndarray) -> None:
     """Raise StrategyError for an attention whose heads cannot be cut over an axis that is to cut them."""
     axes = [i for i, axis in enumerate(mesh.names) if restriction.roles[axis] in (*TENSOR_ROLES, SEQUENCE_HEADS)]
-    if any(fit and s.choice and all(s.choice[i] == "h" for i in axes) for s, fit in zip(strategies, fits)):
+    if any(fit and s.choice and all(s.choice[i] in HEADS for i in axes) for s, fit in zip(strategies, fits)):
         return
     given = bound(v.node)
     heads, kv_heads = (given[name].meta["val"].shape[1] for name in ("q", "k"))
@@ -138,7 +139,7 @@ def _check_heads(v: Vertex, strategies, restriction: Restriction, mesh: Mesh, fi
     raise StrategyError(
         f"{restriction.name} shares the heads of an attention among {where}: {heads} of queries and {kv_heads} of keys "
         "cannot be", node=v.name, source=v.node.meta.get("source") or None, mesh=mesh,
-        fix="use all_gather_kv, or sizes whose product divides the heads of keys",
+        fix="use all_gather_kv, or sizes whose product divides the heads of queries",
     )  # fmt: skip
 
 
@@ -178,7 +179,7 @@ def _op_mask(strategies, roles: dict[str, str], mesh: Mesh, of: Factors, must_cu
             fits = np.array([f in of.sequence and f != RING for f in factors]) & mask
             mask &= fits if fits.any() else np.array([f not in of.weight for f in factors])
         elif role == SEQUENCE_HEADS:
-            mask &= np.array([f == "h" for f in factors])
+            mask &= np.array([f in HEADS for f in factors])
         elif role == SEQUENCE_RING:
             mask &= np.array([f == RING for f in factors])
         elif role == WHOLE:

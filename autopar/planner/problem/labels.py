@@ -117,6 +117,8 @@ def _groups(problem: Problem) -> tuple[_Groups, dict[int, dict[str, Group]]]:
             for d, dim in enumerate(dims):
                 for entry in entries_of(dim)[:1]:
                     groups.join((*tensor, d), dim_of_factor[cls].setdefault(name_of(entry), (*tensor, d)))
+        for factor, outer in rule.within.items():
+            dim_of_factor[cls][factor] = dim_of_factor[cls][outer]
     return groups, dim_of_factor
 
 
