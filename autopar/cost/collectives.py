@@ -5,9 +5,8 @@
     "alpha-beta"   a latency, and the bytes that a device sends at the speed of its link (Hardware.links_for)
 
 A profile may know one axis better than another. `model` replaces the all-reduce by one of the textbooks' on alpha-beta
-links (autopar/cost/textbook.py). An all-gather or a reduce-scatter over several axes is one over the group of all, an
-all-reduce that, or a reduce-scatter over the inner axis, an all-reduce of 1 / n of the bytes over the others and an
-all-gather, whichever takes less.
+links (autopar/cost/textbook.py). What takes several axes is one collective over the group of all their devices, as it
+is emitted.
 """
 
 from __future__ import annotations
@@ -97,19 +96,7 @@ class CollectiveCost:
             return self._textbook(axes)
         if tier == "alpha-beta":
             return self._alpha_beta(kind, axes)
-        flat = self._measured(kind, axes) if tier == "measured" else self._nccl(kind, axes)
-        if len(axes) == 1 or kind != "all_reduce":  # which is one collective over the group of all
-            return flat
-        staged = self._staged(axes)
-        return lambda held: np.minimum(flat(held), staged(held))
-
-    def _staged(self, axes: tuple[str, ...]) -> Price:
-        """Price a reduce-scatter over the innermost axis, an all-reduce over the rest, and an all-gather."""
-        *outer, inner = axes
-        n = self.mesh.size(inner)
-        scatter, gather = self._price("reduce_scatter", (inner,)), self._price("all_gather", (inner,))
-        rest = self._price("all_reduce", tuple(outer))
-        return lambda held: scatter(held) + rest(held / n) + gather(held / n)
+        return self._measured(kind, axes) if tier == "measured" else self._nccl(kind, axes)
 
     def _measured(self, kind: str, axes: tuple[str, ...]) -> Price:
         curve, devices = self._curve(kind, axes), self._devices(axes)
@@ -140,22 +127,15 @@ class CollectiveCost:
         return nccl.Group(n, len(blocks[0]), per_node, node.bytes_per_second, card, direct)
 
     def _alpha_beta(self, kind: str, axes: tuple[str, ...]) -> Price:
-        """Price a collective by the largest latency of the axes, and each axis' bytes at its speed, inner axes first; a
-        gather or a reduce-scatter over several as one ring."""
+        """Price a collective by a latency and the bytes that a device sends; over several axes as one ring."""
         latency = max(self.links[axis].latency_seconds for axis in axes)
-        if kind in ("all_gather", "reduce_scatter") and len(axes) > 1:
+        if len(axes) > 1:
             group = self._group(axes)
             return lambda held: latency + measured.SENT[kind](group.ranks) * held / group.bus
-        per_byte, share = 0.0, 1.0
-        for axis in reversed(axes):
-            n, link = self.mesh.size(axis), self.links[axis]
-            speed = {
-                "all_to_all": link.all_to_all_bytes_per_second,
-                "send": self.tiers[axis].bytes_per_second,
-            }.get(kind) or link.bytes_per_second
-            per_byte += share * measured.SENT[kind](n) / speed
-            share /= n
-        return lambda held: latency + per_byte * held
+        link, tier = self.links[axes[0]], self.tiers[axes[0]]
+        speeds = {"all_to_all": link.all_to_all_bytes_per_second, "send": tier.bytes_per_second}
+        speed, sent = speeds.get(kind) or link.bytes_per_second, measured.SENT[kind](self.mesh.size(axes[0]))
+        return lambda held: latency + sent * held / speed
 
     def _textbook(self, axes: tuple[str, ...]) -> Price:
         """Price an all-reduce over the group of all axes, on the slowest of their links."""

@@ -7,10 +7,12 @@ else would permute blocks. With b the bytes that a device holds before the move,
     all_gather      S(d) -> R        (n - 1) b      bytes sent by each device (ring); of several axes n is their product
     reduce_scatter  P    -> S(d)     (n - 1) / n b   of several axes n is their product
     all_to_all      S(d) -> S(e)     (n - 1) / n b
-    all_reduce      P    -> R        2 (n - 1) / n b; over several axes the inner one first, the outer on 1/n of it
+    all_reduce      P    -> R        2 (n - 1) / n b   of several axes n is their product
     slice           R    -> S(d)     none, a local copy
 
 The planner prices these moves and the lowering emits exactly them: predicted and emitted collectives are the same list.
+Which order is cheapest is asked of links alone: of several axes each sends its share at its own speed, the closest
+first, as if every device had a card of its own. What a collective costs is in autopar/cost/collectives.py.
 Byte formulas: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
 """
 

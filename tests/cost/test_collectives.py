@@ -6,7 +6,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from autopar.cost.collectives import CollectiveCost
+from autopar.cost.collectives import SEVERAL_AXES, CollectiveCost
 from autopar.cost.redistribute import Redistributor
 from autopar.cost.textbook import ALL_REDUCES
 from autopar.errors import HardwareError
@@ -26,7 +26,7 @@ def test_alpha_beta_is_what_the_redistributor_pays():
     cost, search = CollectiveCost(TOY, mesh), Redistributor(mesh, TOY.links_for(mesh), 1e11)
     for source, target, kind, axes, held in [
         ("a:S(0)", "R", "all_gather", ("a",), 0.5), ("b:P", "b:S(0)", "reduce_scatter", ("b",), 1.0),
-        ("a:S(0)", "a:S(1)", "all_to_all", ("a",), 0.5), ("a:P b:P", "R", "all_reduce", ("a", "b"), 1.0),
+        ("a:S(0)", "a:S(1)", "all_to_all", ("a",), 0.5), ("b:P", "R", "all_reduce", ("b",), 1.0),
     ]:  # fmt: skip
         (step,) = search(Layout.parse(source, 2), Layout.parse(target, 2)).steps
         assert step.move.kind == kind
@@ -89,16 +89,19 @@ def test_the_nearest_measured_size_stands_in():
     assert eight.seconds("all_reduce", ("a",), 0.0) == pytest.approx(1e-4 * (1 + 4 / 3), rel=0.1)
 
 
-def test_several_axes_take_the_cheaper_way():
-    """Slow flat groups of 8: scatter inside the node first."""
-    cost = CollectiveCost(load("v100"), Mesh.parse("a=4,b=8"))
-    held = np.array([1e9])
-    staged = (
-        cost.seconds("reduce_scatter", ("b",), held) + cost.seconds("all_reduce", ("a",), held / 8)
-        + cost.seconds("all_gather", ("b",), held / 8)
-    )  # fmt: skip
-    assert cost.seconds("all_reduce", ("a", "b"), held) <= staged
-    assert cost.seconds("all_reduce", ("a", "b"), held) <= cost._nccl("all_reduce", ("a", "b"))(held)
+@pytest.mark.parametrize("kind", SEVERAL_AXES)
+@pytest.mark.parametrize("card", [1e9, 4e9, 1e12])
+def test_several_axes_are_one_ring(kind, card):
+    """Over 3 nodes of 4 devices: what leaves a node takes the cards of all its devices, what stays its links."""
+    links = Tier("node", 4, 1e-6, 8e9, 1 << 20), Tier("network", None, 1e-5, card, 1 << 20)
+    cost = CollectiveCost(replace(TOY, links=links), Mesh.parse("a=3,b=4"))
+    sent = {"all_gather": 11, "reduce_scatter": 11 / 12, "all_reduce": 22 / 12}[kind] * 1e6
+    assert cost.seconds(kind, ("a", "b"), 1e6) == pytest.approx(1e-5 + sent / min(8e9, 4 * card))
+
+
+def test_several_axes_are_what_nccl_does_with_the_group():
+    cost, held = CollectiveCost(load("v100"), Mesh.parse("a=4,b=8")), np.array([1e9])
+    assert cost.seconds("all_reduce", ("a", "b"), held) == cost._nccl("all_reduce", ("a", "b"))(held)
 
 
 @pytest.mark.parametrize("model", ALL_REDUCES)
