@@ -1,11 +1,13 @@
 """Three searches that know nothing of bounds try to beat the planner, given the same prices and the same clock.
 
-    OMP_NUM_THREADS=1 python benchmarks/adversary.py [WORD ...] [--times 1000] [--most 20000] [--seed 0]
+    OMP_NUM_THREADS=1 python benchmarks/adversary.py [WORD ...] [--times 1000] [--cpu-seconds 60] [--seed 0]
 
 For each case the planner plans, and its evaluations of whole plans are counted. Then each adversary may evaluate
-`--times` as many, but no more than `--most`, which the table says: it chooses a strategy for every class of ops, with
-the layouts of neighbours made to agree or not, what does not fit computes as much again as it must, and what may be
-faster is played. All played plans of a case, the planner's own too, must take the planner's bound or more.
+`--times` as many, but no longer than `--cpu-seconds`, which the table says: it chooses a strategy for every class of
+ops, with the layouts of neighbours made to agree or not, what does not fit computes as much again as it must, and what
+may be faster is played. A plan costs what has changed since the last one (additive_costs.py), and with nothing computed
+again it takes the least: what is too slow even so is evaluated no further. All played plans of a case, the planner's
+own too, must take the planner's bound or more.
 
 random      a strategy for some op, spread over the graph by taking strategies that read what is there; each plan anew
 evolution   a population of such plans and of the experts' plans: crossover of a stretch of the graph, and mutations
@@ -38,6 +40,7 @@ from autopar.planner.objective.evaluate import Evaluation, evaluate
 from autopar.planner.objective.player import played_seconds
 from autopar.planner.plan import Planned
 from autopar.planner.solver import search
+from benchmarks.additive_costs import AdditiveCosts
 
 SPREAD = 0.9  # of an op's neighbours that take a strategy which fits it
 POPULATION, TOURNAMENT, MUTATIONS = 40, 3, 3
@@ -76,9 +79,13 @@ CASES = [
 
 
 class Space:
-    """The plans of a finished search, and the clock. `played`: seconds of all plans that were played."""
+    """The plans of a finished search, and the clock. `played`: seconds of all plans that were played. It may be asked
+    for so many evaluations, in so many seconds."""
 
-    def __init__(self, planned: Planned, rng: random.Random):
+    def __init__(self, planned: Planned, rng: random.Random, evaluations: int, cpu_seconds: float):
+        self.most, self.cpu_seconds, self.start, self.spent = evaluations, cpu_seconds, time.process_time(), 0.0
+        self.fitting: dict[tuple[int, ...], list[int]] = {}
+        self.costs = AdditiveCosts(planned.problem, planned.solver)
         self.planned, self.rng, self.problem, self.solver = planned, rng, planned.problem, planned.solver
         self.allowed = {c: np.flatnonzero(m) for c, m in self.solver.allowed(planned.chosen.restriction).items()}
         self.classes, self.vertices = sorted(self.allowed), self.problem.vertices
@@ -90,22 +97,44 @@ class Space:
             self.neighbours[consumer].append((producer, use.output, use.slot, False))
         self.neighbours = {c: list(dict.fromkeys(found)) for c, found in self.neighbours.items()}
 
-    def seconds(self, choice: dict[int, int]) -> float:
-        """Return the seconds of a choice by class: played, if they can be less than any so far; infinite if it does not
-        fit."""
+    @property
+    def progress(self) -> float:
+        """Return the share of the evaluations or of the seconds that is spent. The clock is looked at now and then."""
+        if self.evaluations % 32 == 0:
+            self.spent = (time.process_time() - self.start) / self.cpu_seconds
+        return max(self.evaluations / self.most, self.spent)
+
+    def seconds(self, choice: dict[int, int], wanted: float = math.inf) -> float:
+        """Return the seconds of a choice by class: played, if they can be less than any so far; what they are at least
+        if that is not below `wanted`; infinite if it does not fit."""
         self.evaluations += 1
-        e = self._fitted({v.index: choice[v.cls] for v in self.vertices})
-        if e is None or not e.seconds < min(self.played):
-            return math.inf if e is None else e.seconds
+        least, bytes_ = self.costs.of(choice)
+        if not least < wanted:
+            return least
+        whole: Evaluation | None = None
+        if not self._surely_fits(bytes_):
+            whole = self._fitted({v.index: choice[v.cls] for v in self.vertices})
+            least = math.inf if whole is None else whole.seconds
+        if not least < min(self.played):
+            return least
+        e = whole or self._evaluated({v.index: choice[v.cls] for v in self.vertices})
+        assert whole or math.isclose(e.seconds, least, rel_tol=1e-9), (e.seconds, least)
         self.played.append(played_seconds(self.problem, e, self.solver.pricer))
         return self.played[-1]
 
+    def _evaluated(self, choice: dict[int, int]) -> Evaluation:
+        return evaluate(self.problem, choice, self.solver.pricer, self.solver.free)
+
+    def _surely_fits(self, charged_bytes: float) -> bool:
+        """Return whether a plan fits whatever passes by, which is less than what is left."""
+        return charged_bytes + self.problem.reserve_bytes < 0.9 * self.solver.limit_bytes
+
     def _fitted(self, choice: dict[int, int]) -> Evaluation | None:
         solver = self.solver
-        e = evaluate(self.problem, choice, solver.pricer, solver.free)
+        e = self._evaluated(choice)
         if not math.isfinite(e.seconds):
             return None
-        if e.charged_bytes + self.problem.reserve_bytes < 0.9 * solver.limit_bytes:  # what passes by is less than that
+        if self._surely_fits(e.charged_bytes):
             return e
         limit, e = solver.limit_bytes, solver.with_peak(e)
         for _ in range(4):
@@ -127,16 +156,23 @@ class Space:
                 if other in done or rng.random() > SPREAD or changes <= 0:
                     continue
                 done.add(other)
-                pair = (here, other) if is_consumer else (other, here)
-                made = self.problem.classes[pair[0]].output_layouts(output)
-                wanted = self.problem.classes[pair[1]].layouts(slot)
-                mine, theirs = (made, wanted) if is_consumer else (wanted, made)
-                fitting = [k for k in self.allowed[other] if theirs[k] == mine[choice[here]]]
+                fitting = self._fitting(here, choice[here], other, output, slot, is_consumer)
                 if fitting:
                     choice[other] = int(rng.choice(fitting))
                     waiting.append(other)
                     changes -= 1
         return choice
+
+    def _fitting(self, here: int, strategy: int, other: int, output: int, slot: int, is_consumer: bool) -> list[int]:
+        """Return the strategies of a neighbour that read, or make, a tensor in the layout that a strategy has it in."""
+        key = (here, strategy, other, output, slot, is_consumer)
+        if key not in self.fitting:
+            pair = (here, other) if is_consumer else (other, here)
+            made = self.problem.classes[pair[0]].output_layouts(output)
+            wanted = self.problem.classes[pair[1]].layouts(slot)
+            mine, theirs = (made, wanted) if is_consumer else (wanted, made)
+            self.fitting[key] = [int(k) for k in self.allowed[other] if theirs[k] == mine[strategy]]
+        return self.fitting[key]
 
     def any_plan(self) -> dict[int, int]:
         """A random choice, made of a few strategies that are spread over the graph."""
@@ -153,34 +189,38 @@ class Space:
                 yield {c: other.evaluation.choice[c] for c in self.classes}
 
 
-def at_random(space: Space, budget: int) -> float:
-    return min(space.seconds(space.any_plan()) for _ in range(budget))
+def at_random(space: Space) -> float:
+    best = math.inf
+    while space.progress < 1:
+        best = min(best, space.seconds(space.any_plan(), best))
+    return best
 
 
-def evolved(space: Space, budget: int) -> float:
+def evolved(space: Space) -> float:
     rng, classes = space.rng, space.classes
     first = [*space.starts()][1:] + [space.any_plan() for _ in range(POPULATION)]
     population = [(space.seconds(choice), i, choice) for i, choice in enumerate(first)]
-    for number in range(len(population), budget):
+    while space.progress < 1:
         one, other = (min(rng.sample(population, TOURNAMENT))[2] for _ in range(2))
         low, high = sorted(rng.choices(range(len(classes)), k=2))
         child = one | {c: other[c] for c in classes[low:high]}
         for _ in range(rng.randint(0, MUTATIONS)):
             child = space.spread(child, rng.choice(classes), rng.randint(0, 12))
-        population.append((space.seconds(child), number, child))
+        population.append((space.seconds(child, max(population)[0]), space.evaluations, child))
         population.remove(max(rng.sample(population, TOURNAMENT)))
     return min(population)[0]
 
 
-def annealed(space: Space, budget: int) -> float:
+def annealed(space: Space) -> float:
     rng, start = space.rng, next(space.starts())
     here = best = (space.seconds(start), start)
     without = 0
-    for i in range(1, budget):
-        degree = HOT * (COLD / HOT) ** (i / budget) * best[0]
+    while (progress := space.progress) < 1:
+        degree = HOT * (COLD / HOT) ** progress * best[0]
         choice = space.spread(here[1], rng.choice(space.classes), rng.choice((0, 0, 1, 2, 4, 8)))
-        seconds = space.seconds(choice)
-        if seconds < here[0] or rng.random() < math.exp(min(0.0, (here[0] - seconds) / degree)):
+        accepted = here[0] - degree * math.log(1 - rng.random())
+        seconds = space.seconds(choice, accepted)
+        if seconds < accepted:
             here = seconds, choice
         without = 0 if here[0] < best[0] else without + 1
         best = min(best, here, key=lambda pair: pair[0])
@@ -189,8 +229,7 @@ def annealed(space: Space, budget: int) -> float:
     return best[0]
 
 
-ADVERSARIES: dict[str, Callable[[Space, int], float]] = {"random": at_random, "evolution": evolved,
-                                                         "annealing": annealed}  # fmt: skip
+ADVERSARIES: dict[str, Callable[[Space], float]] = {"random": at_random, "evolution": evolved, "annealing": annealed}
 
 
 def planned_with_count(case: Case) -> tuple[Planned, int]:
@@ -216,36 +255,35 @@ def planned_with_count(case: Case) -> tuple[Planned, int]:
         search.evaluate = original
 
 
-def run(case: Case, times: int, most: int, seed: int) -> float:
+def run(case: Case, times: int, cpu_seconds: float, seed: int) -> float:
     """Prints a row of a case, and returns the largest gain."""
     planned, count = planned_with_count(case)
-    plan, cells, largest = planned.plan, [], -math.inf
-    budget = min(most, times * count)
+    plan, cells, gains, spent = planned.plan, [], [], []
     start = time.process_time()
     for name, adversary in ADVERSARIES.items():
-        space = Space(planned, random.Random(f"{seed} {case} {name}"))
-        fastest = min([adversary(space, budget), *space.played[1:]])
+        space = Space(planned, random.Random(f"{seed} {case} {name}"), times * count, cpu_seconds)
+        fastest = min([adversary(space), *space.played[1:]])
         assert plan.bound <= min(space.played) * (1 + 1e-9), (case, name, plan.bound, min(space.played))
-        gain = 1 - fastest / plan.step_seconds
-        largest = max(largest, gain)
-        cells.append(f"{gain:9.2%}" if math.isfinite(gain) else f"{'none':>9}")
-    print(f"{str(case):46} {plan.step_seconds * 1e3:9.3f} {plan.gap:6.2%} {count:6} {budget:8,} {' '.join(cells)} "
-          f"{time.process_time() - start:6.0f}", flush=True)  # fmt: skip
-    return largest
+        gains.append(1 - fastest / plan.step_seconds)
+        spent.append(space.evaluations)
+        cells.append(f"{gains[-1]:9.2%}" if math.isfinite(gains[-1]) else f"{'none':>9}")
+    print(f"{str(case):46} {plan.step_seconds * 1e3:9.3f} {plan.gap:6.2%} {count:6} {min(spent):9,} "
+          f"{min(spent) / count:7,.0f} {' '.join(cells)} {time.process_time() - start:6.0f}", flush=True)  # fmt: skip
+    return max(gains)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", metavar="WORD", help="only the cases whose text has one of them")
     parser.add_argument("--times", type=int, default=1000, help="the planner's evaluations (default 1000)")
-    parser.add_argument("--most", type=int, default=20_000, help="evaluations of one adversary (default 20,000)")
+    parser.add_argument("--cpu-seconds", type=float, default=60.0, help="of one adversary and case (default 60)")
     parser.add_argument("--seed", type=int, default=0)
     a = parser.parse_args()
     quiet()
     names = " ".join(f"{name:>9}" for name in ADVERSARIES)
-    print(f"{'case':46} {'step ms':>9} {'gap':>6} {'evals':>6} {'theirs':>8} {names} {'CPU s':>6}")
+    print(f"{'case':46} {'step ms':>9} {'gap':>6} {'evals':>6} {'theirs':>9} {'times':>7} {names} {'CPU s':>6}")
     cases = [c for c in CASES if not a.words or any(word in str(c) for word in a.words)]
-    gains = [run(case, a.times, a.most, a.seed) for case in cases]
+    gains = [run(case, a.times, a.cpu_seconds, a.seed) for case in cases]
     print(f"largest gain {max(gains):.2%} of {len(cases)} cases; every played plan takes the bound or more")
     return int(max(gains) > 0.01)
 

@@ -92,6 +92,22 @@ def test_uneven_heads_are_offered_only_where_every_device_gets_some():
     assert len(strategies(made, [(1, 5), (1, 5)], [(1, 5)], Mesh.parse("x=3"))) == 2  # blocks 2, 2, 1
 
 
+@pytest.mark.parametrize("text, expected", [
+    ("x=2", {("h",): "x:S(1)"}), ("x=4", {("hq",): "R"}), ("x=16", {}),
+    ("x=2,y=2", {("h", "hq"): "x:S(1)", ("hq", "h"): "y:S(1)", ("h", ""): "x:S(1)", ("", "h"): "y:S(1)"}),
+    ("x=4,y=2", {("hq", "h"): "y:S(1)", ("hq", ""): "R", ("", "h"): "y:S(1)"}),
+])  # fmt: skip
+def test_heads_of_keys_are_replicated_only_where_they_cannot_be_cut(text, expected):
+    """8 heads of queries, 2 of keys: the layout of keys by the choice of each axis."""
+    node, inputs = make_node(
+        ops.attention.default, real(1, 8, 3, 4), real(1, 2, 5, 4), real(1, 2, 5, 4), None, False, None
+    )
+    mesh = Mesh.parse(text)
+    shapes = [[tuple(t.shape) for t in side] for side in (inputs, node.meta["val"])]
+    found = {s.choice: s.inputs[1].text(mesh) for s in strategies(rule_of(node), *shapes, mesh) if any(s.choice)}
+    assert {choice: keys for choice, keys in found.items() if {*choice} <= {"", "h", "hq"}} == expected
+
+
 def test_offsets_count_every_axis_of_the_vocabulary():
     node, inputs = make_node(ops.embedding.default, real(16, 6), whole(16, 4), -1, 0)
     mesh = Mesh.parse("x=2,y=2")
