@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from ..errors import InputError
 from ..frontend.call_signature import CallSignature, describe_call, needs_gradient, split_example
 from ..ir.layout import Layout, local_part, local_shape
-from ..ir.mesh import NOT_DATA, Mesh
+from ..ir.mesh import NOT_DATA, SEQUENCE_AXIS, Mesh
 from ..plans.pipeline import axis_of
 from ..processes import agree, watch
 from ..processes.dtensors import as_dtensor, layout_of, redistributed
@@ -26,6 +26,19 @@ def data_axes(mesh: Mesh) -> tuple[str, ...]:
     if named or axis_of(mesh) is None:
         return named or mesh.names[:1]
     return tuple(a for a in mesh.names if a not in NOT_DATA)[:1]
+
+
+def check_local(mesh: Mesh) -> None:
+    """Raise InputError for inputs="local" on a mesh whose parts of the batch would be along the axis that is named for
+    the sequence: whether a rank passes samples or a chunk of the sequence is not to be guessed."""
+    if data_axes(mesh) == (SEQUENCE_AXIS,):
+        raise InputError(
+            f'inputs="local" gives each rank samples of its own, and {mesh} has no axis for them: along {SEQUENCE_AXIS} '
+            "ranks share samples",
+            mesh=mesh,
+            fix=f'pass the whole batch with inputs="global"; or chunks of the sequence as DTensors, Shard(1) along '
+            f"{SEQUENCE_AXIS}; or name an axis of data, dp=1,{mesh}, along which ranks pass samples",
+        )
 
 
 def global_example(example_inputs, mode: str, mesh: Mesh) -> tuple[tuple[tuple, dict], dict[str, Layout]]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.func import functional_call
 
 import autopar
+
+from autopar.errors import InputError
 
 from ..helpers import gloo
 from ..helpers.sequences import Decoder, batch
@@ -55,3 +58,21 @@ def _lora(rank: int, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["all_gather_kv", "ulysses", "ring"])
 def test_lora(strategy):
     gloo.run(2, _lora, strategy)
+
+
+def _chunks(rank: int) -> None:
+    """Each rank passes its chunk of the sequence, with a length that the axis does not divide."""
+    mesh, inputs = device_mesh("cp=2"), batch(13, "left")
+    with pytest.raises(InputError, match=r"(?s)has no axis for them.*Shard\(1\) along cp"):
+        autopar.compile(Decoder("padded", 4, 2), mesh, inputs, inputs="local")
+    chunks = {name: distribute_tensor(x, mesh, [Shard(1)]) for name, x in inputs.items()}
+    mine, whole = pair(Decoder("padded", 4, 2), mesh, chunks, strategy="ring")
+    assert mine.plan.layouts["input_ids"] == "cp:S(1)"
+    mine(**chunks).backward()
+    whole(**inputs).backward()
+    assert_close(mine(**chunks), whole(**inputs), "loss", 1e-10)
+    assert_same_gradients(mine, whole, 1e-10)
+
+
+def test_chunks_of_the_sequence():
+    gloo.run(2, _chunks)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ...errors import StrategyError, check_new
-from ...ir.mesh import Mesh
+from ...ir.mesh import SEQUENCE_AXIS, Mesh
 
 if TYPE_CHECKING:
     from .hf_tp_plan import TensorPlan
@@ -101,9 +101,6 @@ class Recipe:
             tuple(a for a in kept if a not in stored), self.keep,
             own=(*((g, x, True) for g, x in self.pin.items()), *((g, x, False) for g, x in self.forbid.items())),
         )  # fmt: skip
-
-
-SEQUENCE_AXIS = "cp"
 
 
 def sequence_axis(mesh: Mesh) -> str:
