@@ -49,6 +49,7 @@ def attention(node: fx.Node) -> Rule | None:
         sets(([0],)) if is_backward else (),
         even={"h": math.gcd(*grouped)} if len(grouped) > 1 else {},
         contiguous=frozenset({"s", RING}),
+        zigzag=frozenset({"s", RING} if "first" in arguments else ()),
     )
 
 
