@@ -92,7 +92,9 @@ def attention_seconds(hardware: Hardware, peak_flops_per_second: float, shape: S
 
 
 def zigzag_seconds(hardware: Hardware, peak_flops_per_second: float, shape: Shape, forward: bool) -> float:
-    """Return the seconds of one direction of a causal attention whose queries are cut in zigzag: two calls for half of
-    the device's queries each, to which half of the keys are open on average."""
-    half = replace(shape, queries=shape.queries / 2, share=1.0)
-    return 2 * attention_seconds(hardware, peak_flops_per_second, half, forward)
+    """Return the seconds of one direction of a causal attention whose queries are cut in zigzag, on the first device: of
+    the first and of the last of its queries. All devices have as many pairs."""
+    half = shape.queries / 2
+    first = replace(shape, queries=half, keys=half, share=1.0)
+    last = replace(shape, queries=half, share=shape.share / 2)
+    return sum(attention_seconds(hardware, peak_flops_per_second, one, forward) for one in (first, last))

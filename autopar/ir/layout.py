@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..errors import StrategyError
@@ -197,6 +197,27 @@ def local_part(tensor: Tensor, layout: Layout, mesh: Mesh, coordinate: Mapping[s
             slices = [tensor.narrow(d, a, b - a) for a, b in ranges]
             tensor = slices[0] if len(slices) == 1 else torch.cat(slices, d)
     return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def in_zigzag(layout: Layout) -> bool:
+    """Return whether a dim is cut in zigzag."""
+    return ZIGZAG in layout.parts
+
+
+def in_blocks(layout: Layout) -> Layout:
+    """Return the layout with plain blocks in the place of zigzag, which are of the same sizes."""
+    return replace(layout, parts=tuple(1 if n == ZIGZAG else n for n in layout.parts)) if in_zigzag(layout) else layout
+
+
+def straightened(held: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
+    """Return a whole tensor, given the parts of all devices one after the other, as plain blocks would be."""
+    for d, (axes, parts) in enumerate(zip(layout.dims, layout.parts)):
+        if parts == ZIGZAG:
+            count = math.prod(mesh.size(axis) for axis in axes)
+            places = [*range(0, 2 * count, 2), *range(2 * count - 1, 0, -2)]
+            blocks = held.unflatten(d, (2 * count, -1))
+            held = blocks.index_select(d, blocks.new_tensor(places, dtype=int)).flatten(d, d + 1)
+    return held
 
 
 def is_legal(shape: Sequence[int], layout: Layout, mesh: Mesh) -> bool:

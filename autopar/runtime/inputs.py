@@ -10,11 +10,11 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ..errors import InputError
 from ..frontend.call_signature import CallSignature, describe_call, needs_gradient, split_example
-from ..ir.layout import Layout, local_part, local_shape
+from ..ir.layout import Layout, in_blocks, in_zigzag, local_part, local_shape
 from ..ir.mesh import NOT_DATA, SEQUENCE_AXIS, Mesh
 from ..plans.pipeline import axis_of
 from ..processes import agree, watch
-from ..processes.dtensors import as_dtensor, layout_of, redistributed
+from ..processes.dtensors import as_dtensor, layout_of, redistributed, whole_of
 from .outputs import own_parts
 
 
@@ -120,8 +120,12 @@ class Inputs:
             self.fixed.get(name, layout) == layout if self.is_local else layout.is_replicated
         ):
             return local.to(like.device)
-        whole = as_dtensor(local.contiguous(), shape, layout, self.mesh, self.device_mesh)
         with watch.collective(f"the parts of {name}"):
+            if in_zigzag(layout):  # which no DTensor is
+                placed = self.fixed.get(name, Layout.replicated(len(shape)))
+                values = whole_of(local.contiguous(), shape, layout, self.mesh, self.device_mesh)
+                local, layout = local_part(values, placed, self.mesh, self.coordinate), placed
+            whole = as_dtensor(local.contiguous(), shape, layout, self.mesh, self.device_mesh)
             if isinstance(like, DTensor):
                 return whole.redistribute(
                     self.device_mesh, [Replicate() if p.is_partial() else p for p in like.placements]
@@ -161,6 +165,7 @@ class Inputs:
             if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
                 return value
             layout = self.layouts.get(name)
+            layout = layout and in_blocks(layout)
             if layout is None or len(layout.dims) != value.dim():
                 layout = Layout((batch, *((),) * (value.dim() - 1))) if value.dim() else Layout(())
             part = local_part(value, layout, self.mesh, self.coordinate).to(self.device)
