@@ -68,9 +68,7 @@ def as_dtensor(local: torch.Tensor, shape: Sequence[int], layout: Layout, mesh: 
     return _torch.as_dtensor(local, spec_of(layout, shape, local.dtype, mesh, device_mesh))
 
 
-def whole_of(
-    local: torch.Tensor, shape: Sequence[int], layout: Layout, mesh: Mesh, device_mesh
-) -> torch.Tensor:
+def whole_of(local: torch.Tensor, shape: Sequence[int], layout: Layout, mesh: Mesh, device_mesh) -> torch.Tensor:
     """Return the whole of a tensor of which this device has the part `local`. All ranks call it together."""
     return straightened(as_dtensor(local, shape, layout, mesh, device_mesh).full_tensor(), layout, mesh)
 
@@ -80,7 +78,9 @@ def redistributed(tensor: DTensor, layout: Layout, mesh: Mesh, device_mesh) -> t
     placements = placements_of(layout, mesh)
     if tuple(tensor.placements) == placements and not in_zigzag(layout):
         return tensor.to_local()
-    if in_zigzag(layout) or any(map(_torch.is_strided_shard, (*tensor.placements, *placements))):  # which torch moves right for some only
+    if in_zigzag(layout) or any(
+        map(_torch.is_strided_shard, (*tensor.placements, *placements))
+    ):  # which torch moves right for some only
         here = dict(zip(mesh.names, device_mesh.get_coordinate()))
         return local_part(tensor.full_tensor(), layout, mesh, here)
     return tensor.redistribute(device_mesh, placements).to_local()

@@ -54,7 +54,7 @@ class Rule:
     reduction: how shards of a summed-away factor combine, "sum" or "max".
     even: factors that are only cut into equal blocks, with the size that must divide (views merge or split such dims).
     contiguous: factors of which a device must hold one range, whose offset the op takes: never a block of each part.
-    zigzag: those of them that may be cut in zigzag; whether that balances the work of an op says autopar/rules/parts.py.
+    zigzag: those of them that may be cut in zigzag.
     """
 
     inputs: tuple[tuple[Dim, ...], ...]

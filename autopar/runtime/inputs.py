@@ -33,8 +33,8 @@ def check_local(mesh: Mesh) -> None:
     the sequence: whether a rank passes samples or a chunk of the sequence is not to be guessed."""
     if data_axes(mesh) == (SEQUENCE_AXIS,):
         raise InputError(
-            f'inputs="local" gives each rank samples of its own, and {mesh} has no axis for them: along {SEQUENCE_AXIS} '
-            "ranks share samples",
+            f'inputs="local" gives each rank samples of its own, and {mesh} has no axis for them: along '
+            f"{SEQUENCE_AXIS} ranks share samples",
             mesh=mesh,
             fix=f'pass the whole batch with inputs="global"; or chunks of the sequence as DTensors, Shard(1) along '
             f"{SEQUENCE_AXIS}; or name an axis of data, dp=1,{mesh}, along which ranks pass samples",
@@ -115,7 +115,7 @@ class Inputs:
     def as_passed(self, name: str, like: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
         """Return values of which this rank has the part `local`, in the form in which the user passes `like`: whole, as
         a part of the batch, or as a DTensor of the same placements. Collective where that form is another one."""
-        layout, shape = self.layouts[name], self.signature.shape_of(name)
+        layout, shape = self.layouts[name], self.signature.shape_of(name) or ()
         if not isinstance(like, DTensor) and (
             self.fixed.get(name, layout) == layout if self.is_local else layout.is_replicated
         ):

@@ -93,7 +93,8 @@ class ZigzagTensor(GlobalTensor):
             fix='read it as it is, which gathers it, or pass outputs="sharded" to autopar.compile',
         )
 
-    redistribute = to_local
+    def redistribute(self, *args, **options):
+        return self.to_local()
 
 
 class LocalTensor(GlobalTensor):

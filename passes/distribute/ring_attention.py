@@ -86,7 +86,7 @@ class _Steps:
     def forward(self, q, k, v, mask, causal: bool, scale: float | None) -> list[fx.Node]:
         """Return output and log-sum-exp."""
         ring, steps = self.ring, range(self.ring.size)
-        works = {step: ring.open_halves(self.place, step)[0] for step in steps if ring.block(self.place, step) is not None}
+        works = {i: ring.open_halves(self.place, i)[0] for i in steps if ring.block(self.place, i) is not None}
         last = {half: max(step for step, halves in works.items() if half in halves) for half in ring.halves}
         is_one = len(ring.halves) == 1
         keys: Block | None = [k, v]
@@ -296,7 +296,8 @@ class _Steps:
     def _unpacked(self, arrived: fx.Node, row: int, like: Sequence[fx.Node], source: int, step: int) -> Block:
         """Return keys and values, or their gradients, of the block that a device had in a step, from the row in which
         it sent them."""
-        message, length = self.call(aten.select.int, arrived, 0, row), _length(self.blocks[(source - step) % self.ring.size])
+        message = self.call(aten.select.int, arrived, 0, row)
+        length = _length(self.blocks[(source - step) % self.ring.size])
         found, start = [], 0
         for x, count in zip(like, self._counts(like)):
             part = self.call(aten.slice.Tensor, message, 0, start, start + count)

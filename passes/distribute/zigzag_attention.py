@@ -42,7 +42,8 @@ class ZigzagAttention:
         ranges = dim_ranges(given["q"].meta["val"].shape[ROWS], layout.dims[ROWS], ZIGZAG, self.mesh, self.coordinate)
         local = dict(zip(given, args))
         rows = ("grad", "q", "out", "lse")
-        made, start = [], 0
+        made: list[list[fx.Node]] = []
+        start = 0
         for first, stop in ranges:
             end = start + stop - first
             own = {name: self._rows(node, x, start, end) if name in rows else x for name, x in local.items()}

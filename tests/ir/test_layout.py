@@ -65,8 +65,17 @@ def test_accepted_text(text, ndim, layout):
 
 @pytest.mark.parametrize(
     "text",
-    ["tp:S", "tp:S(2)", "tp:S(-3)", "tp:P(min)", "tp:S(0) tp:S(1)", "tp:S(0) tp:P", "a:S(0/2) b:S(0)", "a:S(1/0)",
-     "a:Z(0) b:S(0)"],
+    [
+        "tp:S",
+        "tp:S(2)",
+        "tp:S(-3)",
+        "tp:P(min)",
+        "tp:S(0) tp:S(1)",
+        "tp:S(0) tp:P",
+        "a:S(0/2) b:S(0)",
+        "a:S(1/0)",
+        "a:Z(0) b:S(0)",
+    ],
 )
 def test_refused_text(text):
     with pytest.raises(StrategyError):

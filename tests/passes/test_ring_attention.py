@@ -37,7 +37,9 @@ def messages(graph) -> list[float]:
     return [n.meta["collective"].wire_bytes for n in found]
 
 
-@pytest.mark.parametrize("size, kind", [*itertools.product((2, 3, 4), ("causal", "full")), (2, "zigzag"), (4, "zigzag")])
+@pytest.mark.parametrize(
+    "size, kind", [*itertools.product((2, 3, 4), ("causal", "full")), (2, "zigzag"), (4, "zigzag")]
+)
 def test_bytes_are_those_of_the_formula(size, kind):
     """A block of keys and values is n / P rows of 2 d_kv numbers; forward it goes to each device that needs it,
     backward again, and its gradients once. In zigzag all devices need all blocks."""

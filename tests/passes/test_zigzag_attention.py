@@ -1,5 +1,5 @@
-"""Causal attention of a sequence cut in zigzag, as it is emitted: every device has as many pairs of a query and a key to
-go over, and nothing that the mask closes but in its own triangles."""
+"""Causal attention of a sequence cut in zigzag, as it is emitted: every device has as many pairs of a query and a key
+to go over, and nothing that the mask closes but in its own triangles."""
 
 from __future__ import annotations
 

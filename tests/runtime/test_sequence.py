@@ -8,7 +8,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.func import functional_call
 
 import autopar
-
 from autopar.errors import InputError
 
 from ..helpers import gloo

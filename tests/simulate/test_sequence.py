@@ -72,7 +72,9 @@ def test_zigzag(strategy, kind, heads, size):
     report = verify_model(model, batch(length, padded), f"cp={size}", strategy=strategy, pin=IN_ZIGZAG)
     assert report.match and max(report.errors.values()) <= 1e-10, report
     of_attention = [node for name, node in report.plan.sharding.nodes.items() if name.startswith("attention")]
-    assert {node.choice for node in of_attention} == {("s/zigzag",) if strategy == "all_gather_kv" else ("ring/zigzag",)}
+    assert {node.choice for node in of_attention} == {
+        ("s/zigzag",) if strategy == "all_gather_kv" else ("ring/zigzag",)
+    }
 
 
 @pytest.mark.sampled(3)

@@ -110,8 +110,8 @@ def sequence_axis(mesh: Mesh) -> str:
 
 
 def may_cut_sequence(strategy: str | None, mesh: Mesh, samples: int) -> bool:
-    """Return whether a plan may cut the sequence of an attention: where a strategy says so, or without one on a mesh with
-    an axis for it, or with more devices along its other axes than there are samples."""
+    """Return whether a plan may cut the sequence of an attention: where a strategy says so, or without one on a mesh
+    with an axis for it, or with more devices along the axes that may carry samples than there are."""
     roles = Restriction.of(strategy, mesh).roles
     if FREE not in roles.values():
         return bool({*roles.values()} & {SEQUENCE, SEQUENCE_RING})

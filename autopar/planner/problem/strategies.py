@@ -93,7 +93,8 @@ def choices_of(
 def _zigzag(producer: fx.Node, output: int, part_sets) -> dict[int, frozenset[int]]:
     """Return the dims of a tensor, other than an input with a gradient, that may be cut in zigzag between the graph and
     who calls it."""
-    if producer.op == "placeholder" and producer.meta["role"].kind == "input" and producer.meta["val"].is_floating_point():
+    role = producer.meta.get("role") if producer.op == "placeholder" else None
+    if role is not None and role.kind == "input" and producer.meta["val"].is_floating_point():
         return {}
     return {d: counts & {ZIGZAG} for d, counts in enumerate(part_sets.get((producer, output), ()))}
 
