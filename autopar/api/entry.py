@@ -41,6 +41,7 @@ from ..plans.plan import Plan
 from ..processes import agree, process_groups, watch
 from ..runtime import optimizers
 from ..runtime.first_call import CompiledAtFirstCall
+from ..runtime.inputs import check_local
 from ..runtime.lengths import Padding
 from ..runtime.module import ParallelModule
 from ..runtime.parameters import check_model, check_source
@@ -246,6 +247,8 @@ def compile(
             f"compile needs a DeviceMesh, got {type(mesh).__name__}",
             fix='torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))',
         )
+    if inputs == "local":
+        check_local(Mesh.of(mesh))
     if precision != AUTO or plan is None:
         precision = precision_on(mesh, hardware, precision, model)
     arguments = dict(

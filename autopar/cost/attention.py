@@ -9,14 +9,15 @@ mask those up to its own place. With the constants of a profile (Attention)
 A profile has such constants by kernel. On a GPU "flash" is FlashAttention-2 as torch has it, and "cudnn" serves what
 autopar/ops/attention_gpu.py gives to cuDNN; "flash3", which torch does not have, is what inference servers were
 measured with. Of devices that share the queries of a causal attention the last ones have most keys to go over: with a
-share f of the queries 1 - f / 2 of all pairs, where one device has a half.
+share f of the queries 1 - f / 2 of all pairs, where one device has a half. In zigzag all devices have half of
+their pairs, in two calls.
 
 FlashAttention-2, arXiv 2307.08691, section 3: forward two products a pair, backward five.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -89,3 +90,12 @@ def attention_seconds(hardware: Hardware, peak_flops_per_second: float, shape: S
         return float(shape.flops(forward) / (peak_flops_per_second * hardware.flops_efficiency))
     many = hardware.kernels.multiprocessors
     return float(blocked_seconds(constants, many, peak_flops_per_second, shape, forward))
+
+
+def zigzag_seconds(hardware: Hardware, peak_flops_per_second: float, shape: Shape, forward: bool) -> float:
+    """Return the seconds of one direction of a causal attention whose queries are cut in zigzag, on the first device:
+    of the first and of the last of its queries. All devices have as many pairs."""
+    half = shape.queries / 2
+    first = replace(shape, queries=half, keys=half, share=1.0)
+    last = replace(shape, queries=half, share=shape.share / 2)
+    return sum(attention_seconds(hardware, peak_flops_per_second, one, forward) for one in (first, last))

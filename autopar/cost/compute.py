@@ -29,12 +29,12 @@ from torch import fx
 from .._torch import op_name
 from ..hardware.profile import Hardware
 from ..ir.graph import is_foreign, tensor_arguments, values_of
-from ..ir.layout import Layout, fraction
+from ..ir.layout import ZIGZAG, Layout, fraction
 from ..ir.mesh import Mesh
 from ..ops import autopar
 from ..ops.counter_rng import STREAM
 from ..rules import Strategy
-from .attention import Shape, attention_seconds
+from .attention import Shape, attention_seconds, zigzag_seconds
 from .product_seconds import ProductSeconds
 from .products import PRODUCTS, Product, shapes_of
 from .ring import ring_of
@@ -212,6 +212,8 @@ class ComputeCost:
             shape = Shape(q[0], q[1], q[2], k[2], q[3], v[3], causal, share, grouped=q[1] != k[1])
             if (ring := ring_of(node, strategy, mesh)) is not None:
                 return ring.seconds(shape, peak, forward, mesh, self.hardware)
+            if causal and layouts[0 if forward else 1].parts[2] == ZIGZAG:
+                return zigzag_seconds(self.hardware, peak, shape, forward)
             return attention_seconds(self.hardware, peak, shape, forward)
         if work.kind == "grouped":
             depth, columns = local[0][1], local[1 if node.target is autopar.grouped_mm_dw.default else 3][1]

@@ -4,7 +4,7 @@ With n keys and values over P devices a message has n / P of them. Forward P - 1
 block each, backward P - 1 of keys and as many of their gradients, which come in the log-sum-exp's type and of which the
 last finds no product beside it. A message and a block's products gain of each other what a
 profile says of collectives beside compute. Under a causal mask the last device works on P - 1 whole blocks and half of
-its own.
+its own; in zigzag every device on half of each.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import fx
 
 from ..hardware.schema import Hardware
 from ..ir.graph import tensor_arguments, values_of
-from ..ir.layout import fraction
+from ..ir.layout import ZIGZAG, fraction
 from ..ir.mesh import Mesh
 from ..ops import autopar
 from ..ops.attention_forms import lse_dtype
@@ -66,11 +66,13 @@ class RingCost:
         self, shape: Shape, peak_flops_per_second: float, forward: bool, mesh: Mesh, hardware: Hardware
     ) -> float:
         """Return the seconds of the op. `shape`: of the device's queries and of its own block of keys."""
-        whole = attention_seconds(hardware, peak_flops_per_second, replace(shape, causal=False, share=1.0), forward)
+        keys = shape.keys / len(self.ring.halves)
+        other = replace(shape, causal=False, share=1.0, keys=keys)
+        whole = attention_seconds(hardware, peak_flops_per_second, other, forward)
         own = attention_seconds(hardware, peak_flops_per_second, replace(shape, share=1.0), forward)
-        keys, gradients = (self.message_seconds(b, mesh, hardware) for b in (self.key_bytes, self.gradient_bytes))
+        sent, gradients = (self.message_seconds(b, mesh, hardware) for b in (self.key_bytes, self.gradient_bytes))
         steps = self.ring.size - 1
-        beside = keys + gradients * (steps - 1) / steps
+        beside = sent + gradients * (steps - 1) / steps
         together = whole + beside - hardware.overlap_gain * min(whole, beside)
         joins = self.joined_bytes / hardware.reached_memory_bytes_per_second
         return own + steps * together + gradients + joins
@@ -91,5 +93,6 @@ def ring_of(node: fx.Node, strategy: Strategy, mesh: Mesh) -> RingCost | None:
     forward, size = node.target is autopar.attention.default, math.prod(mesh.size(a) for a in axes)
     made = values_of(node)[0].numel() * fraction(strategy.outputs[0], mesh)
     summed = made if forward else made + elements
-    return RingCost(axes, Ring(size, bool(bound(node)["causal"])), elements * value.element_size(),
+    ring = Ring(size, bool(bound(node)["causal"]), strategy.inputs[own[0]].parts[2] == ZIGZAG)
+    return RingCost(axes, ring, elements * value.element_size(),
                     0.0 if forward else elements * wide, 3.0 * (size - 1) * summed * wide)  # fmt: skip

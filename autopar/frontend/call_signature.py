@@ -96,6 +96,11 @@ class CallSignature:
                 raise InputError(f"{name} is a sparse tensor ({x.layout})", fix=f"pass {name}.to_dense()")
         return signature, tensors
 
+    @property
+    def samples(self) -> int:
+        """Return dim 0 of the first tensor that has dims, 1 if none has."""
+        return next((shape[0] for shape in self.shapes if shape), 1)
+
     @cached_property
     def tensor_names(self) -> list[str]:
         return [n for n, c in zip(self.names, self.constants) if c is ...]

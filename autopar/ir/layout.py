@@ -6,7 +6,9 @@ A cut of `size` into n follows torch's chunk: blocks of ceil(size / n), the last
 device without elements are not legal, so only the last block of a cut is ever short.
 
 `parts[d] > 1` means that dim d is a row of that many equal parts (a fused query-key-value weight has 3) and that each
-part is sharded for itself: a device holds its block of every part.
+part is sharded for itself: a device holds its block of every part. `parts[d] == ZIGZAG` means two parts, with the
+blocks of the second in reverse order: of n devices the first holds the first and the last of 2 n blocks, the second
+those beside them. Under a causal mask all such pairs of blocks of queries have the same keys before them.
 
 An axis may shard rows (dim 0) not by blocks but by *owner*: a device has the rows of its own experts, a number of them
 that run time says and that shapes put at its block's. Such an axis is also among the partial ones, as "rows". No move
@@ -18,7 +20,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..errors import StrategyError
@@ -27,6 +29,7 @@ from .mesh import Mesh
 if TYPE_CHECKING:
     from torch import Tensor
 
+ZIGZAG = -2  # the count of parts of a dim that is cut in zigzag
 ROWS = "rows"  # how a tensor is partial over an axis on which rows are where their experts are
 
 
@@ -46,7 +49,7 @@ class Layout:
             object.__setattr__(self, "parts", (1,) * len(self.dims))
         elif len(self.parts) != len(self.dims):
             raise StrategyError(f"a layout of {len(self.dims)} dims has {len(self.parts)} counts of parts")
-        elif max(self.parts) > 1:
+        elif any([n != 1 for n in self.parts]):
             object.__setattr__(self, "parts", tuple([n if axes else 1 for n, axes in zip(self.parts, self.dims)]))
         if len(self.partial) > 1:
             object.__setattr__(self, "partial", tuple(sorted(self.partial)))
@@ -85,11 +88,11 @@ class Layout:
 
     def text(self, mesh: Mesh | None = None) -> str:
         """Write the layout as `dp:S(0) tp:P`, axes outermost first in a dim; `S(0/3)` is sharded inside each of 3
-        parts, `E(0)` by the owner of a row's expert, `R` is replicated."""
+        parts, `Z(0)` in zigzag, `E(0)` by the owner of a row's expert, `R` is replicated."""
         owned = self.owned_axes
         words = [
-            (axis, f"{axis}:{'E' if axis in owned else 'S'}({d}{'' if self.parts[d] == 1 else f'/{self.parts[d]}'})")
-            for d, axes in enumerate(self.dims)
+            (axis, f"{axis}:{'E' if axis in owned else 'Z' if n == ZIGZAG else 'S'}({d}{f'/{n}' if n > 1 else ''})")
+            for d, (axes, n) in enumerate(zip(self.dims, self.parts))
             for axis in axes
         ]
         partial = [(axis, op) for axis, op in self.partial if op != ROWS]
@@ -107,12 +110,12 @@ class Layout:
         for word in text.replace(",", " ").split():
             if word == "R" or word.endswith(":R"):
                 continue
-            match = re.fullmatch(r"(\w+):(?:[SE]\((-?\d+)(?:/(\d+))?\)|P(?:\((sum|max)\))?)", word)
+            match = re.fullmatch(r"(\w+):(?:([SEZ])\((-?\d+)(?:/(\d+))?\)|P(?:\((sum|max)\))?)", word)
             if not match:
                 raise StrategyError(
                     f"cannot read {word!r} as a placement", fix='write "tp:S(0)", "dp:S(0) tp:S(1)" or "R"'
                 )
-            axis, dim, part, reduction = match.groups()
+            axis, how, dim, part, reduction = match.groups()
             if axis in seen:
                 raise StrategyError(f"axis {axis!r} is placed twice in {text!r}", fix="name each axis once")
             seen.add(axis)
@@ -123,12 +126,12 @@ class Layout:
                     f"{word!r} names dim {dim} of a tensor with {ndim} dims", fix=f"use a dim below {ndim}"
                 )
             else:
-                d, count = int(dim) % ndim, int(part or 1)
-                if count < 1 or (dims[d] and parts[d] != count):
+                d, count = int(dim) % ndim, ZIGZAG if how == "Z" else int(part or 1)
+                if not count or (dims[d] and parts[d] != count):
                     raise StrategyError(f"{text!r} cuts dim {d} inside several numbers of parts", fix="write one")
                 dims[d].append(axis)
                 parts[d] = count
-                partial += [(axis, ROWS)] if f"{axis}:E" in word else []
+                partial += [(axis, ROWS)] if how == "E" else []
         return Layout(tuple(map(tuple, dims)), tuple(partial), tuple(parts))
 
 
@@ -144,11 +147,14 @@ def dim_ranges(
     size: int, axes: Sequence[str], parts: int, mesh: Mesh, coordinate: Mapping[str, int]
 ) -> list[tuple[int, int]]:
     """Return the global (start, stop) ranges of one dim that the device at `coordinate` holds, one range a part."""
-    start, stop = 0, size // parts
+    whole = size // abs(parts)
+    start, stop = 0, whole
     for axis in axes:
         low, high = chunk(stop - start, mesh.size(axis), coordinate[axis])
         start, stop = start + low, start + high
-    return [(p * (size // parts) + start, p * (size // parts) + stop) for p in range(parts)]
+    if parts == ZIGZAG:
+        return [(start, stop), (size - stop, size - start)]
+    return [(p * whole + start, p * whole + stop) for p in range(parts)]
 
 
 def local_ranges(
@@ -193,10 +199,33 @@ def local_part(tensor: Tensor, layout: Layout, mesh: Mesh, coordinate: Mapping[s
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
+def in_zigzag(layout: Layout) -> bool:
+    """Return whether a dim is cut in zigzag."""
+    return ZIGZAG in layout.parts
+
+
+def in_blocks(layout: Layout) -> Layout:
+    """Return the layout with plain blocks in the place of zigzag, which are of the same sizes."""
+    return replace(layout, parts=tuple(1 if n == ZIGZAG else n for n in layout.parts)) if in_zigzag(layout) else layout
+
+
+def straightened(held: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
+    """Return a whole tensor, given the parts of all devices one after the other, as plain blocks would be."""
+    for d, (axes, parts) in enumerate(zip(layout.dims, layout.parts)):
+        if parts == ZIGZAG:
+            count = math.prod(mesh.size(axis) for axis in axes)
+            places = [*range(0, 2 * count, 2), *range(2 * count - 1, 0, -2)]
+            blocks = held.unflatten(d, (2 * count, -1))
+            held = blocks.index_select(d, blocks.new_tensor(places, dtype=int)).flatten(d, d + 1)
+    return held
+
+
 def is_legal(shape: Sequence[int], layout: Layout, mesh: Mesh) -> bool:
-    """Return whether every device gets at least one element, and dims of several parts are cut evenly by one axis."""
+    """Return whether every device gets at least one element, dims of several parts are cut evenly, and but in zigzag by
+    one axis."""
     for size, axes, parts in zip(shape, layout.dims, layout.parts):
-        if parts > 1 and (len(axes) > 1 or size % (parts * math.prod(mesh.size(a) for a in axes))):
+        is_several = len(axes) > 1 and parts != ZIGZAG
+        if parts != 1 and (is_several or size % (parts * math.prod(mesh.size(a) for a in axes))):
             return False
         sizes = {size}
         for axis in axes:

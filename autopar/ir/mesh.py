@@ -23,6 +23,8 @@ NOT_DATA = (
     "pp",
 )  # names of axes that do not carry the batch, where no strategy gives them roles
 
+SEQUENCE_AXIS = "cp"  # the name of an axis that carries the sequence
+
 
 @dataclass(frozen=True)
 class Mesh:

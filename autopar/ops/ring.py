@@ -5,6 +5,10 @@ keys (modulo P), which its neighbour r - 1 had in the step before (Liu et al., R
 a causal mask blocks behind the device's own are closed to it: they are neither computed with nor sent there. Gradients
 of a block travel with it, from the first device that is not its owner to the last, and from there home; the owner's own
 part never leaves it.
+
+In zigzag a block of a causal attention has two halves, the blocks r and 2 P - 1 - r of 2 P. Of another device's block
+either the first half of the keys is open, to all queries, or all keys are, to the second half of the queries. So every
+block goes round to all devices, and all have half of a pair of blocks to do in every step but the first.
 """
 
 from __future__ import annotations
@@ -14,15 +18,29 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Ring:
-    """`size` devices in the order of their blocks; `causal`: queries attend to keys up to their own place."""
+    """`size` devices in the order of their blocks; `causal`: queries attend to keys up to their own place; `zigzag`:
+    blocks are two halves, one from each end."""
 
     size: int
     causal: bool
+    zigzag: bool = False
+
+    @property
+    def halves(self) -> tuple[int, ...]:
+        """Return the parts of a block that are open to different keys."""
+        return (0, 1) if self.causal and self.zigzag else (0,)
+
+    def open_halves(self, place: int, step: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the halves of a device's queries that have something to do in a step, and those of the keys."""
+        block = (place - step) % self.size
+        if len(self.halves) == 1 or block == place:
+            return self.halves, self.halves
+        return (self.halves, (0,)) if block < place else ((1,), self.halves)
 
     def block(self, place: int, step: int) -> int | None:
         """Return the block of keys of a device in a step; None if it has nothing to do."""
         block = (place - step) % self.size
-        return None if self.causal and block > place else block
+        return None if self.causal and not self.zigzag and block > place else block
 
     def keys_to(self, place: int, step: int) -> int | None:
         """Return the device that gets a device's block after a step; None if it goes no further."""

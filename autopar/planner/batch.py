@@ -66,8 +66,8 @@ def of_samples(signature: CallSignature, samples: int) -> tuple[tuple, dict]:
 
 
 def samples_of(signature: CallSignature) -> int:
-    """Return the samples of a call: dim 0 of its first tensor that has dims, 1 if none has."""
-    return next((shape[0] for shape in signature.shapes if shape), 1)
+    """Return the samples of a call."""
+    return signature.samples
 
 
 def in_micro_batches(

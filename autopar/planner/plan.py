@@ -39,7 +39,7 @@ from .objective.timeline import Timeline, simulate
 from .problem import offload
 from .problem.overlay import fitting
 from .problem.problem import Problem, build
-from .problem.recipes import MODELS_OWN, Restriction, globs_of
+from .problem.recipes import MODELS_OWN, Restriction, globs_of, may_cut_sequence
 from .problem.symmetry import fold, unfolded
 from .solver.minimize import DUAL, ILP, Search
 from .solver.search import Outcome, Starts
@@ -248,7 +248,7 @@ def solvers_of(
         fold if options.folded else unfolded, dict(options.fixed),
         {**options.pin, **dict(options.forbid), **dict.fromkeys(globs_of(options.strategy), "")},
         offload.Offload(options.offload, cost, options.on_host), options.micro_batches, muon,
-        options.execution,
+        options.execution, may_cut_sequence(options.strategy, mesh, captured.signature.samples),
     )  # fmt: skip
     problem.fits = fitting(problem, options.overlay) if options.overlay is not None else {}
     bucket_bytes = max(tiers[a].bucket_bytes for a in mesh.names)

@@ -6,8 +6,10 @@ an axis may carry nothing, so that its devices all do the same. The plan's text 
 
 from __future__ import annotations
 
+import math
+
 from ..errors import StrategyError
-from ..ir.layout import Layout
+from ..ir.layout import ZIGZAG, Layout
 from ..utils.format import ms
 from .plan import Plan
 
@@ -44,14 +46,29 @@ def _cuts(layout: Layout, axis: str) -> bool:
 
 
 def axis_lines(plan: Plan) -> list[str]:
-    """Return a line for every axis that carries nothing, and for every one whose name says what it does not carry."""
+    """Return a line for every axis that carries nothing, for every one whose name says what it does not carry, and for
+    all that cut a dim in zigzag."""
     lines = []
     for axis, kinds in carried(plan).items():
         if not kinds:
             lines.append(f"axis {axis} carries nothing: its {plan.mesh.size(axis)} devices all do the same")
         elif axis in PROMISES and not (PROMISES[axis] == SEQUENCE and INPUTS in kinds):
             lines.append(f"axis {axis} carries {' and '.join(kinds)}: its name gives it no part of {PROMISES[axis]}")
-    return lines
+    return lines + _zigzag_lines(plan)
+
+
+def _zigzag_lines(plan: Plan) -> list[str]:
+    """Return a line that says which blocks of a sequence each device has, if it is cut in zigzag."""
+    values = [x for node in plan.sharding.nodes.values() for x in (*node.inputs, *node.outputs)]
+    cuts = {axes for x in values for axes, parts in zip(x.dims, x.parts) if parts == ZIGZAG}
+    if not cuts:
+        return []
+    axes = max(cuts, key=lambda axes: (len(axes), axes))
+    blocks = 2 * math.prod(plan.sharding.mesh.size(axis) for axis in axes)
+    return [
+        f"sequences are in zigzag over {', '.join(axes)}: of {blocks} blocks device r has r and {blocks - 1} - r, "
+        "so that a causal mask gives all as much to do"
+    ]
 
 
 def unsharded_lines(plan: Plan) -> list[str]:

@@ -3,6 +3,9 @@
 DTensor applies placements in the order of the mesh's axes. Where a dim's own order differs (a ZeRO-sharded
 column-parallel weight is cut by tp first), or the dim is cut inside parts, the axis gets a strided shard whose split
 factor is what lies outside it.
+
+No placement says zigzag. A DTensor around local values that are cut so would have its places in the order of the
+devices, so none is made: `whole_of` gives such values in their own order.
 """
 
 from __future__ import annotations
@@ -15,12 +18,13 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from .. import _torch
 from ..errors import InputError
-from ..ir.layout import Layout, local_part
+from ..ir.layout import Layout, in_blocks, in_zigzag, local_part, straightened
 from ..ir.mesh import Mesh
 
 
 def placements_of(layout: Layout, mesh: Mesh) -> tuple:
-    """Return one placement a mesh axis."""
+    """Return one placement a mesh axis; of zigzag the one of plain blocks."""
+    layout = in_blocks(layout)
     result: list[Placement] = []
     for axis in mesh.names:
         d, reduction = layout.dim_of(axis), layout.reduction_of(axis)
@@ -64,12 +68,19 @@ def as_dtensor(local: torch.Tensor, shape: Sequence[int], layout: Layout, mesh: 
     return _torch.as_dtensor(local, spec_of(layout, shape, local.dtype, mesh, device_mesh))
 
 
+def whole_of(local: torch.Tensor, shape: Sequence[int], layout: Layout, mesh: Mesh, device_mesh) -> torch.Tensor:
+    """Return the whole of a tensor of which this device has the part `local`. All ranks call it together."""
+    return straightened(as_dtensor(local, shape, layout, mesh, device_mesh).full_tensor(), layout, mesh)
+
+
 def redistributed(tensor: DTensor, layout: Layout, mesh: Mesh, device_mesh) -> torch.Tensor:
     """Return the local part of a DTensor in another layout."""
     placements = placements_of(layout, mesh)
-    if tuple(tensor.placements) == placements:
+    if tuple(tensor.placements) == placements and not in_zigzag(layout):
         return tensor.to_local()
-    if any(map(_torch.is_strided_shard, (*tensor.placements, *placements))):  # which torch moves right for some only
+    if in_zigzag(layout) or any(
+        map(_torch.is_strided_shard, (*tensor.placements, *placements))
+    ):  # which torch moves right for some only
         here = dict(zip(mesh.names, device_mesh.get_coordinate()))
         return local_part(tensor.full_tensor(), layout, mesh, here)
     return tensor.redistribute(device_mesh, placements).to_local()

@@ -59,6 +59,7 @@ def attention(node: fx.Node) -> Rule | None:
         even={"h": math.gcd(*grouped)} if len(grouped) > 1 else {},
         contiguous=frozenset({"s", RING, QUERY_HEADS}),
         within={QUERY_HEADS: "h"} if replicates else {},
+        zigzag=frozenset({"s", RING} if "first" in arguments else ()),
     )
 
 

@@ -6,6 +6,10 @@ linear's output, the weight, the bias and all their gradients may be. An `Inner(
 candidate of that tensor's dim; candidates spread through plain factors, from inputs to outputs and back, until nothing
 changes.
 
+A causal attention cut along its queries is balanced if they are cut in zigzag, which counts as a number of parts too:
+all ops between the inputs and it may then hold the sequence so. It is asked for, as it is of use only where a sequence
+is cut at all.
+
 Only what spreads to an input of the graph is kept, such as a fused weight. The halves of rotary embeddings, say, would
 double the choices of many ops and save nothing.
 """
@@ -18,7 +22,9 @@ from collections.abc import Callable, Iterable, Mapping
 from torch import fx
 
 from ..ir.graph import tensor_arguments, tensor_of, values_of
-from .reading import input_shapes, output_indices, output_shapes
+from ..ir.layout import ZIGZAG
+from ..ops import autopar
+from .reading import bound, input_shapes, output_indices, output_shapes
 from .register import rule_of
 from .rule import Inner, Rows, Rule, entries_of
 
@@ -26,12 +32,15 @@ Tensor = tuple[fx.Node, int]  # a producer and which of its outputs, as `tensor_
 Candidates = Mapping[Tensor, tuple[frozenset[int], ...]]
 Found = Mapping[tuple[Tensor, int], set[int]]  # by tensor and dim
 
+ATTENTION = (autopar.attention.default, autopar.attention_bw.default)
 LARGEST = 4  # fused weights have few pieces (gate and up; query, key and value); more candidates only slow the planner
 
 
-def propagate_parts(graph: fx.Graph, largest: int = LARGEST) -> dict[Tensor, tuple[frozenset[int], ...]]:
+def propagate_parts(
+    graph: fx.Graph, largest: int = LARGEST, zigzag: bool = False
+) -> dict[Tensor, tuple[frozenset[int], ...]]:
     """Return for every tensor and dim the counts of equal parts, besides 1, that it may be sharded inside; up to
-    `largest`."""
+    `largest`, and ZIGZAG if that is asked for."""
     ops = [_Op(node, rule) for node in graph.nodes if (rule := rule_of(node)) is not None]
     seeds: Found = defaultdict(set)
     for op in ops:
@@ -39,6 +48,9 @@ def propagate_parts(graph: fx.Graph, largest: int = LARGEST) -> dict[Tensor, tup
             for d, (dim, size) in enumerate(zip(dims, shape)):
                 counts = {e.parts for e in entries_of(dim) if isinstance(e, Inner)}
                 seeds[tensor, d] |= {k for k in counts if k <= largest and size > k}
+        if zigzag and op.node.target in ATTENTION and bound(op.node)["causal"]:
+            for tensor, d in op.plain_dims["s"]:
+                seeds[tensor, d].add(ZIGZAG)
     found = _spread(ops, seeds)
     found = _spread(ops, {at: counts for at, counts in found.items() if at[0][0].op == "placeholder"})
     return {
@@ -72,10 +84,11 @@ class _Op:
     def __init__(self, node: fx.Node, rule: Rule):
         inputs = zip(map(tensor_of, tensor_arguments(node)), rule.inputs, input_shapes(node))
         outputs = zip([(node, i) for i in output_indices(node)], rule.outputs, output_shapes(node))
-        self.tensors = [*inputs, *outputs]
+        self.node, self.tensors = node, [*inputs, *outputs]
+        self.zigzag = rule.zigzag
         self.plain_dims: dict[str, list[tuple[Tensor, int]]] = defaultdict(list)
         self.sizes: dict[str, int] = {}
-        inner = set(rule.contiguous)
+        inner = set(rule.contiguous - rule.zigzag)
         for tensor, dims, shape in self.tensors:
             for d, (dim, size) in enumerate(zip(dims, shape)):
                 for entry in entries_of(dim):
@@ -92,6 +105,8 @@ class _Op:
         result = {}
         for factor, size in self.sizes.items():
             counts = {k for tensor, d in self.plain_dims[factor] for k in candidates(tensor, d)}
+            if factor in self.zigzag:
+                counts &= {ZIGZAG}
             if fitting := sorted(k for k in counts if size % k == 0 and size > k):
                 result[factor] = tuple(fitting)
         return result

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..errors import RuleError
-from ..ir.layout import ROWS, Layout, is_legal
+from ..ir.layout import ROWS, ZIGZAG, Layout, is_legal
 from ..ir.mesh import Mesh
 
 
@@ -56,6 +56,7 @@ class Rule:
     contiguous: factors of which a device must hold one range, whose offset the op takes: never a block of each part.
     within: factors that cut further what another factor of the same dim, which is even, leaves to a device: only over
         axes over which that one cannot be cut.
+    zigzag: those of them that may be cut in zigzag.
     """
 
     inputs: tuple[tuple[Dim, ...], ...]
@@ -65,6 +66,7 @@ class Rule:
     even: Mapping[str, int] = field(default_factory=dict)
     contiguous: frozenset[str] = frozenset()
     within: Mapping[str, str] = field(default_factory=dict)
+    zigzag: frozenset[str] = frozenset()
 
     def factors(self) -> list[str]:
         """Return factor names in order of first use."""
@@ -152,10 +154,12 @@ def strategy_of(
     factors, linear = rule.factors(), {"+" + ",".join(map(str, sorted(s))) for s in rule.linear}
     choice = []
     for word in label:
-        match = re.fullmatch(r"(.*?)(?:/(\d{1,9}))?", word, re.DOTALL)
+        match = re.fullmatch(r"(.*?)(?:/(\d{1,9}|zigzag))?", word, re.DOTALL)
         assert match is not None  # every text matches
-        factor, parts = match[1], int(match[2] or 1)
-        if parts < 1 or factor and factor not in factors and (factor not in linear or parts > 1):
+        factor, parts = match[1], ZIGZAG if match[2] == "zigzag" else int(match[2] or 1)
+        if parts != 1 and factor in rule.contiguous - (rule.zigzag if parts == ZIGZAG else frozenset()):
+            return None
+        if not parts or factor and factor not in factors and (factor not in linear or parts != 1):
             return None
         choice.append((factor, parts))
     return _strategy(rule, choice, input_shapes, output_shapes, mesh) if len(choice) == len(mesh.names) else None
@@ -197,7 +201,7 @@ def _strategy(
             cut = [entry for entry in entries_of(dim) if name_of(entry) in sharded]
             if any(isinstance(entry, Rows) for entry in cut):
                 owners = [entry.factor for entry in cut if isinstance(entry, Rows) and entry.by_owner]
-                if len(owners) > 1 or any(parts[name_of(entry)] > 1 for entry in cut):
+                if len(owners) > 1 or any(parts[name_of(entry)] != 1 for entry in cut):
                     return None
                 owned += [(axis, ROWS) for factor in owners for axis in sharded[factor]]
                 by = {axis for entry in cut for axis in sharded[name_of(entry)]}
@@ -210,6 +214,8 @@ def _strategy(
                 counts.append(1)
                 continue
             if len(cut) > 1:  # no layout says that two factors of one dim are cut
+                return None
+            if any(isinstance(entry, Inner) and parts[entry.factor] == ZIGZAG for entry in cut):
                 return None
             axes.append(tuple(sharded[name_of(cut[0])]) if cut else ())
             counts.append(parts[name_of(cut[0])] * (cut[0].parts if isinstance(cut[0], Inner) else 1) if cut else 1)
@@ -226,5 +232,5 @@ def _strategy(
     for layouts, shapes in ((inputs, input_shapes), (outputs, output_shapes)):
         if not all(is_legal(shape, l, mesh) for l, shape in zip(layouts, shapes)):
             return None
-    label = tuple(f if p == 1 else f"{f}/{p}" for f, p in choice)
+    label = tuple(f if p == 1 else f"{f}/{'zigzag' if p == ZIGZAG else p}" for f, p in choice)
     return Strategy(inputs, outputs, label, ways)

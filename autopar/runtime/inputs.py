@@ -10,11 +10,11 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ..errors import InputError
 from ..frontend.call_signature import CallSignature, describe_call, needs_gradient, split_example
-from ..ir.layout import Layout, local_part, local_shape
-from ..ir.mesh import NOT_DATA, Mesh
+from ..ir.layout import Layout, in_blocks, in_zigzag, local_part, local_shape
+from ..ir.mesh import NOT_DATA, SEQUENCE_AXIS, Mesh
 from ..plans.pipeline import axis_of
 from ..processes import agree, watch
-from ..processes.dtensors import as_dtensor, layout_of, redistributed
+from ..processes.dtensors import as_dtensor, layout_of, redistributed, whole_of
 from .outputs import own_parts
 
 
@@ -26,6 +26,19 @@ def data_axes(mesh: Mesh) -> tuple[str, ...]:
     if named or axis_of(mesh) is None:
         return named or mesh.names[:1]
     return tuple(a for a in mesh.names if a not in NOT_DATA)[:1]
+
+
+def check_local(mesh: Mesh) -> None:
+    """Raise InputError for inputs="local" on a mesh whose parts of the batch would be along the axis that is named for
+    the sequence: whether a rank passes samples or a chunk of the sequence is not to be guessed."""
+    if data_axes(mesh) == (SEQUENCE_AXIS,):
+        raise InputError(
+            f'inputs="local" gives each rank samples of its own, and {mesh} has no axis for them: along '
+            f"{SEQUENCE_AXIS} ranks share samples",
+            mesh=mesh,
+            fix=f'pass the whole batch with inputs="global"; or chunks of the sequence as DTensors, Shard(1) along '
+            f"{SEQUENCE_AXIS}; or name an axis of data, dp=1,{mesh}, along which ranks pass samples",
+        )
 
 
 def global_example(example_inputs, mode: str, mesh: Mesh) -> tuple[tuple[tuple, dict], dict[str, Layout]]:
@@ -102,13 +115,17 @@ class Inputs:
     def as_passed(self, name: str, like: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
         """Return values of which this rank has the part `local`, in the form in which the user passes `like`: whole, as
         a part of the batch, or as a DTensor of the same placements. Collective where that form is another one."""
-        layout, shape = self.layouts[name], self.signature.shape_of(name)
+        layout, shape = self.layouts[name], self.signature.shape_of(name) or ()
         if not isinstance(like, DTensor) and (
             self.fixed.get(name, layout) == layout if self.is_local else layout.is_replicated
         ):
             return local.to(like.device)
-        whole = as_dtensor(local.contiguous(), shape, layout, self.mesh, self.device_mesh)
         with watch.collective(f"the parts of {name}"):
+            if in_zigzag(layout):  # which no DTensor is
+                placed = self.fixed.get(name, Layout.replicated(len(shape)))
+                values = whole_of(local.contiguous(), shape, layout, self.mesh, self.device_mesh)
+                local, layout = local_part(values, placed, self.mesh, self.coordinate), placed
+            whole = as_dtensor(local.contiguous(), shape, layout, self.mesh, self.device_mesh)
             if isinstance(like, DTensor):
                 return whole.redistribute(
                     self.device_mesh, [Replicate() if p.is_partial() else p for p in like.placements]
@@ -148,6 +165,7 @@ class Inputs:
             if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
                 return value
             layout = self.layouts.get(name)
+            layout = layout and in_blocks(layout)
             if layout is None or len(layout.dims) != value.dim():
                 layout = Layout((batch, *((),) * (value.dim() - 1))) if value.dim() else Layout(())
             part = local_part(value, layout, self.mesh, self.coordinate).to(self.device)

@@ -28,12 +28,12 @@ from ..codegen.follow_size import Differs, Line, follow
 from ..errors import InputError
 from ..frontend.export import Captured
 from ..ir.graph import outputs_of
-from ..ir.layout import Layout, local_shape
+from ..ir.layout import Layout, in_blocks, in_zigzag, local_part, local_shape, straightened
 from ..ir.mesh import Mesh
 from ..passes.pipeline.lengths import Found, dims_in_outputs
 from ..passes.pipeline.samples import SampleDim, outputs_with_samples
 from ..processes import watch
-from ..processes.dtensors import redistributed, spec_of
+from ..processes.dtensors import redistributed, spec_of, whole_of
 from .lengths import OwnLengths
 
 Kind = Literal["global", "local", "sharded"]
@@ -44,6 +44,7 @@ _AS_IT_IS = _OF_SHAPE.union(
     is_quantized element_size itemsize output_nr _version __hash__ names is_inference type placements device_mesh
     full_tensor to_local redistribute _local_tensor _spec __class__ __dict__""".split()
 )
+_OF_PARTS = frozenset("placements device_mesh to_local redistribute".split())  # what a DTensor says of the parts
 
 
 class GlobalTensor(DTensor):
@@ -66,6 +67,34 @@ class GlobalTensor(DTensor):
 
     def __format__(self, form: str) -> str:
         return format(plain(self), form)
+
+
+class ZigzagTensor(GlobalTensor):
+    """An output that is cut in zigzag, which no DTensor says: its local values are around as if they were plain blocks.
+    Whatever asks for more than its form reads the plain tensor."""
+
+    _layout: Layout
+    _mesh: Mesh
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if _name_of(function) in _AS_IT_IS - _OF_PARTS:
+            with _torch.without_torch_function():
+                return function(*args, **kwargs)
+        return function(*tree_map(plain, args), **tree_map(plain, kwargs))
+
+    def full_tensor(self, **options):
+        return plain(self)
+
+    def to_local(self, **options):
+        raise InputError(
+            "an output that is cut in zigzag has no plain part on this rank",
+            fix='read it as it is, which gathers it, or pass outputs="sharded" to autopar.compile',
+        )
+
+    def redistribute(self, *args, **options):
+        return self.to_local()
 
 
 class LocalTensor(GlobalTensor):
@@ -114,6 +143,8 @@ def plain(value: Any) -> Any:
             with watch.collective("the parts of an output"):
                 if isinstance(value, LocalTensor):
                     known = value._own.shortened(_OwnPart.apply(value, value._own))
+                elif isinstance(value, ZigzagTensor):
+                    known = _Straight.apply(value)
                 else:
                     known = _PlainGradient.apply(value.full_tensor())
             value.__dict__["_plain"] = known
@@ -138,12 +169,30 @@ class _PlainGradient(torch.autograd.Function):
         return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
+class _Straight(torch.autograd.Function):
+    """The whole of an output that is cut in zigzag. Its gradient is a DTensor in plain blocks."""
+
+    @staticmethod
+    def forward(ctx, value: Any) -> Tensor:
+        ctx.spec, ctx.layout, ctx.mesh = value._spec, value._layout, value._mesh
+        return straightened(DTensor.full_tensor(value.detach()), ctx.layout, ctx.mesh)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        here = dict(zip(ctx.mesh.names, ctx.spec.mesh.get_coordinate()))
+        return _torch.as_dtensor(local_part(whole, in_blocks(ctx.layout), ctx.mesh, here), ctx.spec)
+
+
 class _OwnPart(torch.autograd.Function):
     """Takes this rank's samples of an output. What is computed of them counts as one of `own.parts` equal parts."""
 
     @staticmethod
     def forward(ctx, value: Any, own: Own) -> Tensor:
         ctx.own = own
+        if own.held is not None:
+            whole = straightened(DTensor.full_tensor(value.detach()), own.held, own.mesh)
+            return local_part(whole, own.layout, own.mesh, dict(zip(own.mesh.names, own.spec.mesh.get_coordinate())))
         return redistributed(value.detach(), own.layout, own.mesh, own.spec.mesh).detach()
 
     @staticmethod
@@ -155,7 +204,7 @@ class _OwnPart(torch.autograd.Function):
 class Own:
     """Says which part of an output is that of a rank's samples: its global `layout` over the mesh (`spec` as a DTensor)
     has as many `parts`. `example` has the shape and dtype of a part, without values; `shortened` leaves this rank's own
-    length of it, where ranks differ (autopar/runtime/lengths.py)."""
+    length of it, where ranks differ (autopar/runtime/lengths.py). `held`: how ranks have it, if that is in zigzag."""
 
     mesh: Mesh
     layout: Layout
@@ -163,6 +212,7 @@ class Own:
     parts: int
     example: Tensor
     shortened: Callable[[Tensor], Tensor] = lambda part: part
+    held: Layout | None = None
 
     @classmethod
     def of(cls, sample_dim: SampleDim, like: Tensor, axes: tuple[str, ...], mesh: Mesh, device_mesh) -> Own:
@@ -182,28 +232,38 @@ def _at(number: int | Line, size: int) -> int:
 
 @dataclass(frozen=True)
 class OutputForm:
-    """Hands the user an output of which a rank computes a part: `spec` says which, None of a number. `length_dims`:
-    where the dims of inputs are in it, by their names."""
+    """Hands the user an output of which a rank computes a part: `spec` says which, None of a number, and `zigzag` the
+    layout and the mesh if it is cut so. `length_dims`: where the dims of inputs are in it, by their names."""
 
     kind: Kind
     spec: Any
     own: Own | None
     length_dims: Callable[[Collection[str]], Found] = lambda inputs: Found()
     name: str = ""
+    zigzag: tuple[Layout, Mesh] | None = None
 
     def of(self, local: Tensor, lengths: OwnLengths | None = None) -> Tensor:
         """Return the output, given what the rank computed of it, in the rank's own lengths."""
         if self.spec is None:
             return local.detach()
         if self.kind == "sharded":
-            return _torch.as_dtensor(local, self.spec)
+            return _torch.as_dtensor(local if self.zigzag is None else self._in_blocks(local, *self.zigzag), self.spec)
         if self.own is not None:
             output = cast(LocalTensor, _torch.as_dtensor(local, self.spec, LocalTensor))
             output._own = self.own if lengths is None else replace(self.own, shortened=self._shortened(lengths))
             return output
+        if self.zigzag is not None:
+            held = cast(ZigzagTensor, _torch.as_dtensor(local, self.spec, ZigzagTensor))
+            held._layout, held._mesh = self.zigzag
+            return held
         if all(placement.is_replicate() for placement in self.spec.placements):
             return local.detach()
         return _torch.as_dtensor(local, self.spec, GlobalTensor)
+
+    def _in_blocks(self, local: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
+        """Return this rank's plain block of an output of which it has one in zigzag."""
+        whole = whole_of(local, self.spec.shape, layout, mesh, self.spec.mesh)
+        return local_part(whole, in_blocks(layout), mesh, dict(zip(mesh.names, self.spec.mesh.get_coordinate())))
 
     def _shortened(self, lengths: OwnLengths) -> Callable[[Tensor], Tensor]:
         return lambda part: lengths.shortened(part, self.length_dims(lengths.inputs), self.spec.shape, self.name)
@@ -259,8 +319,10 @@ class OutputForms:
             return OutputForm(self.kind, None, None)
         spec = spec_of(layout, like.shape, like.dtype, self.mesh, self.device_mesh)
         own = Own.of(sample_dim, like, self.axes, self.mesh, self.device_mesh) if sample_dim is not None else None
+        zigzag = (layout, self.mesh) if in_zigzag(layout) else None
+        own = replace(own, held=layout) if own is not None and zigzag else own
         found = lambda inputs: self.length_dims(inputs)[name]  # noqa: E731
-        return OutputForm(self.kind, spec, own, found, self.returns.names[int(name)])
+        return OutputForm(self.kind, spec, own, found, self.returns.names[int(name)], zigzag)
 
     def _length_dims(self, inputs: Collection[str]) -> dict[str, Found]:
         """Return where the dims of inputs are in each output. A dim that has as many places as there are samples, each

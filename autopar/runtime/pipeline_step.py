@@ -31,10 +31,10 @@ from ..frontend.export import Captured
 from ..frontend.precision import has_half
 from ..frontend.user_lines import located
 from ..ir.graph import output_node
-from ..ir.layout import Layout, local_part, local_shape
+from ..ir.layout import Layout, in_zigzag, local_part, local_shape
 from ..plans.plan import Plan
 from ..processes import agree, watch
-from ..processes.dtensors import as_dtensor, redistributed
+from ..processes.dtensors import as_dtensor, redistributed, whole_of
 from ..processes.process_groups import ProcessGroups
 from ..processes.stage_mesh import StageMesh
 from ..schedule.actions import Action, Schedule
@@ -241,8 +241,10 @@ class PipelineStep:
         how, (layout, joined) = self.micro.joins[name], self.gathered[name]
         shape = list(self.forms[name].spec.shape)
         shape[how] = shape[how] // self.micro.samples * self.micro.sizes[i]
-        whole = as_dtensor(part, shape, layout, self.stage.mesh, self.stage.device_mesh)
-        return redistributed(whole, joined, self.stage.mesh, self.stage.device_mesh)
+        mesh, device_mesh = self.stage.mesh, self.stage.device_mesh
+        if in_zigzag(layout):
+            return local_part(whole_of(part, shape, layout, mesh, device_mesh), joined, mesh, self.stage.coordinate)
+        return redistributed(as_dtensor(part, shape, layout, mesh, device_mesh), joined, mesh, device_mesh)
 
     def _from(self, pp_rank: int, mine: Tensor | None, name: str, what: str) -> Tensor:
         """Return this rank's part of an output that a rank along the pipeline has."""

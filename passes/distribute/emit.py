@@ -24,7 +24,7 @@ from torch import fx
 from ..._torch import c10d, fake_mode, rename
 from ...cost.redistribute import Move, MoveStep
 from ...ir.graph import bytes_of
-from ...ir.layout import chunk, local_shape
+from ...ir.layout import ZIGZAG, chunk, dim_ranges, local_shape
 from ...ir.mesh import Mesh
 from .local_values import local_value
 
@@ -176,6 +176,9 @@ class Emitter:
         d, index, count = move.dim, self.coordinate[move.axes[0]], group.count
         if move.parts == 1:
             return self.call(aten.slice.Tensor, x, d, *chunk(before[d], count, index))
+        if move.parts == ZIGZAG:
+            at = dim_ranges(before[d], move.axes, ZIGZAG, self.mesh, self.coordinate)
+            return self.call(aten.cat.default, [self.call(aten.slice.Tensor, x, d, *ends) for ends in at], d)
         block = before[d] // (move.parts * count)
         y = self.call(aten.reshape.default, x, [*before[:d], move.parts, count, block, *before[d + 1 :]])
         y = self.call(aten.select.int, y, d + 1, index)
@@ -183,10 +186,11 @@ class Emitter:
 
     def _stack(self, x, count, d, parts):
         """Turn (.., parts * count * b, ..) to (count * .., parts * b, ..): block i of each part to rows i of dim 0."""
-        shape = list(x.meta["val"].shape)
+        shape, is_zigzag, parts = list(x.meta["val"].shape), parts == ZIGZAG, abs(parts)
         block = shape[d] // (parts * count)
         if d > 0 or parts > 1:
             y = self.call(aten.reshape.default, x, [*shape[:d], parts, count, block, *shape[d + 1 :]])
+            y = self._turned(y, d) if is_zigzag else y
             y = self.call(aten.permute.default, y, _moved(len(shape) + 2, d + 1, 0))  # (count, .., parts, b, ..)
             shape[d] = parts * block
             x = self.call(aten.reshape.default, y, [count * shape[0], *shape[1:]])
@@ -196,13 +200,19 @@ class Emitter:
         """Turn (count * .., parts * b, ..) into (.., parts * count * b, ..): the inverse of `_stack`."""
         if d == 0 and parts == 1:
             return y
-        shape = list(y.meta["val"].shape)
+        shape, is_zigzag, parts = list(y.meta["val"].shape), parts == ZIGZAG, abs(parts)
         shape[0] //= count
         block = shape[d] // parts
         y = self.call(aten.reshape.default, y, [count, *shape[:d], parts, block, *shape[d + 1 :]])
         y = self.call(aten.permute.default, y, _moved(len(shape) + 2, 0, d + 1))  # (.., parts, count, b, ..)
+        y = self._turned(y, d) if is_zigzag else y
         shape[d] *= count
         return self.call(aten.reshape.default, y, shape)
+
+    def _turned(self, y, d):
+        """Put the blocks of the second part in reverse order: (.., 2, count, b, ..)."""
+        first, second = (self.call(aten.slice.Tensor, y, d, i, i + 1) for i in range(2))
+        return self.call(aten.cat.default, [first, self.call(aten.flip.default, second, [d + 1])], d)
 
     def _pad(self, x, sizes: Mapping[int, int]):
         """Add zeros after the end of some dims, up to the given sizes."""

@@ -45,6 +45,7 @@ from ...plans.sharding import NodeSharding, Sharding
 from .emit import Builder, Emitter
 from .exchange_rows import WAYS, RowExchange
 from .ring_attention import RingAttention
+from .zigzag_attention import ZigzagAttention
 
 aten = torch.ops.aten
 HOST = torch.device("cpu")
@@ -89,6 +90,7 @@ class _Localizer:
         self.emitter = Emitter(self.builder, self.mesh, self.coordinate, reduce_scatter)
         self.exchange = RowExchange(self.builder, self.mesh, self.coordinate, rank)
         self.ring = RingAttention(self.builder, self.mesh, self.coordinate, rank)
+        self.zigzag = ZigzagAttention(self.builder, self.mesh, self.coordinate)
         self.own: dict[tuple[str, int], tuple[fx.Node, Layout]] = {}
         self.several: dict[str, fx.Node] = {}  # ops with several outputs
         self.copies: dict[tuple[str, int, Layout, str], fx.Node] = {}
@@ -162,7 +164,10 @@ class _Localizer:
             self._exchange(node, sharding, args)
             return
         if self.ring.goes_round(node, sharding):
-            self._go_round(node, sharding, args)
+            self._by_steps(self.ring, node, sharding, args)
+            return
+        if self.zigzag.is_several(node, sharding):
+            self._by_steps(self.zigzag, node, sharding, args)
             return
         args, kwargs = rules.local_call(node, sharding, self.mesh, self.coordinate, args, kwargs)
         single = isinstance(node.meta["val"], torch.Tensor)
@@ -191,10 +196,10 @@ class _Localizer:
             local.meta |= {"global": node.meta["val"], "layout": sharding.outputs[0]}
         self.own[node.name, 0] = local, sharding.outputs[0]
 
-    def _go_round(self, node: fx.Node, sharding, args) -> None:
-        """Compute attention by steps between which blocks of keys go round."""
+    def _by_steps(self, steps: RingAttention | ZigzagAttention, node: fx.Node, sharding, args) -> None:
+        """Compute attention by several calls."""
         self.builder.meta = _origin(node)
-        outputs = self.ring(node, sharding, args)
+        outputs = steps(node, sharding, args)
         self._check(node, [x.meta["val"] for x in outputs], sharding)
         for index, (local, value, layout) in enumerate(zip(outputs, values_of(node), sharding.outputs)):
             local.meta |= {"global": value, "layout": layout}

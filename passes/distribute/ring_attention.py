@@ -6,6 +6,9 @@ waited for behind it, so two blocks are held, never all keys. Outputs of blocks 
 goes round once more, from the joint output and log-sum-exp: gradients of the queries add up here, those of a block
 travel with it in the type of the log-sum-exp and end at its owner.
 
+Where a causal attention is cut in zigzag, outputs of the two halves of the queries join by themselves, as one of them
+has nothing to do with some blocks.
+
 Blocks travel by all-to-alls of rows, of which there is one a block, padded to the longest block. All devices of a group
 call the same ones, also those that neither send nor receive: each output depends on the same exchanges on all of them,
 so that whatever removes what nobody needs removes it everywhere.
@@ -25,7 +28,7 @@ from torch import fx
 
 from ..._torch import c10d, op_name
 from ...ir.graph import bytes_of
-from ...ir.layout import local_offset, local_shape
+from ...ir.layout import ZIGZAG, dim_ranges
 from ...ir.mesh import Mesh
 from ...ops import autopar
 from ...ops.attention_forms import lse_dtype
@@ -60,12 +63,9 @@ class RingAttention:
         layout = sharding.inputs[names.index("k")]
         group = self.mesh.group(axes, self.rank)
         places = [{**self.coordinate, **{a: self.mesh.coordinate(r)[a] for a in axes}} for r in group]
-        blocks = [
-            (local_offset(whole, layout, self.mesh, at, KEYS), local_shape(whole, layout, self.mesh, at)[KEYS])
-            for at in places
-        ]
+        blocks = [dim_ranges(whole[KEYS], layout.dims[KEYS], layout.parts[KEYS], self.mesh, at) for at in places]
         heads = heads_read(node, sharding.inputs, self.mesh, self.coordinate, names.index("q"))
-        ring = Ring(len(group), given["causal"])
+        ring = Ring(len(group), given["causal"], layout.parts[KEYS] == ZIGZAG)
         steps = _Steps(self.builder, node, axes, group.index(self.rank), ring, blocks, heads)
         if node.target is autopar.attention.default:
             return steps.forward(*args[:6])
@@ -77,7 +77,7 @@ Block = list[fx.Node]  # keys and values, or their gradients
 
 @dataclass(frozen=True)
 class _Steps:
-    """One attention's way round. `blocks`: start and length of every device's keys; `heads`: which heads of them its
+    """One attention's way round. `blocks`: the ranges of every device's keys; `heads`: which heads of them its
     queries read, if not all (autopar/ops/attention_heads.py)."""
 
     builder: Builder
@@ -85,28 +85,36 @@ class _Steps:
     axes: tuple[str, ...]
     place: int
     ring: Ring
-    blocks: list[tuple[int, int]]
+    blocks: list[list[tuple[int, int]]]
     heads: Mapping[str, Any]
 
     def forward(self, q, k, v, mask, causal: bool, scale: float | None) -> list[fx.Node]:
         """Return output and log-sum-exp."""
-        last = sum(self.ring.block(self.place, step) is not None for step in range(self.ring.size)) - 1
+        ring, steps = self.ring, range(self.ring.size)
+        works = {i: ring.open_halves(self.place, i)[0] for i in steps if ring.block(self.place, i) is not None}
+        last = {half: max(step for step, halves in works.items() if half in halves) for half in ring.halves}
+        is_one = len(ring.halves) == 1
         keys: Block | None = [k, v]
-        joined: list[fx.Node] = []
+        joined: dict[int, list[fx.Node]] = {}  # by half of the queries
         unused: list[fx.Node] = []
-        for step in range(self.ring.size):
+        for step in steps:
             following = self._start_keys(keys, (k, v), step)
             if keys is not None:
-                block = self._mask(mask, step), causal and step == 0, scale
-                name = self._name(step == last == 0)
-                result = self._pair(autopar.attention.default, q, *keys, *block, name=name, **self.heads)
-                if joined:
-                    arguments = *joined, *result, step == last
-                    result = self._pair(autopar.join_attention.default, *arguments, name=self._name(step == last))
-                joined = result
+                (here,), opened, block = self._open(step, mask, [q], keys)
+                name = self._name(is_one and step == last[0] == 0)
+                arguments = here, *opened, block, causal and step == 0, scale
+                result = self._pair(autopar.attention.default, *arguments, name=name, **self.heads)
+                for half in works[step]:
+                    own = result if len(works[step]) == 1 else [self._half(x, (half,)) for x in result]
+                    if half in joined:
+                        name = self._name(is_one and step == last[half])
+                        arguments = *joined[half], *own, step == last[half]
+                        own = self._pair(autopar.join_attention.default, *arguments, name=name)
+                    joined[half] = own
             keys, marks = self._received_keys(following, (k, v), step)
             unused += marks if keys is None else []
-        return [self._after(joined[0], unused), joined[1]]
+        out, lse = joined[0] if is_one else self._whole([joined[half] for half in ring.halves])
+        return [self._after(out, unused), lse]
 
     def backward(self, grad, q, k, v, out, lse, mask, causal: bool, scale: float | None) -> list[fx.Node]:
         """Return the gradients of q, k and v."""
@@ -122,9 +130,13 @@ class _Steps:
             following = self._start_keys(keys, (k, v), step)
             parts: Block | None = None
             if keys is not None:
-                block = self._mask(mask, step), causal and step == 0, scale
-                made = self.call(autopar.attention_bw.default, grad, q, *keys, out, lse, *block, **self.heads)
-                here, *parts = [self._in(wide, self.call(operator.getitem, made, i)) for i in range(3)]
+                rows, opened, block = self._open(step, mask, [grad, q, out, lse], keys)
+                arguments = *rows[:2], *opened, *rows[2:], block, causal and step == 0, scale
+                made = self.call(autopar.attention_bw.default, *arguments, **self.heads)
+                found = [self._in(wide, self.call(operator.getitem, made, i)) for i in range(3)]
+                halves, open_keys = self.ring.open_halves(self.place, step)
+                here = self._with_zeros(found[0], halves)
+                parts = [self._with_zeros(x, open_keys) for x in found[1:]]
                 dq = self._sums(dq, [here]) if dq else [here]
             passed, own, marks = self._received_gradients(started, own, (k, v), step - 1)
             of_gradients += marks
@@ -162,12 +174,38 @@ class _Steps:
     def _sums(self, some: Block, more: Block) -> Block:
         return [self.call(aten.add.Tensor, a, b) for a, b in zip(some, more)]
 
-    def _mask(self, mask: fx.Node | None, step: int) -> fx.Node | None:
-        """Return the columns of a mask that are of a step's block."""
-        if mask is None or mask.meta["val"].shape[-1] == 1:
-            return mask
-        start, length = self.blocks[(self.place - step) % self.ring.size]
-        return self.call(aten.slice.Tensor, mask, -1, start, start + length)
+    def _open(self, step: int, mask: fx.Node | None, rows: Block, keys: Block) -> tuple[Block, Block, fx.Node | None]:
+        """Return what the causal mask leaves open in a step: of what has the device's queries in dim 2, of keys and
+        values, and of another mask."""
+        halves, of_keys = self.ring.open_halves(self.place, step)
+        if mask is not None and mask.meta["val"].shape[-1] > 1:
+            at = self.blocks[(self.place - step) % self.ring.size]
+            found = [self.call(aten.slice.Tensor, mask, -1, *ends) for ends in at]
+            mask = self._half(found[0] if len(found) == 1 else self.call(aten.cat.default, found, -1), of_keys, -1)
+        if mask is not None and mask.meta["val"].shape[-2] > 1:
+            mask = self._half(mask, halves, -2)
+        return [self._half(x, halves) for x in rows], [self._half(x, of_keys) for x in keys], mask
+
+    def _half(self, x: fx.Node, halves: tuple[int, ...], dim: int = KEYS) -> fx.Node:
+        """Return some of the halves of a block: both or one."""
+        if halves == self.ring.halves:
+            return x
+        length = x.meta["val"].shape[dim] // 2
+        return self.call(aten.slice.Tensor, x, dim, halves[0] * length, (halves[0] + 1) * length)
+
+    def _with_zeros(self, x: fx.Node, halves: tuple[int, ...]) -> fx.Node:
+        """Return gradients of a block, given those of some of its halves."""
+        if halves == self.ring.halves:
+            return x
+        missing = x.meta["val"].shape[KEYS]
+        around = [0, 0, missing, 0] if halves == (1,) else [0, 0, 0, missing]
+        return self.call(aten.constant_pad_nd.default, x, around, 0)
+
+    def _whole(self, pairs: list[list[fx.Node]]) -> list[fx.Node]:
+        """Return output and log-sum-exp of a block, given those of its halves; stored as (b, s, h, d)."""
+        outs = [self.call(aten.transpose.int, out, 1, KEYS) for out, _ in pairs]
+        out = self.call(aten.transpose.int, self.call(aten.cat.default, outs, 1), 1, KEYS)
+        return [out, self.call(aten.cat.default, [lse for _, lse in pairs], KEYS)]
 
     def _after(self, x: fx.Node, marks: list[fx.Node]) -> fx.Node:
         return self.call(autopar.after.default, x, marks) if marks else x
@@ -240,7 +278,7 @@ class _Steps:
     @cached_property
     def longest(self) -> int:
         """Return the keys of the longest block, to which messages are padded."""
-        return max(length for _, length in self.blocks)
+        return max(map(_length, self.blocks))
 
     def _counts(self, like: Sequence[fx.Node]) -> list[int]:
         """Return the elements of keys and of values in a message."""
@@ -263,7 +301,8 @@ class _Steps:
     def _unpacked(self, arrived: fx.Node, row: int, like: Sequence[fx.Node], source: int, step: int) -> Block:
         """Return keys and values, or their gradients, of the block that a device had in a step, from the row in which
         it sent them."""
-        message, length = self.call(aten.select.int, arrived, 0, row), self.blocks[(source - step) % self.ring.size][1]
+        message = self.call(aten.select.int, arrived, 0, row)
+        length = _length(self.blocks[(source - step) % self.ring.size])
         found, start = [], 0
         for x, count in zip(like, self._counts(like)):
             part = self.call(aten.slice.Tensor, message, 0, start, start + count)
@@ -271,3 +310,7 @@ class _Steps:
             found.append(part if length == self.longest else self.call(aten.slice.Tensor, part, KEYS, 0, length))
             start += count
         return found
+
+
+def _length(ranges: list[tuple[int, int]]) -> int:
+    return sum(stop - start for start, stop in ranges)

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from autopar.cost.attention import Shape, attention_seconds, blocked_seconds, kernel_of
+from autopar.cost.attention import Shape, attention_seconds, blocked_seconds, kernel_of, zigzag_seconds
 from autopar.hardware.profile import Attention, load, names
 
 PLAIN = Attention((64.0, 128.0), (0.5, 0.25), backward=0.8)
@@ -36,6 +36,16 @@ def test_few_heads_leave_multiprocessors_idle():
     starts = replace(PLAIN, start_seconds=1.0, block_seconds=2.0)
     assert blocked_seconds(starts, 100, 1e12, ten) == pytest.approx(3.0, rel=0.1)
     assert blocked_seconds(starts, 10, 1e12, ten) == pytest.approx(21.0, rel=0.1)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_in_zigzag_a_device_takes_the_mean(size):
+    """The last of P devices with plain blocks takes 2 - 1 / P times as long."""
+    hardware, whole = load("h100"), Shape(2, 64, 2**17, 2**17, 128, 128)
+    last = replace(whole, queries=2**17 / size, share=1 / size)
+    zigzag = zigzag_seconds(hardware, 1e15, last, True)
+    assert zigzag == pytest.approx(attention_seconds(hardware, 1e15, whole, True) / size, rel=0.02)
+    assert attention_seconds(hardware, 1e15, last, True) / zigzag == pytest.approx(2 - 1 / size, rel=0.02)
 
 
 @pytest.mark.parametrize("multiprocessors", [0, 1])

@@ -14,7 +14,7 @@ import torch
 
 from autopar.cost.redistribute import Move, Redistribution, Redistributor
 from autopar.hardware.profile import Link
-from autopar.ir.layout import Layout, chunk, is_even, is_legal, local_part, local_shape
+from autopar.ir.layout import ZIGZAG, Layout, chunk, is_even, is_legal, local_part, local_shape
 from autopar.ir.mesh import Mesh
 
 from ..helpers.random_layouts import random_layout, random_mesh, random_shape
@@ -39,15 +39,18 @@ def combine(tensors: list[torch.Tensor], reduction: str) -> torch.Tensor:
 def cut(tensor: torch.Tensor, dim: int, parts: int, count: int, index: int) -> torch.Tensor:
     """Block `index` of `count` of every part of `dim`."""
     pieces = []
-    for part in tensor.chunk(parts, dim):
-        start, stop = chunk(part.shape[dim], count, index)
+    for i, part in enumerate(tensor.chunk(abs(parts), dim)):
+        at = count - 1 - index if parts == ZIGZAG and i else index
+        start, stop = chunk(part.shape[dim], count, at)
         pieces.append(part.narrow(dim, start, stop - start))
     return torch.cat(pieces, dim)
 
 
 def join(blocks: list[torch.Tensor], dim: int, parts: int) -> torch.Tensor:
     """The inverse of `cut` over all indices."""
-    by_part = zip(*(block.chunk(parts, dim) for block in blocks))
+    by_part = list(zip(*(block.chunk(abs(parts), dim) for block in blocks)))
+    if parts == ZIGZAG:
+        by_part[1] = by_part[1][::-1]
     return torch.cat([piece for pieces in by_part for piece in pieces], dim)
 
 
@@ -151,8 +154,8 @@ def test_random_layouts(axes, seed, even):
     for _ in range(40):
         mesh = random_mesh(random, axes)
         shape = random_shape(random, mesh, random.randint(1, 2 if even else 3), even)
-        source = random_layout(random, shape, mesh, partial=(random.choice(("sum", "max")),))
-        target = random_layout(random, shape, mesh)
+        source = random_layout(random, shape, mesh, (random.choice(("sum", "max")),), zigzag=True)
+        target = random_layout(random, shape, mesh, zigzag=True)
         found = redistributor(mesh)(source, target)
         print(mesh, shape, source, "->", target, [str(step.move) for step in found.steps])
         check(found, shape, source, target, mesh, random)

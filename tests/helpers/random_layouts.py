@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from autopar.ir.layout import Layout, is_legal
+from autopar.ir.layout import ZIGZAG, Layout, is_legal
 from autopar.ir.mesh import Mesh
 
 
@@ -21,8 +21,10 @@ def random_shape(random: Random, mesh: Mesh, ndim: int, even: bool) -> tuple[int
     return tuple(6 * mesh.devices if even else random.randint(2, 13) for _ in range(ndim))
 
 
-def random_layout(random: Random, shape: tuple[int, ...], mesh: Mesh, partial: tuple[str, ...] = ()) -> Layout:
-    """A legal layout: each axis free, on a dim in any order, or partial, all with one of the `partial` reductions."""
+def random_layout(random: Random, shape: tuple[int, ...], mesh: Mesh, partial: tuple[str, ...] = (),
+                  zigzag: bool = False) -> Layout:  # fmt: skip
+    """A legal layout: each axis free, on a dim in any order, or partial, all with one of the `partial` reductions; with
+    `zigzag` some dims are cut so."""
     while True:
         dims: list[list[str]] = [[] for _ in shape]
         reductions = []
@@ -34,6 +36,7 @@ def random_layout(random: Random, shape: tuple[int, ...], mesh: Mesh, partial: t
             elif choice >= 0:
                 dims[choice].append(axis)
         parts = tuple(random.choice((1, 1, 1, 2, 3)) if len(axes) == 1 else 1 for axes in dims)
+        parts = tuple(ZIGZAG if zigzag and random.random() < 0.3 else count for count in parts)
         layout = Layout(tuple(map(tuple, dims)), tuple(reductions), parts)
         if is_legal(shape, layout, mesh):
             return layout

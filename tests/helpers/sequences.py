@@ -31,11 +31,31 @@ class Decoder(nn.Module):
             mask = (place[:, None] >= place) & attention_mask[:, None, None, :].bool()
         if self.kind == "window":
             mask = (place[:, None] >= place) & (place[:, None] - place < 3)
-        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, enable_gqa=True)
+        y = self.attend(q, k, v, mask, is_causal)
         logits = self.head(x + self.out(y.transpose(1, 2).flatten(2)))
+        return self.loss(logits, labels)
+
+    def attend(self, q, k, v, mask, is_causal):
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, enable_gqa=True)
+
+    def loss(self, logits, labels):
         labels = labels[:, 1:] if self.shift == "cut" else F.pad(labels, (0, 1), value=-100)[:, 1:]
         logits = logits[:, :-1] if self.shift == "cut" else logits
         return F.cross_entropy(logits.reshape(-1, VOCABULARY), labels.reshape(-1))
+
+
+class Mixed(Decoder):
+    """A causal attention beside one of another kind, as models with windows have in some layers."""
+
+    def attend(self, q, k, v, mask, is_causal):
+        return super().attend(q, k, v, mask, is_causal) + 0.5 * super().attend(q, k, v, None, True)
+
+
+class WithLogits(Decoder):
+    """Returns logits beside the loss."""
+
+    def loss(self, logits, labels):
+        return super().loss(logits, labels), logits
 
 
 def batch(length: int, padded: str = "", samples: int = 2, vocabulary: int = VOCABULARY) -> dict[str, torch.Tensor]:

@@ -6,13 +6,17 @@ import torch
 
 from autopar.errors import StrategyError
 from autopar.ir.layout import (
+    ZIGZAG,
     Layout,
+    in_blocks,
+    in_zigzag,
     is_even,
     is_legal,
     largest_local_numel,
     local_offset,
     local_part,
     local_shape,
+    straightened,
 )
 from autopar.ir.mesh import Mesh
 
@@ -30,7 +34,7 @@ def cases(seed: int, count: int = 40):
         shape = random_shape(random, mesh, random.randint(1, 3), even=False)
         if i % 8 == 0:
             shape = random_shape(random, mesh, 2, even=True)
-        yield mesh, shape, random_layout(random, shape, mesh, partial=("sum", "max"))
+        yield mesh, shape, random_layout(random, shape, mesh, partial=("sum", "max"), zigzag=True)
 
 
 def coordinates(mesh: Mesh):
@@ -52,6 +56,7 @@ def test_text_round_trip(seed):
         ("dp:S(0), tp:R", 1, Layout((("dp",),))),
         ("dp:P tp:P(max)", 0, Layout((), (("dp", "sum"), ("tp", "max")))),
         ("tp:S(0/3)", 2, Layout((("tp",), ()), parts=(3, 1))),
+        ("cp:Z(1) up:Z(1)", 2, Layout(((), ("cp", "up")), parts=(1, ZIGZAG))),
     ],
 )
 def test_accepted_text(text, ndim, layout):
@@ -60,7 +65,17 @@ def test_accepted_text(text, ndim, layout):
 
 @pytest.mark.parametrize(
     "text",
-    ["tp:S", "tp:S(2)", "tp:S(-3)", "tp:P(min)", "tp:S(0) tp:S(1)", "tp:S(0) tp:P", "a:S(0/2) b:S(0)", "a:S(1/0)"],
+    [
+        "tp:S",
+        "tp:S(2)",
+        "tp:S(-3)",
+        "tp:P(min)",
+        "tp:S(0) tp:S(1)",
+        "tp:S(0) tp:P",
+        "a:S(0/2) b:S(0)",
+        "a:S(1/0)",
+        "a:Z(0) b:S(0)",
+    ],
 )
 def test_refused_text(text):
     with pytest.raises(StrategyError):
@@ -105,15 +120,27 @@ def test_local_parts_are_nested_torch_chunks(seed):
         for coordinate in coordinates(mesh):
             expected = tensor
             for d, axes in enumerate(layout.dims):
-                pieces = list(expected.chunk(layout.parts[d], d))
+                pieces = list(expected.chunk(abs(layout.parts[d]), d))
                 for axis in axes:
-                    pieces = [piece.chunk(mesh.size(axis), d)[coordinate[axis]] for piece in pieces]
+                    at = [coordinate[axis]] * len(pieces)
+                    if layout.parts[d] == ZIGZAG:
+                        at[1] = mesh.size(axis) - 1 - at[0]
+                    pieces = [piece.chunk(mesh.size(axis), d)[i] for piece, i in zip(pieces, at)]
                 expected = torch.cat(pieces, d)
                 if axes and layout.parts[d] == 1:
                     first = expected.movedim(d, 0).flatten()[0].item()
                     offset = local_offset(shape, layout, mesh, coordinate, d)
                     assert offset == first // math.prod(shape[d + 1 :]) % shape[d]
             assert torch.equal(local_part(tensor, layout, mesh, coordinate), expected)
+
+
+@pytest.mark.parametrize("mesh", ["a=2", "a=3", "a=4", "a=2,b=3"])
+def test_parts_in_zigzag_become_the_whole(mesh):
+    mesh = Mesh.parse(mesh)
+    layout, whole = Layout(((), mesh.names, ()), parts=(1, ZIGZAG, 1)), torch.randn(2, 24, 3)
+    held = torch.cat([local_part(whole, layout, mesh, coordinate) for coordinate in coordinates(mesh)], 1)
+    assert torch.equal(straightened(held, layout, mesh), whole) and not torch.equal(held, whole)
+    assert in_blocks(layout) == Layout(((), mesh.names, ())) and in_zigzag(layout) and not in_zigzag(in_blocks(layout))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -138,6 +165,9 @@ def test_legal_even_and_largest_agree_with_all_local_shapes(seed):
         (6, "a:S(0/3)", True),  # three parts of two, each cut in two
         (9, "a:S(0/3)", False),  # a part of three does not cut evenly in two
         (12, "a:S(0/3) b:S(0/3)", False),  # several axes inside parts
+        (8, "b:Z(0)", True),
+        (16, "a:Z(0) b:Z(0)", True),  # in zigzag several axes may cut
+        (12, "b:Z(0)", False),  # 12 has no eight equal blocks
         (5, "a:S(0)", True),
         (5, "b:S(0)", False),  # blocks of ceil(5 / 4) = 2 leave the fourth device none
         (7, "b:S(0)", True),

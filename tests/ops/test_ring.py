@@ -13,9 +13,12 @@ from autopar.ops.ring import Ring
 SIZES = range(1, 10)
 
 
-@pytest.mark.parametrize("size, causal", itertools.product(SIZES, (False, True)))
-def test_every_device_has_every_block_that_it_needs_once(size, causal):
-    ring, held = Ring(size, causal), {place: place for place in range(size)}
+KINDS = [(False, False), (True, False), (True, True)]  # causal, in zigzag
+
+
+@pytest.mark.parametrize("size, kind", itertools.product(SIZES, KINDS))
+def test_every_device_has_every_block_that_it_needs_once(size, kind):
+    ring, held = Ring(size, *kind), {place: place for place in range(size)}
     seen = {place: [] for place in range(size)}
     for step in range(size):
         for place in range(size):
@@ -26,13 +29,13 @@ def test_every_device_has_every_block_that_it_needs_once(size, causal):
         assert {p for p in range(size) if ring.keys_from(p, step) is not None} == {*moved} - {None}
         held |= {to: block for to, block in moved.items() if to is not None}
     for place, blocks in seen.items():
-        assert sorted(blocks) == [*range(place + 1 if causal else size)]
+        assert sorted(blocks) == [*range(place + 1 if kind == (True, False) else size)]
 
 
-@pytest.mark.parametrize("size, causal", itertools.product(SIZES, (False, True)))
-def test_gradients_add_up_on_the_way_home(size, causal):
+@pytest.mark.parametrize("size, kind", itertools.product(SIZES, KINDS))
+def test_gradients_add_up_on_the_way_home(size, kind):
     """Each device adds its own number to the block that it works on; the owner ends with all that need it."""
-    ring = Ring(size, causal)
+    ring = Ring(size, *kind)
     travelling: dict[int, set[int]] = {}
     home = {place: {place} for place in range(size)}
     for step in range(size):
@@ -57,7 +60,23 @@ def test_gradients_add_up_on_the_way_home(size, causal):
                     travelling[to] = found
     assert not travelling
     for block, found in home.items():
-        assert found == {*range(block if causal else 0, size)}
+        assert found == {*range(block if kind == (True, False) else 0, size)}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_halves_in_zigzag_are_those_that_the_mask_opens(size):
+    """Of 2 P blocks a device has r and 2 P - 1 - r. What is left out is closed, what is not is open, but for the own
+    block, which the kernel masks; each other block is half of one."""
+    ring = Ring(size, True, True)
+    for place, step in itertools.product(range(size), repeat=2):
+        block = ring.block(place, step)
+        rows, keys = ([at, 2 * size - 1 - at] for at in (place, block))
+        halves, of_keys = ring.open_halves(place, step)
+        opened = {(row, key) for row in halves for key in of_keys}
+        for row, key in itertools.product((0, 1), repeat=2):
+            if place != block:
+                assert ((row, key) in opened) == (keys[key] < rows[row])
+        assert len(opened) == (4 if place == block else 2)
 
 
 @pytest.mark.parametrize("size", [n for n in SIZES if n > 1])

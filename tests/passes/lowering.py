@@ -14,7 +14,7 @@ from autopar.codegen.verify_graph import check_global, check_local, check_ranks,
 from autopar.cost.redistribute import Link
 from autopar.frontend.export import differentiate, export
 from autopar.ir.graph import OutputRole, Role, is_op, output_node, tensor_arguments, values_of
-from autopar.ir.layout import Layout, is_legal, local_part
+from autopar.ir.layout import ZIGZAG, Layout, is_legal, local_part
 from autopar.ir.mesh import Mesh
 from autopar.passes.distribute.localize import localize
 from autopar.passes.distribute.lower_ops import lower_ops
@@ -40,6 +40,7 @@ def random_layout(rng: random.Random, shape, mesh: Mesh, reduction: str | None =
             elif choice == -2:
                 partial.append((axis, reduction))
         parts = tuple(rng.choice([1, 1, 2, 3]) if len(axes) == 1 else 1 for axes in dims)
+        parts = tuple(ZIGZAG if rng.random() < 0.2 else count for count in parts)
         layout = Layout(tuple(map(tuple, dims)), tuple(sorted(partial)), parts)
         if is_legal(shape, layout, mesh):
             return layout

@@ -20,14 +20,14 @@ from ..helpers.sequences import Decoder, batch
 SAMPLES, WIDTH = 2, 8
 
 
-def planned(model, size: int, length: int):
-    options = dict(strategy="ring", hardware="cpu-gloo", baselines=False)
+def planned(model, size: int, length: int, layout: str = "cp:S(1)"):
+    options = dict(strategy="ring", hardware="cpu-gloo", baselines=False, pin={"input_ids": layout})
     return plan_and_capture(model, f"cp={size}", batch(length, samples=SAMPLES), **options)
 
 
-def simulated(model, size: int, length: int):
+def simulated(model, size: int, length: int, layout: str = "cp:S(1)"):
     """Simulate a step of a layer; a rank that waits for one that does not come is an error. Return it and the plan."""
-    plan, captured = planned(model, size, length)
+    plan, captured = planned(model, size, length, layout)
     return simulate_step(captured, plan, global_values(captured, model, batch(length, samples=SAMPLES))), plan
 
 
@@ -37,14 +37,17 @@ def messages(graph) -> list[float]:
     return [n.meta["collective"].wire_bytes for n in found]
 
 
-@pytest.mark.parametrize("size, causal", itertools.product((2, 3, 4), (True, False)))
-def test_bytes_are_those_of_the_formula(size, causal):
+@pytest.mark.parametrize(
+    "size, kind", [*itertools.product((2, 3, 4), ("causal", "full")), (2, "zigzag"), (4, "zigzag")]
+)
+def test_bytes_are_those_of_the_formula(size, kind):
     """A block of keys and values is n / P rows of 2 d_kv numbers; forward it goes to each device that needs it,
-    backward again, and its gradients once."""
-    length, (heads, kv_heads) = 12, (4, 2)
-    step, plan = simulated(Decoder("causal" if causal else "full", heads, kv_heads), size, length)
+    backward again, and its gradients once. In zigzag all devices need all blocks."""
+    length, (heads, kv_heads) = 24, (4, 2)
+    model = Decoder("full" if kind == "full" else "causal", heads, kv_heads)
+    step, plan = simulated(model, size, length, "cp:Z(1)" if kind == "zigzag" else "cp:S(1)")
     block = SAMPLES * length // size * 2 * kv_heads * WIDTH * 8
-    visits = size * (size - 1) // (2 if causal else 1)
+    visits = size * (size - 1) // (2 if kind == "causal" else 1)
     for phase, rounds in (("forward", 1), ("backward", 2)):
         graphs = [getattr(p.parts, phase) for p in step.programs]
         assert sum(sum(messages(g)) for g in graphs) == rounds * visits * block

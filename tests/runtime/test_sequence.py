@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.func import functional_call
 
 import autopar
+from autopar.errors import InputError
 
 from ..helpers import gloo
-from ..helpers.sequences import Decoder, batch
+from ..helpers.sequences import Decoder, WithLogits, batch
 from .parity import assert_close, assert_same_gradients, device_mesh, full, pair
 
 
@@ -55,3 +57,54 @@ def _lora(rank: int, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["all_gather_kv", "ulysses", "ring"])
 def test_lora(strategy):
     gloo.run(2, _lora, strategy)
+
+
+def _chunks(rank: int) -> None:
+    """Each rank passes its chunk of the sequence, with a length that the axis does not divide."""
+    mesh, inputs = device_mesh("cp=2"), batch(13, "left")
+    with pytest.raises(InputError, match=r"(?s)has no axis for them.*Shard\(1\) along cp"):
+        autopar.compile(Decoder("padded", 4, 2), mesh, inputs, inputs="local")
+    chunks = {name: distribute_tensor(x, mesh, [Shard(1)]) for name, x in inputs.items()}
+    mine, whole = pair(Decoder("padded", 4, 2), mesh, chunks, strategy="ring")
+    assert mine.plan.layouts["input_ids"] == "cp:S(1)"
+    mine(**chunks).backward()
+    whole(**inputs).backward()
+    assert_close(mine(**chunks), whole(**inputs), "loss", 1e-10)
+    assert_same_gradients(mine, whole, 1e-10)
+
+
+def test_chunks_of_the_sequence():
+    gloo.run(2, _chunks)
+
+
+def _in_zigzag(rank: int, strategy: str) -> None:
+    """Logits that are held in zigzag are read in order, and gradients come back through them; another length has
+    another plan."""
+    pin, inputs, weights = {"input_ids": "cp:Z(1)"}, batch(16), torch.linspace(-1, 1, 16)[:, None]
+    mine, whole = pair(WithLogits("causal", 4, 2), device_mesh("cp=2"), inputs, strategy=strategy, pin=pin)
+    layouts = [x for node in mine.plan.sharding.nodes.values() for x in node.outputs]
+    assert mine.plan.layouts["input_ids"] == "cp:Z(1)" and any(x.text() == "cp:Z(2)" for x in layouts)
+    assert [output.layout for output in mine.plan.outputs] == ["R", "cp:Z(1)"]
+    for given in (inputs, batch(13)):
+        for model in (mine, whole):
+            model.zero_grad()
+            loss, logits = model(**given)
+            (loss + (weights[: logits.shape[1]] * logits).square().sum()).backward()
+        assert_close(mine(**given)[1] * 1, whole(**given)[1], strategy, 1e-10)
+        assert_same_gradients(mine, whole, 1e-10)
+    held = mine(**inputs)[1]
+    assert_close(held.full_tensor(), whole(**inputs)[1], "the whole", 1e-10)
+    with pytest.raises(InputError, match="cut in zigzag"):
+        held.to_local()
+    options = dict(strategy=strategy, pin=pin, outputs="sharded")
+    mine, whole = pair(WithLogits("causal", 4, 2), device_mesh("cp=2"), inputs, **options)
+    (loss, logits), (wanted_loss, wanted) = mine(**inputs), whole(**inputs)
+    assert_close(logits, wanted, "as a DTensor", 1e-10)
+    (logits.square().sum() + loss).backward()
+    (wanted.square().sum() + wanted_loss).backward()
+    assert_same_gradients(mine, whole, 1e-10)
+
+
+@pytest.mark.parametrize("strategy", ["all_gather_kv", "ring"])
+def test_outputs_in_zigzag(strategy):
+    gloo.run(2, _in_zigzag, strategy)

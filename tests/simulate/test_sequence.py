@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from autopar.errors import StrategyError
 from autopar.simulate.compare import verify_model
 
-from ..helpers.sequences import VOCABULARY, Decoder, batch
+from ..helpers.sequences import VOCABULARY, Decoder, Mixed, batch
 
 KINDS = ("causal", "full", "left", "right", "window")
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
@@ -54,6 +54,34 @@ def test_keys_go_round(kind, heads, size, length):
     padded = kind if kind in ("left", "right") else ""
     model = Decoder("padded" if padded else kind, *HEADS[heads], shift=("pad", "cut")[length % 2])
     assert_same(model, batch(length, padded), f"cp={size}", "ring")
+
+
+IN_ZIGZAG = {"input_ids": "cp:Z(1)"}
+
+
+@pytest.mark.sampled(7)
+@pytest.mark.parametrize("strategy, kind, heads, size", itertools.product(
+    ("all_gather_kv", "ring"), KINDS, HEADS, (2, 3, 4)))  # fmt: skip
+def test_zigzag(strategy, kind, heads, size):
+    """A causal attention beside each other kind: both are cut in zigzag, and what is computed for each token."""
+    padded = kind if kind in ("left", "right") else ""
+    made, length = Mixed if kind != "causal" else Decoder, {2: 16, 3: 18, 4: 24}[size]
+    model = made("padded" if padded else kind, *HEADS[heads], shift=("pad", "cut")[size % 2])
+    report = verify_model(model, batch(length, padded), f"cp={size}", strategy=strategy, pin=IN_ZIGZAG)
+    assert report.match and max(report.errors.values()) <= 1e-10, report
+    of_attention = [node for name, node in report.plan.sharding.nodes.items() if name.startswith("attention")]
+    assert {node.choice for node in of_attention} == {
+        ("s/zigzag",) if strategy == "all_gather_kv" else ("ring/zigzag",)
+    }
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("mesh, strategy", [
+    ("dp=2,cp=2", "ring"), ("cp=2,tp=2", "all_gather_kv+megatron_sp"), ("cp=2,up=2", "ring+ulysses"),
+    ("dp=2,cp=2", "all_gather_kv+fsdp"), ("dp=2,cp=2,tp=2", "ring+megatron_sp+zero1"),
+])  # fmt: skip
+def test_zigzag_beside_other_axes(mesh, strategy):
+    assert_same(Mixed("padded", 4, 4), batch(16, "left"), mesh, strategy, pin=IN_ZIGZAG)
 
 
 @pytest.mark.sampled(4)

@@ -300,7 +300,7 @@ def _is_packed(step: MoveStep) -> bool:
     """Return whether a collective holds other memory than that of the tensor before and after; those that gather dim 0
     do not."""
     move = step.move
-    return move.kind != "slice" and (move.kind != "all_gather" or move.dim > 0 or move.parts > 1)
+    return move.kind != "slice" and (move.kind != "all_gather" or move.dim > 0 or move.parts != 1)
 
 
 def bucket_bytes(problem: Problem, evaluation: Evaluation, pricer: Pricer) -> tuple[float, float]:

@@ -13,7 +13,7 @@ from torch import fx
 from ...adapt.lora_site import is_factor
 from ...errors import AutoparError, StrategyError
 from ...ir.graph import describe
-from ...ir.layout import Layout
+from ...ir.layout import ZIGZAG, Layout
 from ...ir.mesh import Mesh
 from ...ops import autopar
 from ...rules import Rule
@@ -367,4 +367,4 @@ def _follows(layout: Layout, wanted: Layout, axes: set[str] | None) -> bool:
     for axis in axes:
         if layout.dim_of(axis) != wanted.dim_of(axis):
             return False
-    return all(w == 1 or w == p for w, p in zip(wanted.parts, layout.parts))
+    return all(w == p or w == 1 and p != ZIGZAG for w, p in zip(wanted.parts, layout.parts))

@@ -101,16 +101,17 @@ def build(
     passes: int = 1,
     orthogonalize: OrthogonalizeCost | None = None,
     execution: str = EAGER,
+    zigzag: bool = False,
 ) -> Problem:
     """Return the problem of a captured joint graph, of a step of so many `passes`. `fixed` gives layouts by placeholder
-    name; `orthogonalize`: the price of Muon's updates of matrices; `execution`: how the graph runs. `fold` gives the
-    classes; leaves that different `pins` name do not share one."""
+    name; `orthogonalize`: the price of Muon's updates of matrices; `execution`: how the graph runs; `zigzag`:
+    whether sequences may be cut so. `fold` gives the classes; leaves that different `pins` name do not share one."""
     compact = captured.compact
     graph = compact.graph if compact else captured.graph
     vertices, uses = vertices_of(graph)
     for v in vertices if compact else ():
         v.block = compact.block(v.node) if v.kind != "output" else None
-    part_sets = rules.propagate_parts(graph)
+    part_sets = rules.propagate_parts(graph, zigzag=zigzag)
     rule_of: dict[int, Rule | None] = {}
     unruled = []
     tensors_of = {
@@ -124,7 +125,7 @@ def build(
             if rule is None:
                 unruled.append(v.node)
             v.signature = (*v.signature, tuple(part_sets.get(t) for t in tensors_of[v.index]))
-        elif v.kind == "parameter":
+        elif v.kind in ("parameter", "input", "tangent"):
             v.signature = (*v.signature, str(part_sets.get((v.node, 0))))
         if v.kind in ("parameter", "input", "buffer"):
             named = [p for p in pins or {} if fnmatch.fnmatchcase(v.node.meta["role"].name, p)]

@@ -12,12 +12,13 @@ else, such as which weight is cut by column and which by row, the same integer p
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ...errors import StrategyError, check_new
-from ...ir.mesh import Mesh
+from ...ir.mesh import NOT_DATA, SEQUENCE_AXIS, Mesh
 
 if TYPE_CHECKING:
     from .hf_tp_plan import TensorPlan
@@ -103,12 +104,19 @@ class Recipe:
         )  # fmt: skip
 
 
-SEQUENCE_AXIS = "cp"
-
-
 def sequence_axis(mesh: Mesh) -> str:
     """Return the axis that a recipe cuts the sequence over."""
     return SEQUENCE_AXIS if SEQUENCE_AXIS in mesh.names else mesh.names[-1]
+
+
+def may_cut_sequence(strategy: str | None, mesh: Mesh, samples: int) -> bool:
+    """Return whether a plan may cut the sequence of an attention: where a strategy says so, or without one on a mesh
+    with an axis for it, or with more devices along the axes that may carry samples than there are."""
+    roles = Restriction.of(strategy, mesh).roles
+    if FREE not in roles.values():
+        return bool({*roles.values()} & {SEQUENCE, SEQUENCE_RING})
+    named = SEQUENCE_AXIS in mesh.names
+    return named or math.prod(size for axis, size in mesh.axis_sizes.items() if axis not in NOT_DATA) > samples
 
 
 RECIPES: dict[str, Recipe] = {}

@@ -15,8 +15,8 @@ from ...cost.memory import Optimizer
 from ...cost.orthogonalize import OrthogonalizeCost
 from ...cost.update import UpdateCost
 from ...ir.casts import PASS_PARTIAL
-from ...ir.graph import bytes_of, is_foreign, tensor_arguments, values_of
-from ...ir.layout import Layout, fraction, is_even, is_legal, largest_local_numel
+from ...ir.graph import bytes_of, is_foreign, tensor_arguments, tensor_of, values_of
+from ...ir.layout import ZIGZAG, Layout, fraction, is_even, is_legal, largest_local_numel
 from ...ir.mesh import Mesh
 from ...rules import Rule, Strategy
 from .offload import Offload
@@ -65,15 +65,17 @@ def choices_of(
     value = v.node.meta["val"]
     shape = tuple(value.shape)
     if v.kind == "output":
-        options = [Layout.replicated(0)] if not shape else leaf_layouts(shape, mesh, {}, orders=False)
+        producer, output = tensor_of(v.node)
+        zigzag = _zigzag(producer, output, part_sets)
+        options = [Layout.replicated(0)] if not shape else leaf_layouts(shape, mesh, zigzag, orders=False)
         return _free([Strategy((o,), (o,), (), 1) for o in options])
     if pinned is not None:
         options = [pinned]
     elif v.kind == "parameter":
-        parts = dict(enumerate(part_sets.get((v.node, 0), ())))
+        parts = {d: counts - {ZIGZAG} for d, counts in enumerate(part_sets.get((v.node, 0), ()))}
         options = leaf_layouts(shape, mesh, parts, orders=True)
     elif v.kind in ("input", "tangent"):
-        options = leaf_layouts(shape, mesh, {}, orders=False)
+        options = leaf_layouts(shape, mesh, _zigzag(v.node, 0, part_sets), orders=False)
     else:
         options = [Layout.replicated(len(shape))]
     elements = np.array([float(largest_local_numel(shape, o, mesh)) for o in options])
@@ -86,6 +88,15 @@ def choices_of(
     if v.kind in ("buffer", "constant"):
         choices.resident_bytes = elements * value.element_size()
     return choices
+
+
+def _zigzag(producer: fx.Node, output: int, part_sets) -> dict[int, frozenset[int]]:
+    """Return the dims of a tensor, other than an input with a gradient, that may be cut in zigzag between the graph and
+    who calls it."""
+    role = producer.meta.get("role") if producer.op == "placeholder" else None
+    if role is not None and role.kind == "input" and producer.meta["val"].is_floating_point():
+        return {}
+    return {d: counts & {ZIGZAG} for d, counts in enumerate(part_sets.get((producer, output), ()))}
 
 
 def _parameter_choices(
@@ -124,7 +135,7 @@ def leaf_layouts(shape, mesh: Mesh, parts: dict[int, frozenset[int]], orders: bo
                 result[layout] = None
             for d, counts in parts.items():
                 for p in counts:
-                    if len(dims[d]) == 1 and p > 1:
+                    if len(dims[d]) == 1 and p > 1 or dims[d] and p == ZIGZAG and in_mesh_order:
                         inside = replace(layout, parts=tuple(p if e == d else 1 for e in range(len(shape))))
                         if is_legal(shape, inside, mesh):
                             result[inside] = None
