@@ -66,10 +66,12 @@ class Dual:
     def __init__(self, problem: Problem, hyperedges: Sequence[HyperedgePrices], allowed: dict[int, np.ndarray],
                  prices: Prices,
                  keep_parameters: bool | None = None, reruns: Collection[int] = (),
-                 options: Sequence[np.ndarray] | None = None):  # fmt: skip
+                 options: Sequence[np.ndarray] | None = None,
+                 served: dict[HyperedgePrices, list[PricedMode]] | None = None):  # fmt: skip
         """Build the dual at these prices. `reruns` are classes whose ops may run again in the backward, so that what
         they make need not be saved; with them the bound also holds for plans that recompute. `options`: those of every
-        class in order that are left, by default all that are allowed."""
+        class in order that are left, by default all that are allowed. `served`: the modes of every hyperedge, if they
+        are priced already."""
         self.problem, self.hyperedges, self.allowed, self.keep_parameters = (
             problem,
             hyperedges,
@@ -93,7 +95,7 @@ class Dual:
         self.earlier = [[(f, end) for f, end in ends if f.first < i] for i, ends in enumerate(self.ends)]
         self.later = [[(f, end) for f, end in ends if f.last > i] for i, ends in enumerate(self.ends)]
         self.weights = [1.0 / max(1, len(before), len(after)) for before, after in zip(self.earlier, self.later)]
-        self.price(prices)
+        self.price(prices, served)
 
     def _add(self, hyperedge: HyperedgePrices, consumers: Sequence[int], parts: int) -> None:
         sources, tail = self._end(hyperedge.hyperedge.producer, hyperedge.source_of)
@@ -128,7 +130,7 @@ class Dual:
         """Return the dual of those options of every class alone that a mask keeps, with all that was learned of
         them."""
         few = Dual(self.problem, self.hyperedges, self.allowed, self.prices, self.keep_parameters, self.reruns,
-                   [index[mask] for index, mask in zip(self.index, keep)])  # fmt: skip
+                   [index[mask] for index, mask in zip(self.index, keep)], self.served)  # fmt: skip
         for end, known in few._beside(self):
             end.message = known.rows[:, end.places(known)].ravel()
         return few
@@ -138,9 +140,11 @@ class Dual:
         for mine, theirs in zip(self.ends, other.ends):
             yield from ((end, known) for (_, end), (_, known) in zip(mine, theirs))
 
-    def price(self, prices: Prices) -> None:
-        """Take these prices from now on; messages stay, so that the bound is near again after few sweeps."""
+    def price(self, prices: Prices, served: dict[HyperedgePrices, list[PricedMode]] | None = None) -> None:
+        """Take these prices from now on; messages stay, so that the bound is near again after few sweeps. For `served`
+        see `__init__`."""
         self.prices = prices
+        self.served = served or {h: h.modes(prices, self.keep_parameters, self.reruns) for h in self.hyperedges}
         self.unary = [self.own(cls)[index] for cls, index in zip(self.classes, self.index)]
         for hyperedge in self._loops:
             position = self.position[hyperedge.hyperedge.producer]
@@ -149,22 +153,15 @@ class Dual:
             late = (rerun == 1) & (phase != BACKWARD)
             values = [
                 m.base[rerun, p] + np.where(late, m.block[phase | BACKWARD][p, q], m.block[phase][p, q])
-                for m in self.modes(hyperedge)
+                for m in self.served[hyperedge]
             ]
             self.unary[position] += np.minimum.reduce(values) * hyperedge.hyperedge.copies
-        priced = {}
         for factor in self.factors:
-            if id(factor.hyperedge) not in priced:
-                priced[id(factor.hyperedge)] = self.modes(factor.hyperedge)
-            factor.price(priced[id(factor.hyperedge)])
+            factor.price(self.served[factor.hyperedge])
 
     def own(self, cls: int) -> np.ndarray:
         """Return, for every option of a class, the priced seconds and bytes of all its copies."""
         return own_cost(self.problem, cls, self.prices, self.reruns)
-
-    def modes(self, hyperedge: HyperedgePrices) -> list[PricedMode]:
-        """Return the ways to serve one copy of a hyperedge at the prices of the dual."""
-        return hyperedge.modes(self.prices, self.keep_parameters, self.reruns)
 
     def strategies(self, choice: dict[int, int]) -> dict[int, int]:
         """Return the strategies of a choice, without what runs again."""

@@ -8,7 +8,7 @@ the backward, a tensor is there without being saved; a forward consumer that run
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -99,16 +99,33 @@ class HyperedgePrices:
                 seconds[0, i] += casts
         return seconds
 
-    def chosen(self, source: int, columns: Sequence[int]) -> HyperedgePrices:
-        """Return the prices of one source and some of the columns alone: few numbers to price again and again."""
-        few, here = copy.copy(self), (np.array([source]), np.array(columns))
-        at = np.ix_(*here)
-        few.sources, few.targets = (self.sources[source],), tuple(self.targets[q] for q in columns)
-        few.is_once, few.split = self.is_once[here[0]], self.split[:, here[0]][:, :, here[1]]
+    def among(self, allowed: Mapping[int, np.ndarray]) -> HyperedgePrices:
+        """Return the prices of the layouts alone that the strategies have which these masks by class allow; a strategy
+        that is not allowed has no layout of them."""
+        here, ends = self.hyperedge, [cls for cls, _, _ in self.hyperedge.consumers]
+        sources = np.unique(self.source_of[allowed[here.producer]])
+        columns = np.unique(np.concatenate([of[allowed[cls]] for cls, of in zip(ends, self.target_of)]))
+        if len(sources) == len(self.sources) and len(columns) == len(self.targets):
+            return self
+        few = self.chosen(sources, columns)
+        number = np.full((2, max(len(self.sources), len(self.targets))), -1)
+        number[0, sources], number[1, columns] = np.arange(len(sources)), np.arange(len(columns))
+        few.source_of, few.target_of = number[0, self.source_of], [number[1, of] for of in self.target_of]
+        return few
+
+    def chosen(self, sources: np.ndarray, columns: np.ndarray) -> HyperedgePrices:
+        """Return the prices of some of the sources and of the columns alone, numbered in this order: few numbers to
+        price again and again."""
+        few, at = copy.copy(self), np.ix_(sources, columns)
+        few.sources = tuple(self.sources[p] for p in sources)
+        few.targets = tuple(self.targets[q] for q in columns)
+        few.is_once, few.split = self.is_once[sources], self.split[:, sources][:, :, columns]
         few.seconds, few.is_possible = self.seconds[at], self.is_possible[at]
-        few._copy_bytes, few._base_bytes = self._copy_bytes[at], self._base_bytes[here[0]]
-        unmoved = np.flatnonzero(self.same_as[here[1]] == source)
-        few._unmoved = np.zeros(len(unmoved), int), unmoved
+        few._copy_bytes, few._base_bytes = self._copy_bytes[at], self._base_bytes[sources]
+        number = {p: i for i, p in enumerate(sources.tolist())}
+        few.same_as = np.array([number.get(p, -1) for p in self.same_as[columns].tolist()], int)
+        unmoved = np.flatnonzero(few.same_as >= 0)
+        few._unmoved = few.same_as[unmoved], unmoved
         return few
 
     def _priced(self, prices: Prices, phase: str, is_once: bool = False) -> np.ndarray:

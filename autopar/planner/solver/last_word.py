@@ -115,7 +115,7 @@ def _program(run: Run, dual: Dual, options: dict[int, np.ndarray], room: Room | 
         prices += [replace(unit, gradients=float(room.accumulates)), replace(unit, gradients=1.0)]
     else:
         prices.append(replace(prices[0], byte_seconds=solver.free.byte_seconds))  # the smaller of equal plans
-    program = Program(run.problem, solver.hyperedges, run.allowed, prices, run.restriction.keep, dual.reruns,
+    program = Program(run.problem, dual.hyperedges, run.allowed, prices, run.restriction.keep, dual.reruns,
                       options=options)  # fmt: skip
     costs = program.costs()
     if room is not None:

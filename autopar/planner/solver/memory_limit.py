@@ -121,7 +121,7 @@ class WithinLimit:
         run, cuts = self.run, self.run.cuts.copy()
         cuts.high[-1] = MOST_PRICE
         reruns = self.solver.blocks.reruns if free.saved else ()
-        dual = Dual(self.problem, self.solver.hyperedges, run.allowed, free, run.restriction.keep, reruns)
+        dual = Dual(self.problem, run.hyperedges, run.allowed, free, run.restriction.keep, reruns)
         # Far from where most was proved the search proves little: many plans cost the same where a weight is all.
         around, proved, reach, failures = None, -math.inf, 1.0, 0
         for _ in range(MOST_PRICES):
