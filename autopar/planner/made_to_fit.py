@@ -22,6 +22,8 @@ from .problem.recipes import MODELS_OWN, Restriction
 from .solver.search import Outcome
 from .solver.solver import Solver
 
+USEFUL = 10.0  # times the seconds of a recipe where memory is no limit, from where a plan of it is of no use
+
 
 @dataclass(frozen=True)
 class _Way:
@@ -67,13 +69,14 @@ class _Ways:
         solvers = solvers_for(self._solvers(_Way(self.options.micro_batches, self.options.offload)), name)
         alike = allowed_by(name, solvers)
         if alike not in self.in_full:
-            self.in_full[alike] = self._searched(solvers, Restriction.of(name, self.mesh))
+            self.in_full[alike] = self._searched(solvers, Restriction.of(name, self.mesh), USEFUL * failed.seconds)
         found = self.in_full[alike]
         return found and replace(found, restriction=Restriction.of(name, self.mesh))
 
-    def _searched(self, solvers: list[Solver], restriction: Restriction) -> Outcome | None:
-        """Return the fastest plan of a restriction that fits, None if there is none, or none of any use."""
-        able = [solver for solver in solvers if solver.may_fit(restriction)]
+    def _searched(self, solvers: list[Solver], restriction: Restriction, seconds: float) -> Outcome | None:
+        """Return the fastest plan of a restriction that fits, None if there is none that takes less than so many
+        seconds."""
+        able = [solver for solver in solvers if solver.may_fit(restriction, seconds)]
         try:
             return fastest(able, restriction, {})[1] if able else None
         except AutoparError:

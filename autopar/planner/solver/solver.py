@@ -22,14 +22,13 @@ from ..problem.problem import Problem
 from ..problem.recipes import FREELY, Restriction
 from .dual import Dual
 from .hyperedges import HyperedgePrices, hyperedges_of
-from .memory_limit import WithinLimit
+from .memory_limit import MOST_PRICE, WithinLimit
 from .minimize import DUAL, BeyondCutoff, Search
-from .search import DEAREST_PRICE, Outcome, Run, Starts
+from .search import Outcome, Run, Starts
 
 MOST_TRIES = 4  # to make one plan fit
 RECIPE_GAP = 5e-3  # good enough for a plan of a strategy
 SWEEPS = 8  # of a dual, for a first bound
-MOST_TIMES = 100.0
 
 
 class Solver:
@@ -121,17 +120,16 @@ class Solver:
             limit -= fitted.bytes_ - self.limit_bytes  # more passes by than before
         return None
 
-    def may_fit(self, restriction: Restriction) -> bool:
-        """Return False if no plan of a restriction can fit that takes less than MOST_TIMES what all compute takes at
-        least: at a price of memory at which little else counts, the bound of plans that recompute says so."""
+    def may_fit(self, restriction: Restriction, seconds: float) -> bool:
+        """Return False if no plan of a restriction can fit that takes less than so many seconds: the bound of plans
+        that recompute says so, at a price of memory at which little else counts."""
         run = self.run(restriction)
-        prices = replace(self.free, byte_seconds=DEAREST_PRICE * self.unit_price, saved=True,
+        prices = replace(self.free, byte_seconds=MOST_PRICE * self.unit_price, saved=True,
                          gradients=float(run.accumulates))  # fmt: skip
         dual = Dual(self.problem, run.hyperedges, run.allowed, prices, restriction.keep, self.blocks.reruns)
         for i in range(2 * SWEEPS):
             dual.sweep(i % 2 == 0)
-        room = self.unit_price * self.room_bytes
-        return dual.bound() < (DEAREST_PRICE + MOST_TIMES) * room
+        return dual.bound() - prices.byte_seconds * self.room_bytes < seconds
 
     def baseline(self, name: str, styles: Mapping[str, str] | None = None) -> Outcome | AutoparError:
         """Return the plan of an expert strategy, the one that is found if it is asked for, or with `styles` of the
