@@ -22,13 +22,14 @@ from ..problem.problem import Problem
 from ..problem.recipes import FREELY, Restriction
 from .dual import Dual
 from .hyperedges import HyperedgePrices, hyperedges_of
-from .memory_limit import MOST_PRICE, WithinLimit
+from .memory_limit import WithinLimit
 from .minimize import DUAL, BeyondCutoff, Search
 from .search import Outcome, Run, Starts
 
 MOST_TRIES = 4  # to make one plan fit
 RECIPE_GAP = 5e-3  # good enough for a plan of a strategy
 SWEEPS = 8  # of a dual, for a first bound
+MARGIN = 0.05  # of the room for tensors
 
 
 class Solver:
@@ -124,12 +125,12 @@ class Solver:
         """Return False if no plan of a restriction can fit that takes less than so many seconds: the bound of plans
         that recompute says so, at a price of memory at which little else counts."""
         run = self.run(restriction)
-        prices = replace(self.free, byte_seconds=MOST_PRICE * self.unit_price, saved=True,
-                         gradients=float(run.accumulates))  # fmt: skip
+        price = seconds / (MARGIN * max(self.room_bytes, 1.0))
+        prices = replace(self.free, byte_seconds=price, saved=True, gradients=float(run.accumulates))
         dual = Dual(self.problem, run.hyperedges, run.allowed, prices, restriction.keep, self.blocks.reruns)
         for i in range(2 * SWEEPS):
             dual.sweep(i % 2 == 0)
-        return dual.bound() - prices.byte_seconds * self.room_bytes < seconds
+        return dual.bound() - price * self.room_bytes < seconds
 
     def baseline(self, name: str, styles: Mapping[str, str] | None = None) -> Outcome | AutoparError:
         """Return the plan of an expert strategy, the one that is found if it is asked for, or with `styles` of the
