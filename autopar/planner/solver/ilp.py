@@ -126,10 +126,11 @@ class Program:
         self.variables = self.constraints = 0
         self._one_hot(options)
         self.binaries = self.variables
+        left = {cls: np.isin(np.arange(len(mask)), self.index[cls] % len(mask)) for cls, mask in allowed.items()}
         for hyperedge in hyperedges:
             if self.variables > most_variables:
                 break
-            self._hyperedge(hyperedge)
+            self._hyperedge(hyperedge.among(left))
         self.shares = self.variables  # that are no seconds
 
     # assembly

@@ -75,7 +75,7 @@ def fastest_played(outcomes: Sequence[Outcome]) -> Outcome:
     promising = sorted(outcomes, key=lambda one: one.evaluation.seconds)[:MOST_PLAYED]
     best = promising[0]
     for one in promising[1:]:
-        if one.evaluation.seconds < best.seconds and one.evaluation is not best.evaluation:
+        if one.evaluation is not best.evaluation and one.evaluation.seconds < best.seconds:
             best = one if one.seconds < best.seconds else best
     return best
 

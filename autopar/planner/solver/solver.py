@@ -79,7 +79,7 @@ class Solver:
         fastest = run.fastest(is_limited=True)
         if fastest.bound_seconds >= self.search.cutoff_seconds:
             raise BeyondCutoff(fastest.bound_seconds)
-        fitted = None if is_free else self.made_to_fit(fastest.evaluation)
+        fitted = None if is_free or fastest.fits else self.made_to_fit(fastest.evaluation)
         return fastest if fitted is None else replace(fastest, evaluation=fitted, fits=True)
 
     def allowed(self, restriction: Restriction, pins: dict[str, str] | None = None) -> dict[int, np.ndarray]:
