@@ -62,7 +62,7 @@ def last_word(run: Run, dual: Dual, prices: Prices, best: Evaluation, joint: dic
     base, reduced = dual.reduced_costs()
     worth = prices.byte_seconds * room.bytes_ if room else 0.0
     slack = best.seconds + worth - base + ROUNDING * abs(base)
-    held = best.resident_bytes + prices.gradients * best.gradient_bytes
+    held = best.resident_bytes + prices.gradients * (best.gradient_bytes + best.whole_gradient_bytes)
     slack += 0.0 if room else prices.byte_seconds * held  # among equally fast plans the smaller one
     total = sum(map(len, dual.index))
     left = sum(int((r <= slack).sum()) for r in reduced)
@@ -119,7 +119,7 @@ def _program(run: Run, dual: Dual, options: dict[int, np.ndarray], room: Room | 
                       options=options)  # fmt: skip
     costs = program.costs()
     if room is not None:
-        passing = (best.passing_bytes + best.transient_bytes + best.whole_gradient_bytes) / room.bytes_
+        passing = (best.passing_bytes + best.transient_bytes) / room.bytes_
         limit_peaks(program, costs[count:] - costs[0], 1.0 - passing)
     return program, program.busiest(costs[0] if room is not None else costs[-1], costs[:count] - costs[0], spans)
 

@@ -165,7 +165,7 @@ class Run:
     def _cut(self, e: Evaluation) -> None:
         """Add what the plan that was found last says of the bound for all prices."""
         point = np.array([*itertools.chain(*self.prices.links), 0.0])
-        held = e.resident_bytes + max(e.saved_bytes, e.gradient_bytes)
+        held = e.resident_bytes + max(e.saved_bytes, e.gradient_bytes) + e.whole_gradient_bytes
         slope = [*e.slopes(), (held - self.solver.room_bytes) * self.solver.unit_price] if self.prices.links else [0.0]
         seconds = e.priced(replace(self.prices, byte_seconds=0.0))
         self.cuts.add(point, seconds, np.array(slope), e)
