@@ -57,7 +57,11 @@ class _Ways:
         for way in self._tried(name):
             styles = self.options.styles if name == MODELS_OWN else None
             one = row(name, self._solvers(way), styles, self.rows[way])
-            if isinstance(one, Outcome) and one.fits and _fits_host(one):
+            if not isinstance(one, Outcome):
+                continue
+            if not _fits_host(one):  # nor does it in more micro-batches
+                break
+            if one.fits:
                 return one
         return self._in_full(name)
 

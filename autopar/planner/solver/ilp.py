@@ -340,6 +340,24 @@ class Program:
         return Solution(choice, result.objective_value() / SCALE, bound, is_optimal)
 
 
+def flows_of(hyperedges: Sequence[HyperedgePrices], options: Mapping[int, np.ndarray]) -> int:
+    """Return about how many variables a program of these options by class has: a flow for each pair of layouts of every
+    use."""
+    total = sum(map(len, options.values()))
+    for priced in hyperedges:
+        of, hyperedge = priced.source_of, priced.hyperedge
+        sources = _count(options[hyperedge.producer], of)
+        total += sum(
+            sources * _count(options[cls], target) for (cls, _, _), target in zip(hyperedge.consumers, priced.target_of)
+        )
+    return total
+
+
+def _count(options: np.ndarray, layout_of: np.ndarray) -> int:
+    rerun, k = np.divmod(options, len(layout_of))
+    return len(set((layout_of[k] + rerun * (layout_of.max() + 1)).tolist()))
+
+
 def _summed(rows, columns, values, width):
     """Sort entries by row, then column, and add up those of one place; what adds up to 0 is left out."""
     key = rows * width + columns

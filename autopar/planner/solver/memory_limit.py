@@ -29,7 +29,7 @@ from .interpolate import between, keep_copies, mix
 from .last_word import Room, last_word
 from .local_search import LocalSearch
 from .minimize import ILP, BeyondCutoff, minimize
-from .search import Outcome, Run, fastest_played
+from .search import DEAREST_PRICE, Outcome, Run, fastest_played
 from .squeeze import squeezed
 
 MOST_PRICES = 9  # of one search; the cuts seldom ask for more
@@ -206,7 +206,7 @@ class WithinLimit:
                 low = price
             else:
                 high = price
-            if high is not None and high < 1.1 * low:
+            if high is not None and high < 1.1 * low or low > DEAREST_PRICE:
                 break
             price = 8 * price if high is None else math.sqrt(low * high) if low else high / 8
 
