@@ -175,7 +175,7 @@ class _Tensor:
         self.summed_away = inputs - own if argument is None else set()
         self.through = {"+" + ",".join(map(str, sorted(s))) for s in rule.linear if argument is None or argument in s}
         self.said_by = own | self.summed_away | self.through
-        self.known: dict[tuple, Layout | None] = {}
+        self.known: dict[tuple[tuple[str, int] | None, ...], Layout | None] = {}
 
     def layout(self, choice: Choice, mesh: Mesh) -> Layout | None:
         """Return the layout under a choice, None if there is none, or none that is legal."""

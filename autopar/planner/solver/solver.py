@@ -43,8 +43,8 @@ class Solver:
         self.problem, self.pricer, self.limit_bytes = problem, pricer, limit_bytes
         self.room_bytes = limit_bytes - problem.reserve_bytes  # for tensors
         self.search, self.report = search, report
-        self.blocks = alike.blocks if alike else Blocks(problem, pricer)
-        self.hyperedges = alike.hyperedges if alike else [
+        self.blocks: Blocks = alike.blocks if alike else Blocks(problem, pricer)
+        self.hyperedges: list[HyperedgePrices] = alike.hyperedges if alike else [
             HyperedgePrices(problem, pricer, hyperedge) for hyperedge in hyperedges_of(problem)
         ]  # fmt: skip
         fastest = sum(float(c.seconds.min()) * c.copies for c in problem.classes.values())
