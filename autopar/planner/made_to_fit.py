@@ -7,6 +7,7 @@ its row again.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -15,11 +16,13 @@ from ..frontend.export import Captured
 from . import plan
 from .accumulation import fastest, solvers_for
 from .batch import at_least, data_ways, micro_batch_of, samples_of
-from .expert_plans import Row, row
+from .expert_plans import Row, allowed_by, row
 from .problem import offload
 from .problem.recipes import MODELS_OWN, Restriction
 from .solver.search import Outcome
 from .solver.solver import Solver
+
+USEFUL = 10.0  # times the seconds of a recipe where memory is no limit, from where a plan of it is of no use
 
 
 @dataclass(frozen=True)
@@ -46,12 +49,19 @@ class _Ways:
         self.mesh, self.options = planned.problem.mesh, planned.options
         self.batch, self.limit_bytes = samples_of(captured.signature), planned.solver.limit_bytes
         self.solvers: dict[_Way, list[Solver]] = {}
+        self.rows: dict[_Way, dict[str, Outcome]] = defaultdict(dict)
+        self.in_full: dict[str, Outcome | None] = {}
 
     def fitting(self, name: str) -> Outcome | None:
         """Return the plan of a recipe in the first way in which it fits, None if there is none."""
         for way in self._tried(name):
-            one = row(name, self._solvers(way), self.options.styles if name == MODELS_OWN else None)
-            if isinstance(one, Outcome) and one.fits and _fits_host(one):
+            styles = self.options.styles if name == MODELS_OWN else None
+            one = row(name, self._solvers(way), styles, self.rows[way])
+            if not isinstance(one, Outcome):
+                continue
+            if not _fits_host(one):  # nor does it in more micro-batches
+                break
+            if one.fits:
                 return one
         return self._in_full(name)
 
@@ -60,9 +70,19 @@ class _Ways:
         failed = self.planned.others[name]
         if name == MODELS_OWN or not isinstance(failed, Outcome) or _state_bytes(failed) > self.limit_bytes:
             return None
+        solvers = solvers_for(self._solvers(_Way(self.options.micro_batches, self.options.offload)), name)
+        alike = allowed_by(name, solvers)
+        if alike not in self.in_full:
+            self.in_full[alike] = self._searched(solvers, Restriction.of(name, self.mesh), USEFUL * failed.seconds)
+        found = self.in_full[alike]
+        return found and replace(found, restriction=Restriction.of(name, self.mesh))
+
+    def _searched(self, solvers: list[Solver], restriction: Restriction, seconds: float) -> Outcome | None:
+        """Return the fastest plan of a restriction that fits, None if there is none that takes less than so many
+        seconds."""
+        able = [solver for solver in solvers if solver.may_fit(restriction, seconds)]
         try:
-            solvers = solvers_for(self._solvers(_Way(self.options.micro_batches, self.options.offload)), name)
-            return fastest(solvers, Restriction.of(name, self.mesh), {})[1]
+            return fastest(able, restriction, {})[1] if able else None
         except AutoparError:
             return None
 
@@ -102,7 +122,7 @@ class _Ways:
             options = replace(self.options, micro_batches=way.micro_batches, offload=way.offload)
             micro, options = micro_batch_of(self.captured, options)
             one = micro.captured if micro else self.captured
-            self.solvers[way] = plan.solvers_of(one, self.mesh, options, self.report)
+            self.solvers[way] = plan.solvers_of(one, self.mesh, options, self.report, self.planned.pricer)
         return self.solvers[way]
 
 

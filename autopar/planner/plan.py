@@ -19,6 +19,7 @@ from ..cost.orthogonalize import OrthogonalizeCost
 from ..cost.product_seconds import ProductSeconds
 from ..cost.redistribute import Redistributor
 from ..cost.transfer_prices import TransferPrices
+from ..cost.update import UpdateCost
 from ..errors import AutoparError, StageError, StrategyError, UnsupportedOpError
 from ..frontend.export import Captured
 from ..frontend.precision import compute_dtype, reduce_type, state_type
@@ -38,7 +39,7 @@ from .objective.pricer import Pricer
 from .objective.timeline import Timeline, simulate
 from .problem import offload
 from .problem.overlay import fitting
-from .problem.problem import Problem, build
+from .problem.problem import Problem, build, with_offload
 from .problem.recipes import MODELS_OWN, Restriction, globs_of, may_cut_sequence
 from .problem.symmetry import fold, unfolded
 from .solver.minimize import DUAL, ILP, Search
@@ -230,27 +231,19 @@ def search(
 
 
 def solvers_of(
-    captured: Captured, mesh: Mesh, options: PlanOptions, report: Callable[[str], None] = lambda t: None
-) -> list[Solver]:
-    """Return one solver for each way to reduce gradients, all of the same problem."""
+    captured: Captured, mesh: Mesh, options: PlanOptions, report: Callable[[str], None] = lambda t: None,
+    known: Pricer | None = None,
+) -> list[Solver]:  # fmt: skip
+    """Return one solver for each way to reduce gradients, all of the same problem. `known`: a pricer on the same mesh,
+    of other micro-batches or another offload, whose redistributions are priced already."""
     hardware, around = options.hardware, options.around(mesh)
     links, tiers = hardware.links_for(around), hardware.tiers_for(around)
-    redistribute = Redistributor(mesh, {a: links[a] for a in mesh.names}, hardware.reached_memory_bytes_per_second)
     report("building the problem")
-    cost = HostCost(hardware.host, options.micro_batches) if hardware.host else None
-    collectives, optimizer = CollectiveCost(hardware, around), options.of_state()
-    muon = None
-    if optimizer.orthogonalizes:
-        prices = TransferPrices(redistribute, collectives)
-        muon = OrthogonalizeCost(prices, ProductSeconds(hardware), options.micro_batches)
-    problem = build(
-        captured, mesh, hardware, optimizer,
-        fold if options.folded else unfolded, dict(options.fixed),
-        {**options.pin, **dict(options.forbid), **dict.fromkeys(globs_of(options.strategy), "")},
-        offload.Offload(options.offload, cost, options.on_host), options.micro_batches, muon,
-        options.execution, may_cut_sequence(options.strategy, mesh, captured.signature.samples),
+    prices = known.prices if known else TransferPrices(
+        Redistributor(mesh, {a: links[a] for a in mesh.names}, hardware.reached_memory_bytes_per_second),
+        CollectiveCost(hardware, around), hardware.classes_for(around),
     )  # fmt: skip
-    problem.fits = fitting(problem, options.overlay) if options.overlay is not None else {}
+    problem = _problem(captured, mesh, options, prices, known.problem if known else None)
     bucket_bytes = max(tiers[a].bucket_bytes for a in mesh.names)
     limit = float(options.memory_bytes or hardware.memory_bytes)
     gain = hardware.overlap_gain
@@ -258,11 +251,36 @@ def solvers_of(
     ways = passes.ways(asked, options.micro_batches, options.offload == offload.OPTIMIZER)
     is_cut = options.micro_batches > 1
     pricers = [
-        Pricer(problem, redistribute, bucket_bytes, collectives, options.micro_batches, once, gathers_once=is_cut,
-               reduce_dtype=reduce_type(options.reduce_dtype), class_of=hardware.classes_for(around))
+        Pricer(problem, prices, bucket_bytes, options.micro_batches, once, gathers_once=is_cut,
+               reduce_dtype=reduce_type(options.reduce_dtype))
         for once in ((True,) if is_cut and options.within is not None else ways)
     ]  # fmt: skip
     return [Solver(problem, pricer, limit, options.search, report, gain) for pricer in pricers]
+
+
+def _problem(
+    captured: Captured, mesh: Mesh, options: PlanOptions, prices: TransferPrices, known: Problem | None
+) -> Problem:
+    """Return the problem of a captured graph; `known`: one that is like it, if it is of the same graph, but for the
+    offload."""
+    hardware, optimizer = options.hardware, options.of_state()
+    cost = HostCost(hardware.host, options.micro_batches) if hardware.host else None
+    on_host = offload.Offload(options.offload, cost, options.on_host)
+    if known is not None and known.whole is captured.graph:
+        update = UpdateCost(hardware.reached_memory_bytes_per_second, options.micro_batches)
+        return with_offload(known, on_host, update)
+    muon = None
+    if optimizer.orthogonalizes:
+        muon = OrthogonalizeCost(prices, ProductSeconds(hardware), options.micro_batches)
+    problem = build(
+        captured, mesh, hardware, optimizer,
+        fold if options.folded else unfolded, dict(options.fixed),
+        {**options.pin, **dict(options.forbid), **dict.fromkeys(globs_of(options.strategy), "")},
+        on_host, options.micro_batches, muon, options.execution,
+        may_cut_sequence(options.strategy, mesh, captured.signature.samples),
+    )  # fmt: skip
+    problem.fits = fitting(problem, options.overlay) if options.overlay is not None else {}
+    return problem
 
 
 def _unruled(problem: Problem, strict: bool) -> tuple[str, ...]:

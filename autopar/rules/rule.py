@@ -136,8 +136,9 @@ def strategies(
         options += [(factor, p) for p in (1, *(parts or {}).get(factor, ()))]
     options += [("+" + ",".join(map(str, sorted(s))), 1) for s in rule.linear]
     result: dict[tuple[tuple[Layout, ...], tuple[Layout, ...]], Strategy] = {}
+    tensors = _tensors(rule, input_shapes, output_shapes)
     for choice in itertools.product(options, repeat=len(mesh.names)):
-        strategy = _strategy(rule, choice, input_shapes, output_shapes, mesh)
+        strategy = _strategy(rule, choice, *tensors, mesh)
         if strategy is not None:
             result.setdefault((strategy.inputs, strategy.outputs), strategy)
     return list(result.values())
@@ -162,42 +163,51 @@ def strategy_of(
         if not parts or factor and factor not in factors and (factor not in linear or parts != 1):
             return None
         choice.append((factor, parts))
-    return _strategy(rule, choice, input_shapes, output_shapes, mesh) if len(choice) == len(mesh.names) else None
+    if len(choice) != len(mesh.names):
+        return None
+    return _strategy(rule, choice, *_tensors(rule, input_shapes, output_shapes), mesh)
 
 
-def _strategy(
-    rule: Rule,
-    choice: Sequence[tuple[str, int]],
-    input_shapes: Sequence[Sequence[int]],
-    output_shapes: Sequence[Sequence[int]],
-    mesh: Mesh,
-) -> Strategy | None:
-    sharded: dict[str, list[str]] = {}
-    parts: dict[str, int] = {}
-    through: dict[str, frozenset[int]] = {}
-    ways = 1
-    for axis, (factor, p) in zip(mesh.names, choice):
-        if factor.startswith("+"):
-            through[axis] = frozenset(map(int, factor[1:].split(",")))
-        elif factor:
-            if parts.setdefault(factor, p) != p:
-                return None
-            sharded.setdefault(factor, []).append(axis)
-            ways *= mesh.size(axis)
-    for factor, axes in sharded.items():
-        count = math.prod(mesh.size(axis) for axis in axes)
-        if factor in rule.even and rule.even[factor] % (count * parts[factor]):
-            return None
-    for factor, outer in rule.within.items():
-        count = math.prod(mesh.size(axis) for axis in sharded.get(outer, ()))
-        if any(rule.even[outer] % (count * mesh.size(axis)) == 0 for axis in sharded.get(factor, ())):
-            return None
+Choice = Sequence[tuple[str, int]]  # per axis: the factor that it cuts, or "+0,1", and inside of how many equal parts
 
-    in_inputs = {name for dims in rule.inputs for name in names_in(dims)}
 
-    def layout(dims: tuple[Dim, ...], argument: int | None) -> Layout | None:
+class _Tensor:
+    """An argument of an op, or an output (`argument` is None), with the layouts that choices give it: each is found
+    once for all choices that say the same of its own factors."""
+
+    def __init__(self, rule: Rule, dims: tuple[Dim, ...], shape: Sequence[int], argument: int | None):
+        self.dims, self.shape, self.reduction, self.within = dims, shape, rule.reduction, rule.within
+        own = set(names_in(dims))
+        inputs = {name for one in rule.inputs for name in names_in(one)}
+        self.summed_away = inputs - own if argument is None else set()
+        self.through = {"+" + ",".join(map(str, sorted(s))) for s in rule.linear if argument is None or argument in s}
+        self.said_by = own | self.summed_away | self.through
+        self.known: dict[tuple[tuple[str, int] | None, ...], Layout | None] = {}
+
+    def layout(self, choice: Choice, mesh: Mesh) -> Layout | None:
+        """Return the layout under a choice, None if there is none, or none that is legal."""
+        key = tuple([one if one[0] in self.said_by else None for one in choice])
+        if key not in self.known:
+            found = self._layout(key, mesh)
+            self.known[key] = found if found is not None and is_legal(self.shape, found, mesh) else None
+        return self.known[key]
+
+    def _layout(self, choice: Sequence[tuple[str, int] | None], mesh: Mesh) -> Layout | None:
+        sharded: dict[str, list[str]] = {}
+        parts: dict[str, int] = {}
+        partial = []
+        for axis, one in zip(mesh.names, choice):
+            if one is None:
+                continue
+            if one[0] in self.through:
+                partial.append((axis, "sum"))
+            elif one[0] in self.summed_away:
+                partial.append((axis, self.reduction))
+            else:
+                sharded.setdefault(one[0], []).append(axis)
+                parts[one[0]] = one[1]
         axes, counts, owned = [], [], []
-        for dim in dims:
+        for dim in self.dims:
             cut = [entry for entry in entries_of(dim) if name_of(entry) in sharded]
             if any(isinstance(entry, Rows) for entry in cut):
                 owners = [entry.factor for entry in cut if isinstance(entry, Rows) and entry.by_owner]
@@ -209,7 +219,7 @@ def _strategy(
                 axes.append(tuple(sorted(by, key=lambda axis: (axis in last, mesh.names.index(axis)))))
                 counts.append(1)
                 continue
-            if len(cut) == 2 and rule.within.get(name_of(cut[1])) == name_of(cut[0]) and parts[name_of(cut[0])] == 1:
+            if len(cut) == 2 and self.within.get(name_of(cut[1])) == name_of(cut[0]) and parts[name_of(cut[0])] == 1:
                 axes.append(tuple(axis for entry in cut for axis in sharded[name_of(entry)]))
                 counts.append(1)
                 continue
@@ -219,18 +229,39 @@ def _strategy(
                 return None
             axes.append(tuple(sharded[name_of(cut[0])]) if cut else ())
             counts.append(parts[name_of(cut[0])] * (cut[0].parts if isinstance(cut[0], Inner) else 1) if cut else 1)
-        partial = [(a, "sum") for a, arguments in through.items() if argument is None or argument in arguments]
-        if argument is None:
-            summed_away = in_inputs - set(names_in(dims))
-            partial += [(a, rule.reduction) for f, fa in sharded.items() if f in summed_away for a in fa]
         return Layout(tuple(axes), tuple(sorted(partial + owned)), tuple(counts))
 
-    inputs = tuple([l for i, dims in enumerate(rule.inputs) if (l := layout(dims, i)) is not None])
-    outputs = tuple([l for dims in rule.outputs if (l := layout(dims, None)) is not None])
-    if (len(inputs), len(outputs)) != (len(rule.inputs), len(rule.outputs)):
+
+def _tensors(
+    rule: Rule, input_shapes: Sequence[Sequence[int]], output_shapes: Sequence[Sequence[int]]
+) -> tuple[list[_Tensor], list[_Tensor]]:
+    inputs = [
+        _Tensor(rule, dims, shape, i) for i, (dims, shape) in enumerate(zip(rule.inputs, input_shapes, strict=True))
+    ]
+    return inputs, [_Tensor(rule, dims, shape, None) for dims, shape in zip(rule.outputs, output_shapes, strict=True)]
+
+
+def _strategy(
+    rule: Rule, choice: Choice, inputs: Sequence[_Tensor], outputs: Sequence[_Tensor], mesh: Mesh
+) -> Strategy | None:
+    parts: dict[str, int] = {}
+    ways: dict[str, int] = {}
+    for axis, (factor, p) in zip(mesh.names, choice):
+        if factor and not factor.startswith("+"):
+            if parts.setdefault(factor, p) != p:
+                return None
+            ways[factor] = ways.get(factor, 1) * mesh.size(axis)
+    if any(f in rule.even and rule.even[f] % (count * parts[f]) for f, count in ways.items()):
         return None
-    for layouts, shapes in ((inputs, input_shapes), (outputs, output_shapes)):
-        if not all(is_legal(shape, l, mesh) for l, shape in zip(layouts, shapes)):
+    for factor, outer in rule.within.items():
+        own = [mesh.size(axis) for axis, (name, _) in zip(mesh.names, choice) if name == factor]
+        if any(rule.even[outer] % (ways.get(outer, 1) * size) == 0 for size in own):
             return None
+    layouts = []
+    for tensor in (*inputs, *outputs):
+        layout = tensor.layout(choice, mesh)
+        if layout is None:
+            return None
+        layouts.append(layout)
     label = tuple(f if p == 1 else f"{f}/{'zigzag' if p == ZIGZAG else p}" for f, p in choice)
-    return Strategy(inputs, outputs, label, ways)
+    return Strategy(tuple(layouts[: len(inputs)]), tuple(layouts[len(inputs) :]), label, math.prod(ways.values()))

@@ -11,6 +11,7 @@ import torch
 from autopar import compiler
 from autopar.cost.memory import Optimizer
 from autopar.cost.redistribute import Redistributor
+from autopar.cost.transfer_prices import TransferPrices
 from autopar.frontend.export import Captured
 from autopar.hardware.profile import Hardware, Tier
 from autopar.ir.mesh import Mesh
@@ -74,10 +75,10 @@ class Instance:
         fold = folding.fold if folded else folding.unfolded
         self.problem: Problem = build(graph, self.mesh, self.hardware, Optimizer.of(optimizer), fold)
         links, bandwidth = self.hardware.links_for(self.mesh), self.hardware.reached_memory_bytes_per_second
-        self.pricer = Pricer(self.problem, Redistributor(self.mesh, links, bandwidth),
-                             self.hardware.links[-1].bucket_bytes, micro_batches=shared_by,
-                             gathers_once=shared_by > 1, reduce_dtype=reduce_dtype,
-                             class_of={a: (classes or {}).get(a, 0) for a in self.mesh.names})  # fmt: skip
+        prices = TransferPrices(Redistributor(self.mesh, links, bandwidth),
+                                class_of={a: (classes or {}).get(a, 0) for a in self.mesh.names})  # fmt: skip
+        self.pricer = Pricer(self.problem, prices, self.hardware.links[-1].bucket_bytes, micro_batches=shared_by,
+                             gathers_once=shared_by > 1, reduce_dtype=reduce_dtype)  # fmt: skip
         self.hyperedges = [
             HyperedgePrices(self.problem, self.pricer, hyperedge) for hyperedge in hyperedges_of(self.problem)
         ]

@@ -66,6 +66,7 @@ class Blocks:
         for v in sorted(self.inner):
             self.members[self.block[v]].append(v)
         self.cheap = {v for v in self.inner if not flops_of(problem.vertices[v].node)}
+        self.chains: dict[tuple, list[tuple[str, frozenset[int]]]] = {}  # see Rematerialization.chain
 
     def recomputation(
         self, evaluation: Evaluation, prices: Prices = Prices(), levels: Sequence[str] = ()

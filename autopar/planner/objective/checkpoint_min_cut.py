@@ -159,9 +159,15 @@ class Rematerialization:
         return self._full() if level == FULL else self._selective()
 
     def chain(self) -> list[tuple[str, frozenset[int]]]:
-        """Return growing sets with their levels, each the cheapest at some price; the last is that of `full`."""
-        full = self._full()
-        return [(str(i), found) for i, found in enumerate(self._between(frozenset(), full), 1)] + [(FULL, full)]
+        """Return growing sets with their levels, each the cheapest at some price; the last is that of `full`. Blocks
+        that decide alike have the same ones."""
+        graph = tuple(self.seconds), tuple((x.bytes_, x.maker, x.is_saved, *x.readers) for x in self.values.values())
+        chains = self.blocks.chains
+        if graph not in chains:
+            full = self._full()
+            between = self._between(frozenset(), full)
+            chains[graph] = [*((str(i), found) for i, found in enumerate(between, 1)), (FULL, full)]
+        return chains[graph]
 
     def _between(self, low: frozenset[int], high: frozenset[int]) -> list[frozenset[int]]:
         """Return the sets between `low` and `high` that are cheaper than both at some price, in order."""

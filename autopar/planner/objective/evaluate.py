@@ -147,9 +147,8 @@ class Evaluation:
         """Return the cost that a search at these prices minimizes, without recomputation."""
         compute = sum(seconds * prices.compute(phase) for phase, seconds in self.compute.items())
         moved = sum(t.copies * t.priced(prices, self.passes) for t in self.transfers)
-        held = (
-            self.resident_bytes + prices.gradients * self.gradient_bytes + (self.saved_bytes if prices.saved else 0.0)
-        )
+        gradients = prices.gradients * (self.gradient_bytes + self.whole_gradient_bytes)
+        held = self.resident_bytes + gradients + (self.saved_bytes if prices.saved else 0.0)
         return compute + moved + self.parameter_seconds + prices.byte_seconds * held
 
     @property
@@ -217,7 +216,7 @@ def evaluate(
         result.transfers.extend(served.transfers)
         result.retained.update(served.retained)
         result.saved.update(served.saved)
-        if pricer.reduces_once:
+        if pricer.reduces_once and is_of_one(problem, uses):  # others have no price, see memory_timeline.py
             made = problem.choices(producer).strategies[choice[producer]].outputs[output]
             whole = unreduced_bytes(problem, choice, pricer, uses, made)
             result.whole_gradient_bytes += whole * copies[uses[0].consumer]
@@ -234,6 +233,11 @@ def unreduced_bytes(
     shard = problem.choices(consumer.index).strategies[choice[consumer.index]].outputs[0]
     master = consumer.node.meta["val"]  # a gradient has the type of its parameter, not of the copy that computes
     return max(0.0, pricer.bytes_of(master, made) - pricer.bytes_of(master, shard))
+
+
+def is_of_one(problem: Problem, uses: Sequence[Use]) -> bool:
+    """Return whether a tensor has one use alone, or several of one class, which decide alike."""
+    return len({(problem.vertices[u.consumer].cls, u.slot, u.phase) for u in uses}) == 1
 
 
 @dataclass(frozen=True)

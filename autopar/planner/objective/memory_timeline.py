@@ -23,7 +23,7 @@ from ...cost.compute import FREE
 from ...cost.redistribute import MoveStep
 from ..problem.problem import Problem
 from ..problem.vertices import STATE, Vertex
-from .evaluate import Evaluation
+from .evaluate import Evaluation, is_of_one, unreduced_bytes
 from .pricer import Pricer
 from .step_order import StepOrder, Travel, step_order
 from .timeline import Timeline
@@ -240,7 +240,7 @@ class _Lives:
         backward = next((i for i, run in enumerate(self.order.runs) if run.phase == "backward"), 0)
         accumulated = self.pricer.micro_batches > 1  # then those of the passes before are there from the start
         if e.reduces_once:
-            yield GRADIENTS, 0, count, e.whole_gradient_bytes
+            yield GRADIENTS, 0, count, e.whole_gradient_bytes + self._of_several_parameters()
         for use in problem.uses:
             v = problem.vertices[use.consumer]
             if use.slot != STATE or use.phase != "backward" or v.kind != "parameter":
@@ -252,6 +252,15 @@ class _Lives:
             yield GRADIENTS, self.run_of.get((use.producer, False), backward), count, bytes_
             if self.copies[v.index] > 1:
                 yield GRADIENTS, self._end_of_backward(v.block), count, bytes_ * (self.copies[v.index] - 1)
+
+    def _of_several_parameters(self) -> float:
+        """Return what unreduced gradients that more than one parameter has take beyond the shards."""
+        return sum(
+            unreduced_bytes(self.problem, self.evaluation.choice, self.pricer, uses, self._layout(*tensor))
+            * self.copies[uses[0].consumer]
+            for tensor, uses in self.problem.uses_of.items()
+            if not is_of_one(self.problem, uses)
+        )
 
     def _end_of_backward(self, block: int) -> int:
         """Return the last run in the backward of a block of a compact graph."""

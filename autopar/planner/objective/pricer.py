@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 import torch
 
-from ...cost.collectives import CollectiveCost
-from ...cost.redistribute import Redistributor
 from ...cost.transfer_prices import IMPOSSIBLE, TransferPrices
 from ...ir.graph import operand
 from ...ir.layout import Layout, largest_local_numel
@@ -23,14 +19,12 @@ class Pricer:
     (autopar/planner/accumulation.py), with `gathers_once` they share the copies of parameters that are kept. Gradients
     travel in `reduce_dtype`, if that is narrower than they are, while they are added up."""
 
-    def __init__(self, problem: Problem, redistribute: Redistributor, bucket_bytes: float,
-                 collectives: CollectiveCost | None = None, micro_batches: int = 1, reduces_once: bool = False,
-                 gathers_once: bool = False, reduce_dtype: torch.dtype | None = None,
-                 class_of: Mapping[str, int] | None = None):  # fmt: skip
-        self.reduce_dtype = reduce_dtype
-        self.problem, self.redistribute, self.bucket_bytes = problem, redistribute, bucket_bytes
+    def __init__(self, problem: Problem, prices: TransferPrices, bucket_bytes: float, micro_batches: int = 1,
+                 reduces_once: bool = False, gathers_once: bool = False,
+                 reduce_dtype: torch.dtype | None = None):  # fmt: skip
+        self.problem, self.prices, self.redistribute = problem, prices, prices.redistribute
+        self.bucket_bytes, self.reduce_dtype = bucket_bytes, reduce_dtype
         self.micro_batches, self.reduces_once, self.gathers_once = micro_batches, reduces_once, gathers_once
-        self.prices = TransferPrices(redistribute, collectives, class_of)
         self._local: dict[tuple, float] = {}
         self._inside: dict[tuple[int, int], float] = {}
         self._shares_of: dict[tuple[int, float], tuple[float, ...]] = {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -27,7 +27,7 @@ from ...ir.layout import Layout
 from ...ir.mesh import Mesh
 from ...rules import Rule
 from .offload import Offload
-from .strategies import Choices, choices_of
+from .strategies import Choices, choices_of, in_memory
 from .vertices import Use, Vertex, vertices_of
 
 
@@ -177,6 +177,16 @@ def build(
     for v, copies in zip(vertices, problem.copies(problem.half)):
         classes[v.cls].copies += copies
     return problem
+
+
+def with_offload(problem: Problem, offload: Offload, update: UpdateCost) -> Problem:
+    """Return the problem with parameters in the kinds of memory that another `offload` says, and all else as it is."""
+    classes = {
+        cls: in_memory(problem.vertices[cls], options, problem.mesh, problem.optimizer, offload, update)
+        if problem.vertices[cls].kind == "parameter" else options
+        for cls, options in problem.classes.items()
+    }  # fmt: skip
+    return replace(problem, classes=classes, offload=offload)
 
 
 def _couple(vertices: list[Vertex], uses: list[Use]) -> None:

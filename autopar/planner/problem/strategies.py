@@ -115,6 +115,16 @@ def _parameter_choices(
     return choices
 
 
+def in_memory(
+    v: Vertex, choices: Choices, mesh: Mesh, optimizer: Optimizer, offload: Offload, update: UpdateCost
+) -> Choices:
+    """Return the layouts that a class of parameters may choose, in the kinds of memory that `offload` says."""
+    options = list(dict.fromkeys(s.outputs[0] for s in choices.strategies))
+    elements = np.array([float(largest_local_numel(tuple(v.node.meta["val"].shape), o, mesh)) for o in options])
+    found = _parameter_choices(v, options, elements, optimizer, offload, update)
+    return replace(found, members=choices.members, copies=choices.copies)
+
+
 def _free(options: list[Strategy]) -> Choices:
     """Return choices that cost nothing."""
     return Choices(options, *(np.zeros(len(options)) for _ in range(3)))

@@ -11,7 +11,7 @@ autopar/planner/solver/factor.py.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -66,10 +66,12 @@ class Dual:
     def __init__(self, problem: Problem, hyperedges: Sequence[HyperedgePrices], allowed: dict[int, np.ndarray],
                  prices: Prices,
                  keep_parameters: bool | None = None, reruns: Collection[int] = (),
-                 options: Sequence[np.ndarray] | None = None):  # fmt: skip
+                 options: Sequence[np.ndarray] | None = None,
+                 served: dict[HyperedgePrices, list[PricedMode]] | None = None):  # fmt: skip
         """Build the dual at these prices. `reruns` are classes whose ops may run again in the backward, so that what
         they make need not be saved; with them the bound also holds for plans that recompute. `options`: those of every
-        class in order that are left, by default all that are allowed."""
+        class in order that are left, by default all that are allowed. `served`: the modes of every hyperedge, if they
+        are priced already."""
         self.problem, self.hyperedges, self.allowed, self.keep_parameters = (
             problem,
             hyperedges,
@@ -80,7 +82,9 @@ class Dual:
         self.classes = _order(problem)
         self.position = {cls: i for i, cls in enumerate(self.classes)}
         self.index = options or [options_of(cls, allowed[cls], self.reruns) for cls in self.classes]
-        self.factors: list[Factor] = []
+        self.every_factor: list[Factor] = []
+        self.factors: list[Factor] = []  # between several classes that have a choice,
+        self._absorbed: list[tuple[Factor, list[End]]] = []  # and all others: costs of one class, or of none
         self.ends: list[list[tuple[Factor, End]]] = [[] for _ in self.classes]
         self._loops: list[HyperedgePrices] = []
         for hyperedge in hyperedges:
@@ -89,11 +93,19 @@ class Dual:
             )  # of a hyperedge with many consumers each factor takes a share
             for i in range(parts):
                 self._add(hyperedge, range(len(hyperedge.hyperedge.consumers))[i::parts], parts)
+        for factor in self.every_factor:
+            several = [end for end in (factor.tail, *factor.heads) if len(end.message) > 1]
+            if len(several) > 1:
+                self.factors.append(factor)
+                for end in several:  # one layout alone has nothing to say to its class
+                    self.ends[end.position].append((factor, end))
+            else:
+                self._absorbed.append((factor, several))
         # hyperedges of every class that reach to earlier classes, and to later ones
         self.earlier = [[(f, end) for f, end in ends if f.first < i] for i, ends in enumerate(self.ends)]
         self.later = [[(f, end) for f, end in ends if f.last > i] for i, ends in enumerate(self.ends)]
         self.weights = [1.0 / max(1, len(before), len(after)) for before, after in zip(self.earlier, self.later)]
-        self.price(prices)
+        self.price(prices, served)
 
     def _add(self, hyperedge: HyperedgePrices, consumers: Sequence[int], parts: int) -> None:
         sources, tail = self._end(hyperedge.hyperedge.producer, hyperedge.source_of)
@@ -111,9 +123,7 @@ class Dual:
         for columns, end in zip(wanted, ends):
             end.columns = slice(None) if len(columns) == len(universe) else np.searchsorted(universe, columns)
         factor = Factor(hyperedge, sources, universe, hyperedge.hyperedge.copies / parts, tail, ends)
-        self.factors.append(factor)
-        for end in (tail, *ends):
-            self.ends[end.position].append((factor, end))
+        self.every_factor.append(factor)
 
     def _end(self, cls: int, layout_of: np.ndarray) -> tuple[np.ndarray, End]:
         """Return the layouts of a tensor that the allowed options of a class have, with the class's end of a factor."""
@@ -128,19 +138,22 @@ class Dual:
         """Return the dual of those options of every class alone that a mask keeps, with all that was learned of
         them."""
         few = Dual(self.problem, self.hyperedges, self.allowed, self.prices, self.keep_parameters, self.reruns,
-                   [index[mask] for index, mask in zip(self.index, keep)])  # fmt: skip
-        for end, known in few._beside(self):
-            end.message = known.rows[:, end.places(known)].ravel()
+                   [index[mask] for index, mask in zip(self.index, keep)], self.served)  # fmt: skip
+        learned = {id(mine): known for mine, known in zip(few.every_factor, self.every_factor)}
+        for mine in few.factors:
+            known = learned[id(mine)]
+            for end, other in zip((mine.tail, *mine.heads), (known.tail, *known.heads)):
+                if len(end.message) > 1:
+                    end.message = other.rows[:, end.places(other)].ravel()
         return few
 
-    def _beside(self, other: Dual) -> Iterator[tuple[End, End]]:
-        """Iterate over the ends of all factors, each with the one in a dual of more options."""
-        for mine, theirs in zip(self.ends, other.ends):
-            yield from ((end, known) for (_, end), (_, known) in zip(mine, theirs))
-
-    def price(self, prices: Prices) -> None:
-        """Take these prices from now on; messages stay, so that the bound is near again after few sweeps."""
+    def price(self, prices: Prices, served: dict[HyperedgePrices, list[PricedMode]] | None = None) -> None:
+        """Take these prices from now on; messages stay, so that the bound is near again after few sweeps. For `served`
+        see `__init__`."""
+        if prices == getattr(self, "prices", None):
+            return
         self.prices = prices
+        self.served = served or {h: h.modes(prices, self.keep_parameters, self.reruns) for h in self.hyperedges}
         self.unary = [self.own(cls)[index] for cls, index in zip(self.classes, self.index)]
         for hyperedge in self._loops:
             position = self.position[hyperedge.hyperedge.producer]
@@ -149,22 +162,19 @@ class Dual:
             late = (rerun == 1) & (phase != BACKWARD)
             values = [
                 m.base[rerun, p] + np.where(late, m.block[phase | BACKWARD][p, q], m.block[phase][p, q])
-                for m in self.modes(hyperedge)
+                for m in self.served[hyperedge]
             ]
             self.unary[position] += np.minimum.reduce(values) * hyperedge.hyperedge.copies
-        priced = {}
-        for factor in self.factors:
-            if id(factor.hyperedge) not in priced:
-                priced[id(factor.hyperedge)] = self.modes(factor.hyperedge)
-            factor.price(priced[id(factor.hyperedge)])
+        for factor in self.every_factor:
+            factor.price(self.served[factor.hyperedge])
+        self._constant = sum(factor.smallest() for factor, several in self._absorbed if not several)
+        for factor, (end,) in ((factor, several) for factor, several in self._absorbed if several):
+            message = factor.to_tail() if end is factor.tail else factor.to_head(end)
+            self.unary[end.position] += end.side.spread(message)
 
     def own(self, cls: int) -> np.ndarray:
         """Return, for every option of a class, the priced seconds and bytes of all its copies."""
         return own_cost(self.problem, cls, self.prices, self.reruns)
-
-    def modes(self, hyperedge: HyperedgePrices) -> list[PricedMode]:
-        """Return the ways to serve one copy of a hyperedge at the prices of the dual."""
-        return hyperedge.modes(self.prices, self.keep_parameters, self.reruns)
 
     def strategies(self, choice: dict[int, int]) -> dict[int, int]:
         """Return the strategies of a choice, without what runs again."""
@@ -196,9 +206,8 @@ class Dual:
 
     def bound(self) -> float:
         """Return the sum of the minima of all classes and hyperedges: no plan costs less."""
-        return sum(float(self._collected(i).min()) for i in range(len(self.classes))) + sum(
-            f.smallest() for f in self.factors
-        )
+        classes = sum(float(self._collected(i).min()) for i in range(len(self.classes)))
+        return classes + self._constant + sum(f.smallest() for f in self.factors)
 
     def reduced_costs(self) -> tuple[float, list[np.ndarray]]:
         """Return the bound, and for every strategy by how much at least the cost lies above it if the strategy is

@@ -41,7 +41,7 @@ def solve(run: Run, is_limited: bool) -> Solution | None:
     peaks = [replace(prices[0], byte_seconds=1.0 / solver.room_bytes, gradients=g) for g in (gradients, 1.0)]
     reruns = solver.blocks.reruns if is_limited else ()
     every = [*prices, *(peaks if is_limited else ())]
-    program = Program(run.problem, solver.hyperedges, run.allowed, every, run.restriction.keep, reruns)
+    program = Program(run.problem, run.hyperedges, run.allowed, every, run.restriction.keep, reruns)
     costs = program.costs()
     if is_limited:
         limit_peaks(program, costs[count:] - costs[0], 1.0)

@@ -8,7 +8,7 @@ the backward, a tensor is there without being saved; a forward consumer that run
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ from ..objective.modes import BACKWARD, BOTH, FORWARD, cost, modes_of, waits
 from ..objective.pricer import Pricer
 from ..problem.multipliers import PHASES, Prices
 from ..problem.problem import Problem
+from ..problem.vertices import STATE
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ class HyperedgePrices:
             [pricer.local_bytes(*hyperedge.example, q) for q in self.targets], (len(self.sources), 1)
         )
         self._copy_bytes[self._unmoved] = 0.0
+        self._whole_bytes = self._unreduced_bytes(slots)
         self._base_bytes = np.array([pricer.local_bytes(*hyperedge.example, p) for p in self.sources])
 
     def _redistributions(self, slots: list[int]) -> np.ndarray:
@@ -99,16 +101,46 @@ class HyperedgePrices:
                 seconds[0, i] += casts
         return seconds
 
-    def chosen(self, source: int, columns: Sequence[int]) -> HyperedgePrices:
-        """Return the prices of one source and some of the columns alone: few numbers to price again and again."""
-        few, here = copy.copy(self), (np.array([source]), np.array(columns))
-        at = np.ix_(*here)
-        few.sources, few.targets = (self.sources[source],), tuple(self.targets[q] for q in columns)
-        few.is_once, few.split = self.is_once[here[0]], self.split[:, here[0]][:, :, here[1]]
+    def _unreduced_bytes(self, slots: list[int]) -> np.ndarray:
+        """Return what one gradient of one parameter takes, in the type of that, beyond its shard if it waits, as it is
+        made, for one reduction."""
+        consumers = [self.problem.vertices[cls] for cls, _, _ in self.hyperedge.consumers]
+        found = np.zeros((len(self.sources), len(self.targets)))
+        is_gradient = slots == [STATE] and self.phases == [BACKWARD] and consumers[0].kind == "parameter"
+        if self.pricer.reduces_once and is_gradient:
+            master = consumers[0].node.meta["val"]
+            made, shards = ([self.pricer.bytes_of(master, x) for x in xs] for xs in (self.sources, self.targets))
+            found = np.maximum(0.0, np.subtract.outer(made, shards))
+        return found
+
+    def among(self, allowed: Mapping[int, np.ndarray]) -> HyperedgePrices:
+        """Return the prices of the layouts alone that the strategies have which these masks by class allow; a strategy
+        that is not allowed has no layout of them."""
+        here, ends = self.hyperedge, [cls for cls, _, _ in self.hyperedge.consumers]
+        sources = np.unique(self.source_of[allowed[here.producer]])
+        columns = np.unique(np.concatenate([of[allowed[cls]] for cls, of in zip(ends, self.target_of)]))
+        if len(sources) == len(self.sources) and len(columns) == len(self.targets):
+            return self
+        few = self.chosen(sources, columns)
+        number = np.full((2, max(len(self.sources), len(self.targets))), -1)
+        number[0, sources], number[1, columns] = np.arange(len(sources)), np.arange(len(columns))
+        few.source_of, few.target_of = number[0, self.source_of], [number[1, of] for of in self.target_of]
+        return few
+
+    def chosen(self, sources: np.ndarray, columns: np.ndarray) -> HyperedgePrices:
+        """Return the prices of some of the sources and of the columns alone, numbered in this order: few numbers to
+        price again and again."""
+        few, at = copy.copy(self), np.ix_(sources, columns)
+        few.sources = tuple(self.sources[p] for p in sources)
+        few.targets = tuple(self.targets[q] for q in columns)
+        few.is_once, few.split = self.is_once[sources], self.split[:, sources][:, :, columns]
         few.seconds, few.is_possible = self.seconds[at], self.is_possible[at]
-        few._copy_bytes, few._base_bytes = self._copy_bytes[at], self._base_bytes[here[0]]
-        unmoved = np.flatnonzero(self.same_as[here[1]] == source)
-        few._unmoved = np.zeros(len(unmoved), int), unmoved
+        few._copy_bytes, few._base_bytes = self._copy_bytes[at], self._base_bytes[sources]
+        few._whole_bytes = self._whole_bytes[at]
+        number = {p: i for i, p in enumerate(sources.tolist())}
+        few.same_as = np.array([number.get(p, -1) for p in self.same_as[columns].tolist()], int)
+        unmoved = np.flatnonzero(few.same_as >= 0)
+        few._unmoved = few.same_as[unmoved], unmoved
         return few
 
     def _priced(self, prices: Prices, phase: str, is_once: bool = False) -> np.ndarray:
@@ -131,6 +163,7 @@ class HyperedgePrices:
         once = self._priced(prices, "forward", True) / self.pricer.micro_batches
         is_priced, is_parameter = prices.saved and waits(self.vertex), self.vertex.kind == "parameter"
         held = prices.byte_seconds * self._copy_bytes if is_priced else 0.0
+        whole = prices.gradients * prices.byte_seconds * self._whole_bytes
         base = np.zeros((2, len(self.sources)))
         is_read_late = BACKWARD in self.phases or any(cls in reruns for cls, _, _ in self.hyperedge.consumers)
         if is_priced and is_read_late and not is_parameter:
@@ -142,7 +175,7 @@ class HyperedgePrices:
             block = {}
             for phases, ways in mode.ways.items():
                 costs = [cost(way, phases, early, late, once, held) for way in ways]
-                block[phases] = np.minimum.reduce(costs) if costs else np.full_like(late, np.inf)
+                block[phases] = np.minimum.reduce(costs) + whole if costs else np.full_like(late, np.inf)
             if not mode.saves_base:
                 block[BOTH][self._unmoved] = np.inf
             priced.append(PricedMode(base if mode.saves_base else np.zeros_like(base), block))

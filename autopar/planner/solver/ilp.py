@@ -126,10 +126,11 @@ class Program:
         self.variables = self.constraints = 0
         self._one_hot(options)
         self.binaries = self.variables
+        left = {cls: np.isin(np.arange(len(mask)), self.index[cls] % len(mask)) for cls, mask in allowed.items()}
         for hyperedge in hyperedges:
             if self.variables > most_variables:
                 break
-            self._hyperedge(hyperedge)
+            self._hyperedge(hyperedge.among(left))
         self.shares = self.variables  # that are no seconds
 
     # assembly
@@ -337,6 +338,24 @@ class Program:
         bound = result.termination.objective_bounds.dual_bound / SCALE
         is_optimal = result.termination.reason == mathopt.TerminationReason.OPTIMAL
         return Solution(choice, result.objective_value() / SCALE, bound, is_optimal)
+
+
+def flows_of(hyperedges: Sequence[HyperedgePrices], options: Mapping[int, np.ndarray]) -> int:
+    """Return about how many variables a program of these options by class has: a flow for each pair of layouts of every
+    use."""
+    total = sum(map(len, options.values()))
+    for priced in hyperedges:
+        of, hyperedge = priced.source_of, priced.hyperedge
+        sources = _count(options[hyperedge.producer], of)
+        total += sum(
+            sources * _count(options[cls], target) for (cls, _, _), target in zip(hyperedge.consumers, priced.target_of)
+        )
+    return total
+
+
+def _count(options: np.ndarray, layout_of: np.ndarray) -> int:
+    rerun, k = np.divmod(options, len(layout_of))
+    return len(set((layout_of[k] + rerun * (layout_of.max() + 1)).tolist()))
 
 
 def _summed(rows, columns, values, width):

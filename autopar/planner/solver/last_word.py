@@ -22,7 +22,7 @@ from ...plans.program import DecidedProgram
 from ..objective.evaluate import Evaluation
 from ..problem.multipliers import Prices
 from .dual import Dual
-from .ilp import Program
+from .ilp import Program, flows_of
 
 if TYPE_CHECKING:
     from .search import Run
@@ -62,7 +62,7 @@ def last_word(run: Run, dual: Dual, prices: Prices, best: Evaluation, joint: dic
     base, reduced = dual.reduced_costs()
     worth = prices.byte_seconds * room.bytes_ if room else 0.0
     slack = best.seconds + worth - base + ROUNDING * abs(base)
-    held = best.resident_bytes + prices.gradients * best.gradient_bytes
+    held = best.resident_bytes + prices.gradients * (best.gradient_bytes + best.whole_gradient_bytes)
     slack += 0.0 if room else prices.byte_seconds * held  # among equally fast plans the smaller one
     total = sum(map(len, dual.index))
     left = sum(int((r <= slack).sum()) for r in reduced)
@@ -72,7 +72,7 @@ def last_word(run: Run, dual: Dual, prices: Prices, best: Evaluation, joint: dic
             for cls, index, r in zip(dual.classes, dual.index, reduced)
         ]
         options = dict(zip(dual.classes, keep))
-        if _size(dual, options) <= run.search.largest_program:
+        if flows_of(dual.hyperedges, options) <= run.search.largest_program:
             break
     else:  # the bounds say too little for a program of any use
         return LastWord(None, DecidedProgram(total, total - left, 0, 0, False))
@@ -84,23 +84,6 @@ def last_word(run: Run, dual: Dual, prices: Prices, best: Evaluation, joint: dic
     is_all = turn == 0 and (found is None or found.is_optimal)
     said = DecidedProgram(total, total - left, decided, program.variables, is_all)
     return LastWord(found.choice if found is not None else None, said)
-
-
-def _size(dual: Dual, options: dict[int, np.ndarray]) -> int:
-    """Return about how many variables a program of these options has: a flow for each pair of layouts of every use."""
-    total = sum(map(len, options.values()))
-    for priced in dual.hyperedges:
-        of, hyperedge = priced.source_of, priced.hyperedge
-        sources = _ends(options[hyperedge.producer], of)
-        total += sum(
-            sources * _ends(options[cls], target) for (cls, _, _), target in zip(hyperedge.consumers, priced.target_of)
-        )
-    return total
-
-
-def _ends(options: np.ndarray, layout_of: np.ndarray) -> int:
-    rerun, k = np.divmod(options, len(layout_of))
-    return len(np.unique(layout_of[k] + rerun * (layout_of.max() + 1)))
 
 
 def _program(run: Run, dual: Dual, options: dict[int, np.ndarray], room: Room | None,
@@ -115,11 +98,11 @@ def _program(run: Run, dual: Dual, options: dict[int, np.ndarray], room: Room | 
         prices += [replace(unit, gradients=float(room.accumulates)), replace(unit, gradients=1.0)]
     else:
         prices.append(replace(prices[0], byte_seconds=solver.free.byte_seconds))  # the smaller of equal plans
-    program = Program(run.problem, solver.hyperedges, run.allowed, prices, run.restriction.keep, dual.reruns,
+    program = Program(run.problem, dual.hyperedges, run.allowed, prices, run.restriction.keep, dual.reruns,
                       options=options)  # fmt: skip
     costs = program.costs()
     if room is not None:
-        passing = (best.passing_bytes + best.transient_bytes + best.whole_gradient_bytes) / room.bytes_
+        passing = (best.passing_bytes + best.transient_bytes) / room.bytes_
         limit_peaks(program, costs[count:] - costs[0], 1.0 - passing)
     return program, program.busiest(costs[0] if room is not None else costs[-1], costs[:count] - costs[0], spans)
 

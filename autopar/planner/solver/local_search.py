@@ -24,7 +24,7 @@ class LocalSearch:
     def __init__(self, dual: Dual):
         self.dual, self.problem = dual, dual.problem
         self.own = {cls: dual.own(cls) for cls in dual.classes}
-        self.modes: list[list[PricedMode]] = [dual.modes(hyperedge) for hyperedge in dual.hyperedges]
+        self.modes: list[list[PricedMode]] = [dual.served[hyperedge] for hyperedge in dual.hyperedges]
         self.hyperedges_of_class: dict[int, list[int]] = {cls: [] for cls in dual.classes}
         for number, hyperedge in enumerate(dual.hyperedges):
             for cls in dict.fromkeys([hyperedge.hyperedge.producer, *(c for c, _, _ in hyperedge.hyperedge.consumers)]):
@@ -43,7 +43,7 @@ class LocalSearch:
         for hyperedge in self.dual.hyperedges:
             source, rerun, columns, phases = self._indices(hyperedge, choice)
             found = {q: i for i, q in enumerate(dict.fromkeys(columns))}
-            few = hyperedge.chosen(source, list(found))
+            few = hyperedge.chosen(np.array([source]), np.array(list(found)))
             for i, p in enumerate(prices):
                 modes = few.modes(p, self.dual.keep_parameters, self.dual.reruns)
                 seconds = served(modes, 0, [found[q] for q in columns], phases, rerun)

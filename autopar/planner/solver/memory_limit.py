@@ -29,7 +29,7 @@ from .interpolate import between, keep_copies, mix
 from .last_word import Room, last_word
 from .local_search import LocalSearch
 from .minimize import ILP, BeyondCutoff, minimize
-from .search import Outcome, Run, fastest_played
+from .search import DEAREST_PRICE, Outcome, Run, fastest_played
 from .squeeze import squeezed
 
 MOST_PRICES = 9  # of one search; the cuts seldom ask for more
@@ -121,7 +121,7 @@ class WithinLimit:
         run, cuts = self.run, self.run.cuts.copy()
         cuts.high[-1] = MOST_PRICE
         reruns = self.solver.blocks.reruns if free.saved else ()
-        dual = Dual(self.problem, self.solver.hyperedges, run.allowed, free, run.restriction.keep, reruns)
+        dual = Dual(self.problem, run.hyperedges, run.allowed, free, run.restriction.keep, reruns)
         # Far from where most was proved the search proves little: many plans cost the same where a weight is all.
         around, proved, reach, failures = None, -math.inf, 1.0, 0
         for _ in range(MOST_PRICES):
@@ -206,7 +206,7 @@ class WithinLimit:
                 low = price
             else:
                 high = price
-            if high is not None and high < 1.1 * low:
+            if high is not None and high < 1.1 * low or low > DEAREST_PRICE:
                 break
             price = 8 * price if high is None else math.sqrt(low * high) if low else high / 8
 

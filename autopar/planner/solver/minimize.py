@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .dual import Dual
-from .ilp import Program, Solution
+from .ilp import Program, Solution, flows_of
 from .local_search import LocalSearch
 
 DUAL, ILP = "dual", "ilp"
@@ -145,6 +145,9 @@ def _promising(
     met = [np.flatnonzero(np.isin(index, ks)) for index, ks in zip(dual.index, found)]
     for count in (8, 4, 2, 1, 0):
         keep = [np.union1d(np.argsort(r, kind="stable")[:count], m) for r, m in zip(reduced, met)]
+        options = {cls: index[k] for cls, index, k in zip(dual.classes, dual.index, keep)}
+        if count and flows_of(dual.hyperedges, options) > 2 * search.largest_choice:
+            continue
         program = _program(dual, best, keep, 2 * search.largest_choice)
         if program.variables <= search.largest_choice or not count:
             break

@@ -75,7 +75,7 @@ def fastest_played(outcomes: Sequence[Outcome]) -> Outcome:
     promising = sorted(outcomes, key=lambda one: one.evaluation.seconds)[:MOST_PLAYED]
     best = promising[0]
     for one in promising[1:]:
-        if one.evaluation.seconds < best.seconds and one.evaluation is not best.evaluation:
+        if one.evaluation is not best.evaluation and one.evaluation.seconds < best.seconds:
             best = one if one.seconds < best.seconds else best
     return best
 
@@ -89,7 +89,8 @@ class Run:
         self.found = list(starts)
         self.solver, self.restriction, self.allowed, self.search = solver, restriction, allowed, search
         self.problem, self.limit_bytes = solver.problem, solver.limit_bytes
-        self.dual = Dual(solver.problem, solver.hyperedges, allowed, solver.free, restriction.keep)
+        self.hyperedges = [hyperedge.among(allowed) for hyperedge in solver.hyperedges]
+        self.dual = Dual(solver.problem, self.hyperedges, allowed, solver.free, restriction.keep)
         self.prices = solver.free
         weights, classes = solver.weights, solver.pricer.prices.streams - 1
         self.cuts = Cuts((0.0,) * (weights + 1), (1.0,) * weights + (0.0,), classes)
@@ -164,7 +165,7 @@ class Run:
     def _cut(self, e: Evaluation) -> None:
         """Add what the plan that was found last says of the bound for all prices."""
         point = np.array([*itertools.chain(*self.prices.links), 0.0])
-        held = e.resident_bytes + max(e.saved_bytes, e.gradient_bytes)
+        held = e.resident_bytes + max(e.saved_bytes, e.gradient_bytes) + e.whole_gradient_bytes
         slope = [*e.slopes(), (held - self.solver.room_bytes) * self.solver.unit_price] if self.prices.links else [0.0]
         seconds = e.priced(replace(self.prices, byte_seconds=0.0))
         self.cuts.add(point, seconds, np.array(slope), e)
@@ -197,7 +198,7 @@ class Run:
         where the one prices what cannot be made again, the other everything."""
         prices = replace(self.prices, byte_seconds=self.solver.unit_price * DEAREST_PRICE, saved=True)
         blocks = self.solver.blocks
-        dual = Dual(self.problem, self.solver.hyperedges, self.allowed, prices, self.restriction.keep, blocks.reruns)
+        dual = Dual(self.problem, self.hyperedges, self.allowed, prices, self.restriction.keep, blocks.reruns)
         choice = dual.strategies(minimize(dual, self.found, self.search).choice)
         last = self.solver.with_peak(self.evaluate(prices, {v.index: choice[v.cls] for v in self.problem.vertices}))
         least = min((*found, self.at(prices).evaluation, last), key=blocks.least_bytes)

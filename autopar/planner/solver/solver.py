@@ -20,6 +20,7 @@ from ..problem.hf_tp_plan import TensorPlan
 from ..problem.multipliers import Prices, spans_of
 from ..problem.problem import Problem
 from ..problem.recipes import FREELY, Restriction
+from .dual import Dual
 from .hyperedges import HyperedgePrices, hyperedges_of
 from .memory_limit import WithinLimit
 from .minimize import DUAL, BeyondCutoff, Search
@@ -27,6 +28,8 @@ from .search import Outcome, Run, Starts
 
 MOST_TRIES = 4  # to make one plan fit
 RECIPE_GAP = 5e-3  # good enough for a plan of a strategy
+SWEEPS = 8  # of a dual, for a first bound
+MARGIN = 0.05  # of the room for tensors
 
 
 class Solver:
@@ -34,11 +37,16 @@ class Solver:
     beside compute. `report(text)` is told what is being done."""
 
     def __init__(self, problem: Problem, pricer: Pricer, limit_bytes: float, search: Search = Search(),
-                 report: Callable[[str], None] = lambda text: None, overlap: float = 0.0):  # fmt: skip
+                 report: Callable[[str], None] = lambda text: None, overlap: float = 0.0,
+                 alike: Solver | None = None):  # fmt: skip
+        """Make a solver; `alike`: one of the same problem and pricer."""
         self.problem, self.pricer, self.limit_bytes = problem, pricer, limit_bytes
         self.room_bytes = limit_bytes - problem.reserve_bytes  # for tensors
-        self.search, self.report, self.blocks = search, report, Blocks(problem, pricer)
-        self.hyperedges = [HyperedgePrices(problem, pricer, hyperedge) for hyperedge in hyperedges_of(problem)]
+        self.search, self.report = search, report
+        self.blocks: Blocks = alike.blocks if alike else Blocks(problem, pricer)
+        self.hyperedges: list[HyperedgePrices] = alike.hyperedges if alike else [
+            HyperedgePrices(problem, pricer, hyperedge) for hyperedge in hyperedges_of(problem)
+        ]  # fmt: skip
         fastest = sum(float(c.seconds.min()) * c.copies for c in problem.classes.values())
         room = self.room_bytes if self.room_bytes > 0 else limit_bytes
         self.unit_price = max(fastest, 1e-6) / room  # at which the whole memory costs as much as all compute
@@ -71,7 +79,7 @@ class Solver:
         fastest = run.fastest(is_limited=True)
         if fastest.bound_seconds >= self.search.cutoff_seconds:
             raise BeyondCutoff(fastest.bound_seconds)
-        fitted = None if is_free else self.made_to_fit(fastest.evaluation)
+        fitted = None if is_free or fastest.fits else self.made_to_fit(fastest.evaluation)
         return fastest if fitted is None else replace(fastest, evaluation=fitted, fits=True)
 
     def allowed(self, restriction: Restriction, pins: dict[str, str] | None = None) -> dict[int, np.ndarray]:
@@ -113,6 +121,17 @@ class Solver:
             limit -= fitted.bytes_ - self.limit_bytes  # more passes by than before
         return None
 
+    def may_fit(self, restriction: Restriction, seconds: float) -> bool:
+        """Return False if no plan of a restriction can fit that takes less than so many seconds: the bound of plans
+        that recompute says so, at a price of memory at which little else counts."""
+        run = self.run(restriction)
+        price = seconds / (MARGIN * max(self.room_bytes, 1.0))
+        prices = replace(self.free, byte_seconds=price, saved=True, gradients=float(run.accumulates))
+        dual = Dual(self.problem, run.hyperedges, run.allowed, prices, restriction.keep, self.blocks.reruns)
+        for i in range(2 * SWEEPS):
+            dual.sweep(i % 2 == 0)
+        return dual.bound() - price * self.room_bytes < seconds
+
     def baseline(self, name: str, styles: Mapping[str, str] | None = None) -> Outcome | AutoparError:
         """Return the plan of an expert strategy, the one that is found if it is asked for, or with `styles` of the
         model's own; as it is if computing again does not make it fit; or why there is none."""
@@ -132,4 +151,4 @@ class Solver:
 def replaced(old: Solver, search: Search, limit_bytes: float | None = None) -> Solver:
     """Return a solver of the same problem that goes as far as `search` says, under another limit if one is given."""
     limit = old.limit_bytes if limit_bytes is None else limit_bytes
-    return Solver(old.problem, old.pricer, limit, search, old.report, old.free.overlap)
+    return Solver(old.problem, old.pricer, limit, search, old.report, old.free.overlap, old)
