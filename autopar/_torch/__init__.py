@@ -24,6 +24,7 @@ from .regions import no_autocast, without_dispatch_modes
 from .sizes import OpenSize, export_open, open_size
 from .tracing import (
     as_if_eager,
+    as_if_exported,
     functionalized,
     hooks_of_all_modules,
     lazy_code,
@@ -31,12 +32,15 @@ from .tracing import (
     plain_checkpoints,
     transforms,
     without_prints,
+    without_torch_functions,
 )
 
 __all__ = [
     "compiler_errors", "in_given_order", "TorchDispatchMode", "tree_flatten", "tree_map", "tree_unflatten",
-    "no_autocast", "without_dispatch_modes", "OpenSize", "export_open", "open_size", "as_if_eager", "functionalized",
+    "no_autocast", "without_dispatch_modes", "OpenSize", "export_open", "open_size", "as_if_eager",
+    "as_if_exported", "functionalized",
     "hooks_of_all_modules", "lazy_code", "move_hooks", "plain_checkpoints", "transforms", "without_prints",
+    "without_torch_functions",
 ]  # fmt: skip
 
 aten = torch.ops.aten
