@@ -58,12 +58,11 @@ def fake_tensor(mode, shape, stride, offset: int, dtype, device, base: torch.Ten
     """Return a fake tensor of a mode, made without asking any op; it is a view of `base`, or in memory of its own."""
     from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 
-    if base is None:
-        return FakeTensor(mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
     with in_kernel_invocation_manager(mode):
         value = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        value.set_(base.untyped_storage(), offset, shape, stride)
-    return FakeTensor(mode, value, device)
+        if base is not None:
+            value.set_(base.untyped_storage(), offset, shape, stride)
+        return FakeTensor(mode, value, device)
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -48,7 +48,8 @@ def equal_blocks_of(model: nn.Module, example_inputs, forms: Mapping[str, Form] 
     lists = [blocks for blocks in _lists(model) if _have_equal_tables(blocks, forms)]
     if not lists:
         return None
-    run = _rehearsed(model, example_inputs, forms, *how)
+    results: dict = {}  # of calls, by their contents
+    run = _rehearsed(model, example_inputs, forms, results, *how)
     if run is None:
         return None
     for blocks in lists:
@@ -57,7 +58,7 @@ def equal_blocks_of(model: nn.Module, example_inputs, forms: Mapping[str, Form] 
             continue
         names = {calls.renamed(name) for name in _names(model)} - {None}
         with blocks.shortened():
-            short = _rehearsed(model, example_inputs, forms, *how) if set(_names(model)) == names else None
+            short = _rehearsed(model, example_inputs, forms, results, *how) if set(_names(model)) == names else None
         if short is not None and calls.without_dropped() == short.program and _return_alike(run, short):
             return EqualBlocks(blocks, run)
     return None
@@ -72,12 +73,10 @@ class Rehearsal:
     record: CallRecord = field(compare=False, repr=False)
 
 
-def _rehearsed(model: nn.Module, example_inputs, forms, loss_fn, dtype, loss_alone, with_gradients) -> Run | None:
+def _rehearsed(model: nn.Module, example_inputs, forms, results: dict, loss_fn, *how) -> Run | None:
     """Run a model's call without values, as it is exported; None if that fails or does what no record shows."""
     try:
-        run = traced(
-            model, example_inputs, loss_fn, forms, dtype, loss_alone, with_gradients, _rehearse, with_values=False
-        )
+        run = traced(model, example_inputs, loss_fn, forms, *how, partial(_rehearse, results), with_values=False)
     except AutoparError:
         return None
     returns = run.call.returns
@@ -85,12 +84,10 @@ def _rehearsed(model: nn.Module, example_inputs, forms, loss_fn, dtype, loss_alo
     return None if has_more or run.call.signature.open_numbers else run
 
 
-def _rehearse(mode, call: FlatCall, inputs: list[Tensor]) -> Rehearsal:
+def _rehearse(results: dict, mode, call: FlatCall, inputs: list[Tensor]) -> Rehearsal:
     model = call.watch.model
-    leaves = {id(x): f"input {at}" for at, x in enumerate(inputs)}
-    for named in (model.named_parameters(), model.named_buffers()):
-        leaves.update((id(tensor), name) for name, tensor in named)
-    record = CallRecord(leaves)
+    leaves = {f"input {at}": x for at, x in enumerate(inputs)}
+    record = CallRecord(mode, leaves | dict(model.named_parameters()) | dict(model.named_buffers()), results)
     with _torch.as_if_exported(), mode, record:
         outputs = call(*inputs)
     return Rehearsal(tuple(record.calls), tuple(map(record.source, outputs)), record)
