@@ -8,6 +8,7 @@ whole model's. The run of the whole model also tells what Python state its forwa
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,7 +22,7 @@ from .export import Captured, Run, traced, with_tables
 from .fake_parameters import Form, Forms
 from .flat_call import FlatCall
 from .guards import Guards
-from .unroll import FEWEST, TRACED, RepeatedBlocks, block_number
+from .unroll import FEWEST, TRACED, RepeatedBlocks, block_number, forms_by_block
 
 DROPPED_FROM, KEPT_AT_END = 3, 2  # blocks 0, 1, 2 and the last two are traced
 
@@ -45,7 +46,7 @@ def equal_blocks_of(model: nn.Module, example_inputs, forms: Mapping[str, Form] 
     `forms` and `how` as `export` takes them: loss_fn, dtype, loss_alone, with_gradients. Nothing is raised: what is
     wrong with a model is told by its export."""
     forms = forms if isinstance(forms, Forms) else with_tables(model, forms)
-    lists = [blocks for blocks in _lists(model) if _have_equal_tables(blocks, forms)]
+    lists = [b for b in _lists(model) if _have_equal_tables(b, forms) and _have_one_place(b, model, forms)]
     if not lists:
         return None
     results: dict = {}  # of calls, by their contents
@@ -103,7 +104,7 @@ def _lists(model: nn.Module) -> list[RepeatedBlocks]:
     found = [(n, m) for n, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
     deep = [(n, m) for n, m in found if len(m) >= FEWEST and list(m._modules) == [str(i) for i in range(len(m))]]
     outer = [(n, m) for n, m in deep if not any(n.startswith(f"{name}.") for name, _ in deep)]
-    return [RepeatedBlocks(m, n, len(m)) for n, m in outer if n and len({id(block) for block in m}) == len(m)]
+    return [RepeatedBlocks(m, n, len(m)) for n, m in outer if n]
 
 
 def _names(model: nn.Module) -> Iterator[str]:
@@ -116,15 +117,19 @@ def _names(model: nn.Module) -> Iterator[str]:
 def _have_equal_tables(blocks: RepeatedBlocks, forms: Forms) -> bool:
     """Return whether the same parameters and buffers lie in all blocks but the first, in modules of the same classes in
     all but the first and the last."""
-    inside: list[dict[str, Form]] = [{} for _ in range(blocks.count)]
-    for name, form in (*forms.items(), *forms.buffers.items()):
-        if (number := block_number(blocks.name, name)) is not None:
-            inside[number][name[len(f"{blocks.name}.{number}") :]] = form
+    inside = forms_by_block(blocks.name, blocks.count, forms, forms.buffers)
     if any(found != inside[1] for found in inside[2:]):
         return False
     first, *rest = map(_classes, list(blocks.blocks)[1:-1])
-    tensors = [id(t) for block in blocks.blocks for t in (*block.parameters(), *block.buffers())]
-    return all(found == first for found in rest) and len(set(tensors)) == len(tensors)
+    return all(found == first for found in rest)
+
+
+def _have_one_place(blocks: RepeatedBlocks, model: nn.Module, forms: Forms) -> bool:
+    """Return whether the modules and tensors of the blocks are nowhere else in the model."""
+    paths = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    places = Counter(name for t in forms.tables for names in (t.parameters, t.buffers) for name in names.values())
+    is_inside = [name for name in places if name is not None and block_number(blocks.name, name) is not None]
+    return all(paths[id(m)] == 1 for m in blocks.blocks.modules()) and all(places[name] == 1 for name in is_inside)
 
 
 def _classes(block: nn.Module) -> list[tuple]:
