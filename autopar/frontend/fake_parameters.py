@@ -16,7 +16,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from .. import _torch
 from ..errors import MovedParameterError
+from ..ops.counter_rng import contiguous_strides
 from .user_lines import line_now
 
 DEVICE = torch.device("cpu")
@@ -175,8 +177,8 @@ def forms_of(model: nn.Module) -> Forms:
 
 def fake(mode, shape, dtype: torch.dtype) -> Tensor:
     """Return a fake tensor of `mode`, which has no memory."""
-    with mode:
-        return torch.empty(tuple(shape), dtype=dtype, device=DEVICE)
+    stride = contiguous_strides([max(size, 1) for size in shape])
+    return _torch.fake_tensor(mode, tuple(shape), stride, 0, dtype, DEVICE)
 
 
 def attributes_of(module: nn.Module) -> dict[str, Tensor]:
