@@ -27,6 +27,7 @@ from .codegen.verify_graph import check_global, check_local, check_sharding
 from .errors import CaptureError, VerifyError
 from .frontend import autocast, export
 from .frontend.dtypes import check_types
+from .frontend.equal_blocks import equal_blocks_of
 from .frontend.export import Captured, Exported
 from .frontend.fake_parameters import Form
 from .frontend.output_gradients import differentiable_outputs
@@ -181,7 +182,7 @@ def trace(
         if passes or pass_manager.is_watched():  # who looks at passes sees all blocks
             captured = pass_manager.run_all(pass_manager.with_added(MODEL, passes), model, call, _check_added)
         else:
-            captured = _joint(pass_manager.run_all(FORWARD, model, call), model, call)
+            captured = _of_few_blocks(model, call) or _joint(pass_manager.run_all(FORWARD, model, call), model, call)
     captured.passes = tuple(passes)
     return captured
 
@@ -198,6 +199,22 @@ def open_size(
     inside = torch.inference_mode(False), torch.enable_grad(), traced_as(autocast.device_of(model, around), around)
     with inside[0], inside[1], inside[2]:
         return export.open_size(model, example_inputs, dims, *how)
+
+
+def _of_few_blocks(model: nn.Module, call: ModelCall) -> Captured | None:
+    """Return the joint graph of a model of which five of many equal blocks are exported, None if it is not known that
+    this is the whole model's."""
+    how = call.loss_fn, compute_dtype(call.precision), call.loss_alone, call.with_gradients
+    with traced_as(call.device, call.around):
+        found = equal_blocks_of(model, call.example_inputs, call.forms, *how)
+    if found is None:
+        return None
+    with contextlib.suppress(CaptureError):
+        with found.blocks.shortened():
+            short = pass_manager.run_all(MODEL, model, call)
+        if not short.as_eager:  # it was, when it was compared
+            return found.completed(pass_manager.run(UNROLL, short, found.blocks, found.run.ties))
+    return None
 
 
 def _joint(exported: Exported, model: nn.Module, call: ModelCall) -> Captured:

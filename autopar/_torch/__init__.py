@@ -24,6 +24,7 @@ from .regions import no_autocast, without_dispatch_modes
 from .sizes import OpenSize, export_open, open_size
 from .tracing import (
     as_if_eager,
+    as_if_exported,
     functionalized,
     hooks_of_all_modules,
     lazy_code,
@@ -31,12 +32,15 @@ from .tracing import (
     plain_checkpoints,
     transforms,
     without_prints,
+    without_torch_functions,
 )
 
 __all__ = [
     "compiler_errors", "in_given_order", "TorchDispatchMode", "tree_flatten", "tree_map", "tree_unflatten",
-    "no_autocast", "without_dispatch_modes", "OpenSize", "export_open", "open_size", "as_if_eager", "functionalized",
+    "no_autocast", "without_dispatch_modes", "OpenSize", "export_open", "open_size", "as_if_eager",
+    "as_if_exported", "functionalized",
     "hooks_of_all_modules", "lazy_code", "move_hooks", "plain_checkpoints", "transforms", "without_prints",
+    "without_torch_functions",
 ]  # fmt: skip
 
 aten = torch.ops.aten
@@ -54,12 +58,11 @@ def fake_tensor(mode, shape, stride, offset: int, dtype, device, base: torch.Ten
     """Return a fake tensor of a mode, made without asking any op; it is a view of `base`, or in memory of its own."""
     from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 
-    if base is None:
-        return FakeTensor(mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
     with in_kernel_invocation_manager(mode):
         value = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        value.set_(base.untyped_storage(), offset, shape, stride)
-    return FakeTensor(mode, value, device)
+        if base is not None:
+            value.set_(base.untyped_storage(), offset, shape, stride)
+        return FakeTensor(mode, value, device)
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -21,6 +21,22 @@ def as_if_eager(active: bool = True):
         torch.compiler._is_compiling_flag = before
 
 
+@contextlib.contextmanager
+def as_if_exported():
+    """Inside, `torch.compiler.is_compiling()` and `is_exporting()` are True."""
+    before = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
+    torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = before
+
+
+def without_torch_functions():
+    """Inside, neither classes of tensors nor modes are asked what a function of torch does."""
+    return torch._C.DisableTorchFunction()
+
+
 def lazy_code():
     """Inside, the graphs that torch makes while it traces have no Python code before somebody calls them."""
     from torch.fx._lazy_graph_module import _use_lazy_graph_module

@@ -119,13 +119,15 @@ def open_size(
     also where the model cannot be traced with a size that is not known."""
     open_dims = [tuple(dims.get(n, ())) for n in CallSignature.of(*split_example(example_inputs))[0].tensor_names]
     how = loss_fn, forms, dtype, loss_alone, with_gradients
-    program = _traced(model, example_inputs, *how, open_dims, as_eager).program
+    program = traced(
+        model, example_inputs, *how, lambda mode, call, inputs: _torch.export_open(call, inputs, open_dims), as_eager
+    ).program
     return _torch.open_size(program, {at: found for at, found in enumerate(open_dims) if found})
 
 
 @dataclass(frozen=True)
-class _Run:
-    """A trace by torch of a call, with what was seen meanwhile."""
+class Run:
+    """A trace of a call, by torch or as `program` of `traced` makes it, with what was seen meanwhile."""
 
     program: Any
     call: FlatCall
@@ -137,16 +139,16 @@ class _Run:
     entered: dict
 
 
-def _with_open_numbers(model: nn.Module, example_inputs, *how) -> _Run:
+def _with_open_numbers(model: nn.Module, example_inputs, *how) -> Run:
     """Trace a call, again with those numbers closed of which the forward reads the values."""
     args, kwargs = split_example(example_inputs)
     open_names = list(CallSignature.of(args, kwargs)[0].open_numbers)
     if not open_names:
-        return _traced(model, example_inputs, *how)
+        return traced(model, example_inputs, *how)
     try:
-        run = _traced(model, (args, kwargs), *how)
+        run = traced(model, (args, kwargs), *how)
     except AutoparError:  # of the call with plain numbers, if it has one too
-        return _traced(model, closed(args, kwargs), *how)
+        return traced(model, closed(args, kwargs), *how)
     read = run.call.numbers_read.names
     if not read:
         return run
@@ -155,13 +157,16 @@ def _with_open_numbers(model: nn.Module, example_inputs, *how) -> _Run:
     return _with_open_numbers(model, again, *how)
 
 
-def _traced(model: nn.Module, example_inputs, loss_fn: Callable | None, forms: Mapping[str, Form] | None,
-            dtype: torch.dtype | None, loss_alone: bool, with_gradients: bool,
-            open_dims: Sequence[Sequence[int]] | None = None, as_eager: bool = False) -> _Run:  # fmt: skip
+def traced(model: nn.Module, example_inputs, loss_fn: Callable | None, forms: Mapping[str, Form] | None,
+           dtype: torch.dtype | None, loss_alone: bool, with_gradients: bool,
+           program: Callable[[Any, FlatCall, list[torch.Tensor]], Any] | None = None, as_eager: bool = False,
+           with_values: bool = True) -> Run:  # fmt: skip
+    """Trace a call, or make a `program` of a FlatCall and its inputs, which are of a fake mode; without `with_values`
+    buffers are fake too. Raises what `export` raises."""
     signature, inputs = CallSignature.of(*split_example(example_inputs))
     if not inputs or len(inputs) == len(signature.open_numbers):
         raise InputError("the example call passes no tensor", fix="pass example_inputs with at least one tensor")
-    mode, forms = _torch.fake_mode(), forms if isinstance(forms, Forms) else _with_tables(model, forms)
+    mode, forms = _torch.fake_mode(), forms if isinstance(forms, Forms) else with_tables(model, forms)
     differentiated = {*signature.differentiated_names}
     inputs = [  # one each, also for a tensor that is passed twice
         fake(mode, x.shape, x.dtype).requires_grad_(name in differentiated)
@@ -174,12 +179,12 @@ def _traced(model: nn.Module, example_inputs, loss_fn: Callable | None, forms: M
     draws, entered = no_random_branches(), {}
     try:
         with (
-            quiet(), fake_state(model, mode, forms) as with_gradient, moe_in_token_order.in_order(model),
-            expert_loops.in_order(model), layers_stay(), recorded_backwards(),
+            quiet(), fake_state(model, mode, forms, with_values) as with_gradient,
+            moe_in_token_order.in_order(model), expert_loops.in_order(model), layers_stay(), recorded_backwards(),
             checks_pass(draws.refuse), traced_forms(), draws, plain_regions(), _torch.plain_checkpoints(),
             refusals.noted() as entered, watch.installed(),
         ):  # fmt: skip
-            program = _program(call, inputs) if open_dims is None else _torch.export_open(call, inputs, open_dims)
+            made = _program(call, inputs) if program is None else program(mode, call, inputs)
             ties = tie_map(model)
     except AutoparError as error:
         error.locate(line_of_error(error) or line_of_definition(type(model).forward))
@@ -192,7 +197,7 @@ def _traced(model: nn.Module, example_inputs, loss_fn: Callable | None, forms: M
             shape=", ".join(f"{n} {tuple(x.shape)}" for n, x in zip(signature.tensor_names, inputs)),
             fix=FIX_VALUES if _torch.is_data_dependent(error) else "check that model(**example_inputs) runs",
         ) from error
-    return _Run(program, call, watch, inputs, ties, forms, with_gradient, entered)
+    return Run(made, call, watch, inputs, ties, forms, with_gradient, entered)
 
 
 def _of_no_inference(value: object) -> object:
@@ -203,7 +208,7 @@ def _of_no_inference(value: object) -> object:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
-def _with_tables(model: nn.Module, forms: Mapping[str, Form] | None) -> Forms:
+def with_tables(model: nn.Module, forms: Mapping[str, Form] | None) -> Forms:
     """Return the forms of a model's parameters, or others for them, with the tables of its tensors."""
     found = forms_of(model)
     return found if forms is None else Forms(forms, found.buffers, found.tables, found.held)

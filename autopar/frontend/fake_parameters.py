@@ -16,7 +16,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from .. import _torch
 from ..errors import MovedParameterError
+from ..ops.counter_rng import contiguous_strides
 from .user_lines import line_now
 
 DEVICE = torch.device("cpu")
@@ -175,8 +177,8 @@ def forms_of(model: nn.Module) -> Forms:
 
 def fake(mode, shape, dtype: torch.dtype) -> Tensor:
     """Return a fake tensor of `mode`, which has no memory."""
-    with mode:
-        return torch.empty(tuple(shape), dtype=dtype, device=DEVICE)
+    stride = contiguous_strides([max(size, 1) for size in shape])
+    return _torch.fake_tensor(mode, tuple(shape), stride, 0, dtype, DEVICE)
 
 
 def attributes_of(module: nn.Module) -> dict[str, Tensor]:
@@ -195,9 +197,11 @@ def buffers_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _attributes_as_buffers(model: nn.Module, mode, parameters: Mapping[int, Tensor]) -> Iterator[set[str]]:
-    """Inside, tensors that are plain attributes are in the tables of the modules, on the CPU. Gives the names of those
-    that require a gradient."""
+def _attributes_as_buffers(
+    model: nn.Module, mode, parameters: Mapping[int, Tensor], with_values: bool
+) -> Iterator[set[str]]:
+    """Inside, tensors that are plain attributes are in the tables of the modules, on the CPU, and fake unless they are
+    `with_values`. Gives the names of those that require a gradient."""
     moved: list[tuple[nn.Module, dict[str, Tensor]]] = []
     made: dict[int, Tensor] = {}
     with_gradient: set[str] = set()
@@ -207,8 +211,8 @@ def _attributes_as_buffers(model: nn.Module, mode, parameters: Mapping[int, Tens
             if tensor.requires_grad and id(tensor) not in parameters:
                 with_gradient.add(f"{path}.{leaf}" if path else leaf)
             if id(tensor) not in made:
-                is_whole = hasattr(tensor, "full_tensor") or tensor.is_meta
-                value = fake(mode, tensor.shape, tensor.dtype) if is_whole else tensor.detach().to(DEVICE)
+                is_fake = hasattr(tensor, "full_tensor") or tensor.is_meta or not with_values
+                value = fake(mode, tensor.shape, tensor.dtype) if is_fake else tensor.detach().to(DEVICE)
                 made[id(tensor)] = parameters.get(id(tensor), value)
         if attributes:
             moved.append((module, attributes))
@@ -230,10 +234,10 @@ def _attributes_as_buffers(model: nn.Module, mode, parameters: Mapping[int, Tens
 
 
 @contextmanager
-def fake_state(model: nn.Module, mode, forms: Mapping[str, Form]) -> Iterator[set[str]]:
+def fake_state(model: nn.Module, mode, forms: Mapping[str, Form], with_values: bool = True) -> Iterator[set[str]]:
     """Inside, the parameters of `model` are fake tensors of these forms, and its buffers are on the CPU (fake if they
-    are meta or not on this rank), as are tensors that are plain attributes. Shared ones stay shared. Gives the names of
-    buffers and attributes that require a gradient. Afterwards everything is as it was."""
+    are meta or not on this rank, or not `with_values`), as are tensors that are plain attributes. Shared ones stay
+    shared. Gives the names of buffers and attributes that require a gradient. Afterwards everything is as it was."""
     where = forms if isinstance(forms, Forms) else forms_of(model)
     tensors: dict[str, Tensor] = {}
     for name in where:
@@ -242,7 +246,7 @@ def fake_state(model: nn.Module, mode, forms: Mapping[str, Form]) -> Iterator[se
             if (buffer := t.module._buffers.get(leaf)) is not None}  # fmt: skip
     for name, form in where.buffers.items():
         buffer = here.get(name, where.left.get(name))
-        is_fake = buffer is None or buffer.is_meta
+        is_fake = buffer is None or buffer.is_meta or not with_values
         tensors[name] = fake(mode, form.shape, form.dtype) if is_fake else buffer.detach().to(DEVICE)
     carried = {name for name, buffer in here.items() if buffer.requires_grad}
     global _tracing
@@ -250,7 +254,7 @@ def fake_state(model: nn.Module, mode, forms: Mapping[str, Form]) -> Iterator[se
              ((t.module._parameters, t.parameters), (t.module._buffers, t.buffers)) for leaf, name in names.items()
              if name is not None and (value := table.get(leaf)) is not None}  # fmt: skip
     calls = [(vars(m), vars(m).pop(_CALL)) for m in model.modules() if _CALL in vars(m)]  # layers run as they are
-    with where.installed(tensors), _attributes_as_buffers(model, mode, owned) as with_gradient:
+    with where.installed(tensors), _attributes_as_buffers(model, mode, owned, with_values) as with_gradient:
         _tracing += 1
         try:
             yield with_gradient | carried

@@ -6,7 +6,7 @@ may still be an equal number or text. Anything else that changed makes the call 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import repeat
@@ -22,10 +22,11 @@ from .watch import Watch
 
 
 class Guards:
-    """The attributes, globals and containers that a capture read, as they were then. `seen`: how it got there."""
+    """The attributes, globals and containers that a capture read, as they were then. `seen`: how it got there; `used`:
+    the memories of tensors whose values its graph has."""
 
-    def __init__(self, reads: Iterable[Read] = (), seen: Reads | None = None):
-        self.reads, self.seen = list(reads), seen
+    def __init__(self, reads: Iterable[Read] = (), seen: Reads | None = None, used: Set[int] = frozenset()):
+        self.reads, self.seen, self.used = list(reads), seen, used
         simple = [r for r in self.reads if not isinstance(r.before.value, Tensor) and not is_container(r.before.value)]
         self._attributes = [r for r in simple if not isinstance(r.owner, Variable)]
         served = {id(r) for r in self._attributes}
@@ -36,10 +37,14 @@ class Guards:
     @staticmethod
     def of(watch: Watch, constants: Iterable[Tensor]) -> Guards:
         """Return what the last run under a watch read; `constants` are the tensors whose values its graph has."""
-        used = {storage_key(tensor) for tensor in constants}
+        return Guards.using(watch, {storage_key(tensor) for tensor in constants})
+
+    @staticmethod
+    def using(watch: Watch, used: Set[int]) -> Guards:
+        """Return what the last run under a watch read, for a graph that has the values of the memories `used`."""
         for read in watch.reads.values():
             read.before.forget_values(used)
-        return Guards(watch.reads.values(), watch.seen)
+        return Guards(watch.reads.values(), watch.seen, used)
 
     def copied(self, memo: Mapping[int, object]) -> Guards:
         """Return the same guards for a deep copy of the model; `memo` has the copies by the ids of their originals."""

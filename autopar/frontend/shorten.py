@@ -24,7 +24,7 @@ from ..ops.counter_rng import stream_of
 from .export import Exported, module_path, strip
 from .fake_parameters import Form, Forms
 from .flat_call import ROOT
-from .unroll import FEWEST, TRACED, RepeatedBlocks, block_number, constants_of
+from .unroll import FEWEST, TRACED, RepeatedBlocks, block_number, constants_of, forms_by_block
 
 Location = tuple[int, int]  # number of a block, and position among its nodes
 
@@ -88,7 +88,9 @@ class _Forward:
     def is_periodic(self) -> bool:
         """Return whether blocks 1 to `count` - 2 are the same but for a shift, and read only themselves, the one before
         and what all read; and what comes after reads the last of them alone."""
-        if len({len(nodes) for nodes in self.members.values()}) != 1:
+        forms = self.exported.forms, getattr(self.exported.forms, "buffers", {})
+        _, first, *rest, _ = forms_by_block(self.name, self.count, *forms)  # of tensors that no node reads too
+        if len({len(nodes) for nodes in self.members.values()}) != 1 or any(found != first for found in rest):
             return False
         pairs = list(zip(self.members[1], self.members[2]))
         drawn = ((stream_of(a), stream_of(b)) for a, b in pairs)

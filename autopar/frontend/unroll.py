@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,6 +29,7 @@ from ..errors import CaptureError
 from ..ir.graph import leaf_name, mark_phases, op_base_name, values_of
 from ..ops.counter_rng import STREAM, stream_of
 from .export import Captured
+from .fake_parameters import Form
 from .repeated_blocks import BLOCKS, Compact
 
 TRACED = 5
@@ -129,6 +130,15 @@ def block_number(list_name: str, name: str) -> int | None:
     """Return the number of the block that a qualified name lies in, None if it lies in none."""
     match = re.match(rf"{re.escape(list_name)}\.(\d+)(?=\.|$)", name)
     return int(match.group(1)) if match else None
+
+
+def forms_by_block(list_name: str, count: int, *forms: Mapping[str, Form]) -> list[dict[str, Form]]:
+    """Return the forms of the tensors of every block, by their names inside of it."""
+    found: list[dict[str, Form]] = [{} for _ in range(count)]
+    for name, form in itertools.chain.from_iterable(map(dict.items, map(dict, forms))):
+        if (number := block_number(list_name, name)) is not None:
+            found[number][name[len(f"{list_name}.{number}") :]] = form
+    return found
 
 
 class _Zones:

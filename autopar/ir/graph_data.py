@@ -73,8 +73,7 @@ def graph_of(data: dict[str, Any], constants: list[torch.Tensor], device: torch.
             return nodes[content]
         if kind == "form":
             shape, stride, dtype = content
-            with mode:
-                return torch.empty_strided(shape, stride, dtype=decode(dtype), device=device)
+            return _torch.fake_tensor(mode, shape, stride, 0, decode(dtype), device)
         raise NotPortable(f"a value of kind {kind} in a graph")
 
     forms = [decode(form, node_or_form) for form in data["forms"]]

@@ -73,7 +73,7 @@ def decode(data: Any, other: Callable[[str, Any], Any] = _unknown) -> Any:
         raise NotPortable(f"an object with {len(data)} keys")
     ((kind, content),) = data.items()
     if kind == "tuple":
-        return tuple(decode(item, other) for item in content)
+        return tuple([decode(item, other) for item in content])
     if kind == "dict":
         return {decode(key, other): decode(item, other) for key, item in content}
     if kind == "size":
