@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
 
+from ..codegen.follow_size import Sizes
 from ..frontend.call_signature import CallSignature, Returns
 from ..frontend.export import Captured
 from ..frontend.guards import Guards
@@ -16,6 +18,9 @@ from ..plans.plan import Plan
 from .ambient import Ambient
 from .inputs import Inputs
 from .step import Step
+
+if TYPE_CHECKING:
+    from .pipeline_step import PipelineStep
 
 
 @dataclass(frozen=True)
@@ -43,11 +48,20 @@ def _constants_equal(a: fx.GraphModule, b: fx.GraphModule) -> bool:
     )
 
 
+@dataclass(frozen=True, eq=False)
+class Point:
+    """A call that was lowered so that programs may follow its sizes (see following.py)."""
+
+    traced: Traced
+    plan: Plan
+    step: Step | PipelineStep
+
+
 @dataclass(eq=False)
 class Capture:
     """`call` is its text; `flags`, `hooks`, `trainable`, `ambient`, `gradients`, `guards` and the forms of `buffers`
     are when it serves, `returns` what it gives. `is_met`: all ranks were seen to make this call; `used`: the number of
-    the last call that it served; `size`: of what its step follows, if it does; `planned_for`: the call that the plan
+    the last call that it served; `sizes`: of what its step follows, if it does; `planned_for`: the call that the plan
     was made for."""
 
     call: str
@@ -60,18 +74,18 @@ class Capture:
     buffers: list[tuple[dict, str, torch.Size, torch.dtype]]
     returns: Returns
     inputs: Inputs
-    step: Step
+    step: Step | PipelineStep
     plan: Plan
     traced: Traced
     planned_for: CallSignature
-    size: int | None = None
+    sizes: Sizes | None = None
     is_met: bool = False
     used: int = 0
 
     @property
     def follows_size(self) -> bool:
         """Return whether it is no capture of its own, but served by the program of others."""
-        return self.size is not None
+        return self.sizes is not None
 
     @property
     def state(self) -> tuple:
