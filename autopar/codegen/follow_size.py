@@ -4,7 +4,7 @@ Programs for several lengths are one graph with other numbers in it: sizes of vi
 divides by. The program that `followed` returns takes the sizes as its last arguments and computes each such number from
 them: it is on a line over one size, or is a product of such a line and of sizes or their squares. Two points are enough
 to tell these apart, if a line crosses zero near size zero (`NEAR`) and no two products of sizes grow alike
-(`is_telling`); of one size, three points always are. What else a number could be between and beyond the points is for
+(`is_telling`); three points always are. What else a number could be between and beyond the points is for
 the caller to rule out (see autopar/runtime/following.py).
 """
 
@@ -157,7 +157,7 @@ def _shifted(values: Mapping[Sizes, int], kind: str) -> Iterator[Line]:
             slope = (parts[high] - parts[low]) / (high[place] - low[place])
             start = parts[low] - slope * low[place]
             is_near = abs(start) <= abs(slope) * NEAR * low[place] and (is_single or (start / slope).denominator == 1)
-            if slope and (is_near or is_single and len(points) > 2):
+            if slope and (is_near or len({sizes[place] for sizes in points}) > 2):
                 divisor = math.lcm(slope.denominator, start.denominator)
                 line = Factor(place, int(slope * divisor), int(start * divisor))
                 factors = (line, *(Factor(p, power=power) for p, power in others.items()))

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from .._torch import OpenSizes
-from ..codegen.follow_size import Differs, Factor, Line, Sizes, follow, is_telling
+from ..codegen.follow_size import Differs, Factor, Line, Sizes, follow, is_telling, is_telling_all
 from ..codegen.sized_graphs import SizedGraphs
 from ..frontend.call_signature import CallSignature
 from ..frontend.export import Captured
@@ -36,6 +36,7 @@ from .pipeline_step import PipelineStep
 from .sized_calls import Dims, differing_dims, partners, resized, sizes_in
 from .step import Step
 
+FAR = 4  # times the period, sizes of which uneven shards are near a line through zero
 STATE = ("parameters", "gradients", "optimizer", "buffers", "gathered parameters kept", "gathered parameters")
 
 
@@ -221,14 +222,16 @@ class Family:
     def points_for(self, sizes: Sizes, count: int) -> list[Sizes] | None:
         """Return so many sizes that leave the remainders of some, and tell lines apart; those that are lowered already
         come first. None if there are not as many."""
-        chosen: list[Sizes] = []
         alike = [p for p in self.points if all((a - b) % self.period == 0 for a, b in zip(p, sizes))]
-        for candidate in (*alike, sizes, *partners(sizes, self.period)):
-            has_samples = self.batch is None or candidate == sizes or candidate[self.batch] >= self.period
-            if has_samples and all(is_telling(candidate, other) for other in chosen) and self.holds(candidate):
-                chosen.append(candidate)
-                if len(chosen) == count:
-                    return chosen
+        far = [p for p in (sizes, *partners(sizes, self.period)) if min(p) >= FAR * self.period]
+        candidates = [p for p in (*alike, *far, sizes, *partners(sizes, self.period)) if self.holds(p)]
+        for tells in (is_telling_all, is_telling):
+            chosen: list[Sizes] = []
+            for candidate in candidates:
+                if all(tells(candidate, other) for other in chosen):
+                    chosen.append(candidate)
+                    if len(chosen) == count:
+                        return chosen
         return None
 
 

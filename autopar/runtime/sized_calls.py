@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import product
 
 from ..codegen.follow_size import Sizes, is_telling_all
 from ..frontend.call_signature import CallSignature
 
 Dims = Mapping[str, Mapping[int, int]]  # of inputs, by name: by dim the place of its size among the sizes
 RATIOS = ((0.5, 1.5, 0.7), (1.5, 0.5, 0.8), (2.0, 1.5, 3.0), (1.5, 2.0, 3.0), (3.0, 2.0, 1.3))
-STEPS = 24  # that are tried beside these
+STEPS = (1, 6, 3, 10, -1, -2)  # that are tried beside these
 
 
 def differing_dims(a: CallSignature, b: CallSignature) -> tuple[Dims, Sizes, Sizes] | None:
@@ -86,12 +87,11 @@ def _others(sizes: Sizes, period: int) -> Iterator[Sizes]:
     for ratios in RATIOS:
         steps = [round(n * (ratios[i % len(ratios)] - 1) / period) * period for i, n in enumerate(sizes)]
         yield from _larger_than_one(n + (step or period) for n, step in zip(sizes, steps))
-    for count in range(1, STEPS):
-        yield from _larger_than_one(n + period * (count + i * (count + 1)) for i, n in enumerate(sizes))
-        yield from _larger_than_one(n - period * (count + i) for i, n in enumerate(sizes))
+    for steps in product(STEPS, repeat=len(sizes)):
+        yield from _larger_than_one(n + period * step for n, step in zip(sizes, steps))
 
 
-def _larger_than_one(sizes: Iterator[int]) -> Iterator[Sizes]:
+def _larger_than_one(sizes: Iterable[int]) -> Iterator[Sizes]:
     found = tuple(sizes)
     if all(size > 1 for size in found):
         yield found

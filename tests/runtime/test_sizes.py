@@ -196,6 +196,14 @@ def test_lengths_of_an_encoder_and_a_decoder(alone):
     assert _captured(parallel) == FEWEST
 
 
+def test_micro_batches_of_other_sizes(alone):
+    parallel, reference = pair(tiny.gpt2(seq=12)[0], alone, _tokens(12, 8), micro_batches=2)
+    for length, batch in ((12, 8), (9, 8), (11, 4), (13, 6)):
+        _check(parallel, reference, [_tokens(length, batch)])
+    assert _captured(parallel) == FEWEST
+
+
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_micro_batches_and_a_pipeline_follow():
     for captured in gloo.run(2, _in_parts, seconds=240):
@@ -221,6 +229,7 @@ def _in_parts(rank: int) -> dict[str, int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_remainders_are_lowered_and_not_traced():
     assert gloo.run(2, _cut_sequences, seconds=240) == [FEWEST, FEWEST]
