@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import fx
@@ -18,9 +18,6 @@ from ..plans.plan import Plan
 from .ambient import Ambient
 from .inputs import Inputs
 from .step import Step
-
-if TYPE_CHECKING:
-    from .pipeline_step import PipelineStep
 
 
 @dataclass(frozen=True)
@@ -54,7 +51,7 @@ class Point:
 
     traced: Traced
     plan: Plan
-    step: Step | PipelineStep
+    step: Any  # a Step or a PipelineStep
 
 
 @dataclass(eq=False)
@@ -74,7 +71,7 @@ class Capture:
     buffers: list[tuple[dict, str, torch.Size, torch.dtype]]
     returns: Returns
     inputs: Inputs
-    step: Step | PipelineStep
+    step: Step
     plan: Plan
     traced: Traced
     planned_for: CallSignature

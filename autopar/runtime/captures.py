@@ -323,7 +323,8 @@ class Captures:
 
     def prepare_no_sync(self) -> None:
         """Load for all captures what the backward inside of no_sync runs; all ranks call this together."""
-        for capture in (*(c for c in self.table if not c.follows_size), *self.sizes.points()):
+        captured = [c for c in self.table if not c.follows_size]
+        for capture in (*captured, *self.sizes.points()):
             self._load_deferred(capture.traced, capture.plan, capture.step)
         self._follow_deferred()
 

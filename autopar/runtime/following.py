@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -124,7 +125,7 @@ def nearest(captures: Sequence[Capture], state: tuple, traced: Traced) -> Captur
 class Program:
     """A program for calls that leave the remainders of two or three `points`, of which it was made."""
 
-    step: Step | SizedPipeline
+    step: Any  # a Step or a SizedPipeline
     lines: frozenset[Line]
     sharded: frozenset[Sharded]
     points: Mapping[Sizes, Point]
@@ -133,7 +134,7 @@ class Program:
     def of(cls, points: Mapping[Sizes, Point], batch: int | None) -> Program:
         """Return the program that follows from those of some points; `batch`: the place of the number of samples among
         the sizes. Raises Differs."""
-        steps = {sizes: point.step for sizes, point in points.items()}
+        steps: dict[Sizes, Any] = {sizes: point.step for sizes, point in points.items()}
         step, lines = (SizedPipeline if isinstance(steps[max(steps)], PipelineStep) else Step).following(steps)
         sharded = set().union(*(sharded_dims(graphs, sharding) for graphs, sharding in _planned(points)))
         passes = points[max(points)].plan.micro_batches

@@ -85,8 +85,8 @@ def partners(sizes: Sizes, period: int) -> list[Sizes]:
 
 def _others(sizes: Sizes, period: int) -> Iterator[Sizes]:
     for ratios in RATIOS:
-        steps = [round(n * (ratios[i % len(ratios)] - 1) / period) * period for i, n in enumerate(sizes)]
-        yield from _larger_than_one(n + (step or period) for n, step in zip(sizes, steps))
+        moves = [round(n * (ratios[i % len(ratios)] - 1) / period) * period for i, n in enumerate(sizes)]
+        yield from _larger_than_one(n + (move or period) for n, move in zip(sizes, moves))
     for steps in product(STEPS, repeat=len(sizes)):
         yield from _larger_than_one(n + period * step for n, step in zip(sizes, steps))
 

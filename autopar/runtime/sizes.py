@@ -12,7 +12,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -27,9 +28,7 @@ from .capture import Capture, Point, Traced
 from .following import Family, Program, lines_of
 from .following_pipeline import SizedPipeline
 from .maker import Maker
-from .pipeline_step import PipelineStep
 from .sized_calls import Dims, batch_place, differing_dims, partners, resized, with_batch
-from .step import Step
 
 TRIES = 4  # captures after which no family is looked for any more, if none was found
 POINTS = (2, 3)  # sizes from which a program is made: three if two do not tell
@@ -42,7 +41,7 @@ class Served(NamedTuple):
 
     traced: Traced
     capture: Capture
-    step: Step | PipelineStep
+    step: Any  # a Step or a PipelineStep
     sizes: Sizes
 
 
@@ -96,7 +95,7 @@ class SizeFamilies:
             return family.programs[min(common)]
         reasons = ["no other sizes leave the same remainders"]
         for count in POINTS:
-            chosen = agree.from_rank_zero(lambda count=count: family.points_for(sizes, count))
+            chosen = agree.from_rank_zero(partial(family.points_for, sizes, count))
             if chosen is None or not all(self._is_lowered(family, at, maker) for at in chosen):
                 break
             made: list[Program] = []
@@ -141,7 +140,9 @@ class SizeFamilies:
         if self.failures >= TRIES or found[0] is None or len({*found}) > 1:
             return False
         base = captures[found[0]]
-        dims, at, wanted = differing_dims(_form(base), signature)
+        differing = differing_dims(_form(base), signature)
+        assert differing is not None, "the capture is near"
+        dims, at, wanted = differing
         every = with_batch(_form(base), dims, at)
         opened: list[OpenSizes] = []
 
@@ -217,7 +218,7 @@ class SizeFamilies:
                 elif program.step.backward is None or program.step.backward.unreduced is not None:
                     continue
                 else:
-                    is_lost = not all(agree.from_all(lambda program=program: _follows_deferred(program)))
+                    is_lost = not all(agree.from_all(partial(_follows_deferred, program)))
                 if is_lost:
                     lost.append(program.step)
                     family.programs.remove(program)
