@@ -143,32 +143,14 @@ class SizeFamilies:
         differing = differing_dims(_form(base), signature)
         assert differing is not None, "the capture is near"
         dims, at, wanted = differing
-        every = with_batch(_form(base), dims, at)
-        opened: list[OpenSizes] = []
-
-        def choice() -> tuple[Dims, Sizes, list[Sizes]] | None:
-            try:
-                found = maker.open_sizes(base.traced, every[0])
-            except AutoparError as error:
-                _log.info("sizes cannot be left open: %s", error)
-                return None
-            kept = [place for place in range(len(every[1])) if place not in found.known]
-            if not {*range(len(wanted))} <= {*kept}:
-                return None
-            opened.append(found.without_known())
-            sizes, others = tuple(every[1][place] for place in kept), list[Sizes]()
-            now = (*wanted, *sizes[len(wanted) :])
-            if not opened[0].holds(sizes) or not opened[0].holds(now):
-                return None
-            for other in partners(sizes, _period(base.plan)):
-                if all(is_telling(other, o) for o in (sizes, *others)) and opened[0].holds(other):
-                    others.append(other)
-                    if len(others) == POINTS[-1] - 1:
-                        break
-            return _of_places(every[0], kept), sizes, others
-
-        chosen = agree.from_rank_zero(choice)
-        return chosen is not None and self._add(base, *chosen, opened, maker)
+        with_samples = with_batch(_form(base), dims, at)
+        for every in (with_samples, (dims, at)) if with_samples != (dims, at) else ((dims, at),):
+            opened: list[OpenSizes] = []
+            chosen = agree.from_rank_zero(partial(_points, base, *every, wanted, opened, maker))
+            if chosen is not None and self._add(base, *chosen, opened, maker):
+                return True
+        self.failures += 1
+        return False
 
     def _add(self, base: Capture, dims: Dims, sizes: Sizes, others: Sequence[Sizes], opened: Sequence[OpenSizes],
              maker: Maker) -> bool:  # fmt: skip
@@ -199,7 +181,6 @@ class SizeFamilies:
             if not reasons:
                 self.known += made
                 return True
-        self.failures += 1
         _tell(dims, reasons)
         return False
 
@@ -223,6 +204,30 @@ class SizeFamilies:
                     lost.append(program.step)
                     family.programs.remove(program)
         return lost
+
+
+def _points(base: Capture, dims: Dims, at: Sizes, wanted: Sizes, opened: list[OpenSizes], maker: Maker):
+    """Return the dims that can be left open in the call of a capture, its sizes `at` there, and one or two other sizes
+    that tell most; None if the user's code does not take one way at these and at those `wanted` first. Adds what it
+    says of them to `opened`."""
+    try:
+        found = maker.open_sizes(base.traced, dims)
+    except AutoparError as error:
+        _log.info("sizes cannot be left open: %s", error)
+        return None
+    kept = [place for place in range(len(at)) if place not in found.known]
+    if not {*range(len(wanted))} <= {*kept}:
+        return None
+    opened.append(found.without_known())
+    sizes, others = tuple(at[place] for place in kept), list[Sizes]()
+    if not opened[0].holds(sizes) or not opened[0].holds((*wanted, *sizes[len(wanted) :])):
+        return None
+    for other in partners(sizes, _period(base.plan)):
+        if all(is_telling(other, o) for o in (sizes, *others)) and opened[0].holds(other):
+            others.append(other)
+            if len(others) == POINTS[-1] - 1:
+                break
+    return _of_places(dims, kept), sizes, others
 
 
 def _follows_deferred(program: Program) -> bool:
