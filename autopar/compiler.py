@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import fx, nn
 
-from ._torch import OpenSize, lazy_code
+from ._torch import OpenSizes, lazy_code
 from .adapt.lora import LoRA
 from .adapt.order import Adaptation
 from .codegen import pass_manager
@@ -187,18 +187,18 @@ def trace(
     return captured
 
 
-def open_size(
-    model: nn.Module, example_inputs, dims: Mapping[str, Sequence[int]], captured: Captured,
+def open_sizes(
+    model: nn.Module, example_inputs, dims: Mapping[str, Mapping[int, int]], captured: Captured,
     loss_fn: Callable | None, forms: Mapping[str, Form], precision: str | torch.dtype, with_gradients: bool,
-) -> OpenSize:  # fmt: skip
-    """Return for which sizes of these dims of the inputs, by name, a call of the model takes the way through the user's
-    code that `captured` took, and its numbers. Raises what `trace` raises, also where a size that is not known cannot
-    be traced."""
+) -> OpenSizes:  # fmt: skip
+    """Return for which sizes of these dims of the inputs, by name and dim the place of the size, a call of the model
+    takes the way through the user's code that `captured` took, and its numbers. Raises what `trace` raises, also where
+    a size that is not known cannot be traced."""
     around = autocast.ambient()
     how = captured.as_eager, loss_fn, forms, compute_dtype(precision), captured.returns.loss_alone, with_gradients
     inside = torch.inference_mode(False), torch.enable_grad(), traced_as(autocast.device_of(model, around), around)
     with inside[0], inside[1], inside[2]:
-        return export.open_size(model, example_inputs, dims, *how)
+        return export.open_sizes(model, example_inputs, dims, *how)
 
 
 def _of_few_blocks(model: nn.Module, call: ModelCall) -> Captured | None:

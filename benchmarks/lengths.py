@@ -55,7 +55,7 @@ def train(rank: int, args, folder: str) -> None:
         if at == 0:
             continue
         seconds[length].append(time.process_time() - start)
-        captured = sum(not capture.follows_size for capture in model._captures.table)
+        captured = 1 + model._captures.traces
         if rank == 0:
             print(f"length {length:5d}  {seconds[length][-1]:7.3f} s  captures {captured}", flush=True)
     if rank == 0:

@@ -16,14 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .._torch import OpenSize
+from .._torch import OpenSizes
 from ..adapt import order
 from ..adapt.lora import LoRA
 from ..adapt.order import Adaptation
 from ..codegen import pass_manager
 from ..codegen.rank_program import PipelineProgram, RankProgram
-from ..compiler import open_size, trace, trace_to_plan
+from ..compiler import open_sizes, trace, trace_to_plan
 from ..errors import PlanIncompatible
+from ..frontend.call_signature import CallSignature
 from ..frontend.constants import text_of
 from ..frontend.device import move
 from ..frontend.export import Captured
@@ -76,16 +77,25 @@ class CallCompiler:
     def retrace(self, traced: Traced, adapters: bool = True, trains: Mapping[str, bool] | None = None) -> Traced:
         """Trace a capture's call again, for gradients of all differentiable outputs rather than of the loss alone."""
         forms = self.forms.training(trains or {})
-        return self._agreed(lambda: (_example_of(traced), traced.fixed), forms, adapters, False)
+        return self._agreed(lambda: (_example_of(traced.captured.signature), traced.fixed), forms, adapters, False)
 
-    def open_size(
-        self, traced: Traced, dims: Mapping[str, Sequence[int]], gradients: bool, trains: Mapping[str, bool]
-    ) -> OpenSize:
+    def trace_form(
+        self, like: Traced, signature: CallSignature, gradients: bool, adapters: bool = True,
+        trains: Mapping[str, bool] | None = None,
+    ) -> Traced:  # fmt: skip
+        """Trace a call of this form as `trace` has traced one of other sizes."""
+        forms = self.forms.training(trains or {}) if gradients else self.forms.without_gradients()
+        call = lambda: (_example_of(signature), like.fixed)  # noqa: E731
+        return self._agreed(call, forms, adapters, True, gradients or torch.is_grad_enabled())
+
+    def open_sizes(
+        self, traced: Traced, dims: Mapping[str, Mapping[int, int]], gradients: bool, trains: Mapping[str, bool]
+    ) -> OpenSizes:
         """Return for which sizes of these dims the user's code takes the way that it took in a capture, and its
         numbers. One rank calls it, in the modes of the call."""
         forms = self.forms.training(trains) if gradients else self.forms.without_gradients()
         how = self.loss_fn, forms, self.options["precision"], gradients or torch.is_grad_enabled()
-        return open_size(self.model, _example_of(traced), dims, traced.captured, *how)
+        return open_sizes(self.model, _example_of(traced.captured.signature), dims, traced.captured, *how)
 
     def _agreed(self, example: Callable[[], tuple], forms: Forms, adapters: bool, loss_alone: bool,
                 with_gradients: bool = True) -> Traced:  # fmt: skip
@@ -201,9 +211,8 @@ class CallCompiler:
         )  # fmt: skip
 
 
-def _example_of(traced: Traced) -> tuple[tuple, dict]:
-    """Return the call of a capture, on global shapes without values."""
-    signature = traced.captured.signature
+def _example_of(signature: CallSignature) -> tuple[tuple, dict]:
+    """Return a call of global shapes, without values."""
     form = zip(signature.shapes, signature.dtypes, signature.differentiated, signature.numbers)
     return signature.rebuild(
         [n or torch.empty(s, dtype=d, device="meta", requires_grad=g) for s, d, g, n in form if s is not None]

@@ -1,19 +1,21 @@
-"""One program for every size of a dim, from the programs of one plan for a few sizes.
+"""One program for every size of some dims, from the programs of one plan for a few sizes.
 
 Programs for several lengths are one graph with other numbers in it: sizes of views, ends of slices, counts that a mean
-divides by. The program that `followed` returns takes the size as its last argument and computes each such number from
-it: all of them lie on lines over the size, or are a square of it times a factor. Two points are enough to tell them
-apart from the chord of another curve, if the line crosses zero near size zero (`NEAR`); three points always are. What
-else a number could be between and beyond the points is for the caller to rule out (see autopar/runtime/following.py).
+divides by. The program that `followed` returns takes the sizes as its last arguments and computes each such number from
+them: it is on a line over one size, or is a product of such a line and of sizes or their squares. Two points are enough
+to tell these apart, if a line crosses zero near size zero (`NEAR`) and no two products of sizes grow alike
+(`is_telling`); three points always are. What else a number could be between and beyond the points is for
+the caller to rule out (see autopar/runtime/following.py).
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import product
 from typing import Any
 
 import torch
@@ -21,10 +23,13 @@ from torch import fx
 
 from .._torch import graph_module
 
-SIZE = "size"  # the name of the placeholder that takes it
+Sizes = tuple[int, ...]
+SIZE = "size"  # the name of the placeholders that take them
 # The chord of a square through sizes a and b crosses zero at a b / (a + b), which is half of the smaller one or more. A
 # line that crosses zero within this part of it is none.
 NEAR = 0.25
+DEGREE = 3  # of a product of sizes
+SHIFTS = (-2, -1, 1, 2)  # of a size that numbers may have instead of it: labels are one fewer than tokens
 
 
 class Differs(Exception):
@@ -32,32 +37,45 @@ class Differs(Exception):
 
 
 @dataclass(frozen=True)
-class Line:
-    """The whole number (slope * size ** power + start) / divisor, of one sign at every size; `kind`: int, float, or
-    reciprocal for one over it. The square of the size is a line too, if nothing is added to it."""
+class Factor:
+    """The whole number (slope * size + start) ** power, of the size at a place among the sizes."""
 
-    slope: int
-    start: int
+    place: int
+    slope: int = 1
+    start: int = 0
+    power: int = 1
+
+    def of(self, sizes: Sizes) -> int:
+        """Return the number at some sizes."""
+        return int((self.slope * sizes[self.place] + self.start) ** self.power)
+
+
+@dataclass(frozen=True)
+class Line:
+    """The whole number times * (product of the factors) / divisor, of one sign at all sizes; `kind`: int, float, or
+    reciprocal for one over it."""
+
+    factors: tuple[Factor, ...]
+    times: int
     divisor: int
     kind: str
     sign: int
-    power: int = 1
 
-    def whole(self, size: int) -> int:
-        """Return the whole number at a size that the line `serves`."""
-        return self._total(size) // self.divisor
+    def whole(self, sizes: Sizes) -> int:
+        """Return the whole number at sizes that the line `serves`."""
+        return self._total(sizes) // self.divisor
 
-    def at(self, size: int) -> int | float:
-        """Return what stands in the program for a size."""
-        return _OF_KIND[self.kind](self.whole(size))
+    def at(self, sizes: Sizes) -> int | float:
+        """Return what stands in the program for some sizes."""
+        return _OF_KIND[self.kind](self.whole(sizes))
 
-    def serves(self, size: int) -> bool:
-        """Return whether the number is whole at a size, and of the sign that it has at those that are known."""
-        total = self._total(size)
+    def serves(self, sizes: Sizes) -> bool:
+        """Return whether the number is whole at some sizes, and of the sign that it has at those that are known."""
+        total = self._total(sizes)
         return total % self.divisor == 0 and _sign(total) == self.sign
 
-    def _total(self, size: int) -> int:
-        return int(self.slope * size**self.power + self.start)
+    def _total(self, sizes: Sizes) -> int:
+        return self.times * math.prod(factor.of(sizes) for factor in self.factors)
 
 
 _OF_KIND: dict[str, Callable[[int], int | float]] = {"int": int, "float": float, "reciprocal": lambda n: 1.0 / n}
@@ -67,8 +85,8 @@ def _sign(number: int) -> int:
     return (number > 0) - (number < 0)
 
 
-def line_through(values: Mapping[int, Any]) -> Any:
-    """Return the number that stands for equal ones, or the line of those that change, by size. Raises Differs."""
+def line_through(values: Mapping[Sizes, Any]) -> Any:
+    """Return the number that stands for equal ones, or the line of those that change, by sizes. Raises Differs."""
     numbers = list(values.values())
     first = numbers[0]
     if len({type(n) for n in numbers}) > 1:
@@ -86,20 +104,104 @@ def line_through(values: Mapping[int, Any]) -> Any:
     raise Differs(f"{', '.join(map(str, numbers))} at sizes {', '.join(map(str, values))}")
 
 
-def _line(values: Mapping[int, int], kind: str) -> Line:
-    (a, at_a), (b, at_b) = sorted(values.items())[:2]
-    for power in (2, 1):
-        slope = Fraction(at_b - at_a, b**power - a**power)
-        start = at_a - slope * a**power
-        divisor = math.lcm(slope.denominator, start.denominator)
-        line = Line(int(slope * divisor), int(start * divisor), divisor, kind, _sign(at_a), power)
-        is_sure = not start if power == 2 else len(values) > 2 or abs(start) <= abs(slope) * NEAR * a
-        if is_sure and all(line.serves(n) and line.whole(n) == v for n, v in values.items()):
-            return line
-    raise Differs(f"{', '.join(map(str, values.values()))} at sizes {', '.join(map(str, values))} are on no line")
+def _line(values: Mapping[Sizes, int], kind: str) -> Line:
+    """Return the one line through some numbers: a product of sizes if there is one, else one with a line that crosses
+    zero elsewhere."""
+    for candidates in (_products, _shifted_little, _shifted):
+        found = {line for line in candidates(values, kind) if _is_through(line, values)}
+        if len(found) == 1:
+            return found.pop()
+        if found:
+            break
+    raise Differs(f"{', '.join(map(str, values.values()))} at sizes {', '.join(map(str, values))} are on no one line")
 
 
-def follow(values: Mapping[int, Any], number: Callable[[Any], Any] = lambda line: line, nodes: Callable | None = None):
+def _is_through(line: Line, values: Mapping[Sizes, int]) -> bool:
+    return all(line.serves(sizes) and line.whole(sizes) == number for sizes, number in values.items())
+
+
+def _varying(points: Sequence[Sizes]) -> list[int]:
+    """Return the places of the sizes that are not the same at all points."""
+    return [place for place, found in enumerate(zip(*points)) if len(set(found)) > 1]
+
+
+def _powers(points: Sequence[Sizes]) -> Iterator[dict[int, int]]:
+    """Return the powers of sizes in a product, by their places, of every product of sizes that vary."""
+    places = _varying(points)
+    for powers in product(range(DEGREE), repeat=len(places)):
+        if 0 < sum(powers) <= DEGREE:
+            yield {place: power for place, power in zip(places, powers) if power}
+
+
+def _product(sizes: Sizes, powers: Mapping[int, int]) -> int:
+    return math.prod(sizes[place] ** power for place, power in powers.items())
+
+
+def _products(values: Mapping[Sizes, int], kind: str) -> Iterator[Line]:
+    points = [*values]
+    for powers in _powers(points):
+        times = Fraction(values[points[0]], _product(points[0], powers))
+        factors = tuple(Factor(place, power=power) for place, power in powers.items())
+        yield Line(factors, times.numerator, times.denominator, kind, _sign(times.numerator))
+
+
+def _shifted(values: Mapping[Sizes, int], kind: str) -> Iterator[Line]:
+    """Return candidates with a line over one of the sizes. Beside other sizes that vary it crosses zero at a whole
+    size."""
+    points, is_single = [*values], len(_varying([*values])) == 1
+    for powers in _powers(points):
+        for place in [place for place, power in powers.items() if power == 1]:
+            others = {p: power for p, power in powers.items() if p != place}
+            parts = {sizes: Fraction(number, _product(sizes, others)) for sizes, number in values.items()}
+            low, high = (choose(points, key=lambda sizes: sizes[place]) for choose in (min, max))
+            slope = (parts[high] - parts[low]) / (high[place] - low[place])
+            start = parts[low] - slope * low[place]
+            is_near = abs(start) <= abs(slope) * NEAR * low[place] and (is_single or (start / slope).denominator == 1)
+            if slope and (is_near or len({sizes[place] for sizes in points}) > 2):
+                divisor = math.lcm(slope.denominator, start.denominator)
+                line = Factor(place, int(slope * divisor), int(start * divisor))
+                factors = (line, *(Factor(p, power=power) for p, power in others.items()))
+                yield Line(factors, 1, divisor, kind, _sign(values[points[0]]))
+
+
+def _shifted_little(values: Mapping[Sizes, int], kind: str) -> Iterator[Line]:
+    """Return those candidates of `_shifted` in which a size has one or two places more or fewer."""
+    for line in _shifted(values, kind):
+        slope, start = line.factors[0].slope, line.factors[0].start
+        if start % slope == 0 and start // slope in SHIFTS:
+            yield line
+
+
+def is_telling(a: Sizes, b: Sizes) -> bool:
+    """Return whether numbers at two points tell which product of sizes they are: no two grow alike between them, and
+    none stays as it is, or would if a size had a few more or fewer places."""
+    if any(x == y for x, y in zip(a, b)):
+        return False
+    growths = [*_growths(a, b)]
+    plain = [growth for growth, shift in growths if not shift]
+    return len({*plain}) == len(plain) and not any(growth == 1 for growth, _ in growths)
+
+
+def is_telling_all(a: Sizes, b: Sizes) -> bool:
+    """Return whether numbers at two points tell also which of the sizes has a few more or fewer places in them."""
+    found = [growth for growth, _ in _growths(a, b)]
+    return is_telling(a, b) and len({*found}) == len(found)
+
+
+def _growths(a: Sizes, b: Sizes) -> Iterator[tuple[Fraction, int]]:
+    """Return how products of sizes grow between two points, as they are and with another number of places of one
+    size."""
+    for of in _powers([a, b]):
+        growth = Fraction(_product(a, of), _product(b, of))
+        yield growth, 0
+        for place in (p for p, power in of.items() if power == 1):
+            for shift in (k for k in SHIFTS if min(a[place], b[place]) + k > 0):
+                yield growth * Fraction((a[place] + shift) * b[place], (b[place] + shift) * a[place]), shift
+
+
+def follow(
+    values: Mapping[Sizes, Any], number: Callable[[Any], Any] = lambda line: line, nodes: Callable | None = None
+):
     """Return what stands for nested arguments at several sizes: `number` of a line where numbers change, `nodes` of the
     nodes that they name. Raises Differs."""
     found = list(values.values())
@@ -125,8 +227,8 @@ def follow(values: Mapping[int, Any], number: Callable[[Any], Any] = lambda line
     return first
 
 
-def followed(programs: Mapping[int, fx.GraphModule]) -> tuple[fx.GraphModule, frozenset[Line]]:
-    """Return the program that takes the size as its last argument, from those for several sizes, and the lines of its
+def followed(programs: Mapping[Sizes, fx.GraphModule]) -> tuple[fx.GraphModule, frozenset[Line]]:
+    """Return the program that takes the sizes as its last arguments, from those for some sizes, and the lines of its
     numbers: it is right where all of them serve. Raises Differs."""
     newest = programs[max(programs)]
     all_nodes = [list(module.graph.nodes) for module in programs.values()]
@@ -145,8 +247,8 @@ def followed(programs: Mapping[int, fx.GraphModule]) -> tuple[fx.GraphModule, fr
         by_size = dict(zip(programs, nodes))
         node = by_size[max(programs)]
         _check_alike(by_size, programs)
-        if node.op != "placeholder" and made.size is None:
-            made.size = graph.placeholder(SIZE)
+        if node.op != "placeholder" and not made.sizes:
+            made.sizes = [graph.placeholder(f"{SIZE}_{place}") for place, _ in enumerate(max(programs))]
         number = lambda line: made.node(graph, line)  # noqa: E731
         try:
             args = follow({size: n.args for size, n in by_size.items()}, number, one_node)
@@ -161,7 +263,7 @@ def followed(programs: Mapping[int, fx.GraphModule]) -> tuple[fx.GraphModule, fr
     return module, frozenset(made.nodes)
 
 
-def _check_alike(nodes: Mapping[int, fx.Node], programs: Mapping[int, fx.GraphModule]) -> None:
+def _check_alike(nodes: Mapping[Sizes, fx.Node], programs: Mapping[Sizes, fx.GraphModule]) -> None:
     """Raise Differs unless nodes of several programs do the same, on the same constants."""
     first, *others = nodes.values()
     if any((n.op, n.target) != (first.op, first.target) for n in others):
@@ -173,22 +275,32 @@ def _check_alike(nodes: Mapping[int, fx.Node], programs: Mapping[int, fx.GraphMo
 
 
 class _Numbers:
-    """The nodes that compute numbers from the size, one a line."""
+    """The nodes that compute numbers from the sizes, one a line."""
 
     def __init__(self) -> None:
-        self.size: fx.Node | None = None
+        self.sizes: list[fx.Node] = []
         self.nodes: dict[Line, fx.Node] = {}
 
     def node(self, graph: fx.Graph, line: Line) -> fx.Node:
         if line not in self.nodes:
-            value: Any = self.size
-            for function, operand, neutral in (
-                (operator.pow, line.power, 1), (operator.mul, line.slope, 1),
-                (operator.add, line.start, 0), (operator.floordiv, line.divisor, 1),
-            ):  # fmt: skip
-                value = value if operand == neutral else graph.call_function(function, (value, operand))
+            values = [self._factor(graph, factor) for factor in line.factors]
+            value: Any = values[0]
+            for other in values[1:]:
+                value = graph.call_function(operator.mul, (value, other))
+            value = _applied(graph, value, (operator.mul, line.times, 1), (operator.floordiv, line.divisor, 1))
             if line.kind != "int":
                 value = graph.call_function(*((float, (value,)) if line.kind == "float" else
                                               (operator.truediv, (1.0, value))))  # fmt: skip
             self.nodes[line] = value
         return self.nodes[line]
+
+    def _factor(self, graph: fx.Graph, factor: Factor) -> fx.Node:
+        steps = (operator.mul, factor.slope, 1), (operator.add, factor.start, 0), (operator.pow, factor.power, 1)
+        return _applied(graph, self.sizes[factor.place], *steps)
+
+
+def _applied(graph: fx.Graph, value: fx.Node, *steps: tuple[Callable, int, int]) -> fx.Node:
+    """Return a value after (function, operand, the operand that changes nothing) one after the other."""
+    for function, operand, neutral in steps:
+        value = value if operand == neutral else graph.call_function(function, (value, operand))
+    return value

@@ -109,20 +109,20 @@ def export(
     return Exported(graph_module, call.signature, call.returns, run.inputs, run.ties, run.forms, guards, call.as_eager)
 
 
-def open_size(
-    model: nn.Module, example_inputs, dims: Mapping[str, Sequence[int]], as_eager: bool,
+def open_sizes(
+    model: nn.Module, example_inputs, dims: Mapping[str, Mapping[int, int]], as_eager: bool,
     loss_fn: Callable | None = None, forms: Mapping[str, Form] | None = None, dtype: torch.dtype | None = None,
     loss_alone: bool = True, with_gradients: bool = True,
-) -> _torch.OpenSize:  # fmt: skip
-    """Return for which sizes of these dims of the inputs, by name, the forward takes the way that it takes on the
-    example, in which they are of one size, and its numbers; `as_eager`: as in Exported. Raises what `export` raises,
+) -> _torch.OpenSizes:  # fmt: skip
+    """Return for which sizes of these dims of the inputs, by name and dim the place of the size, the forward takes the
+    way that it takes on the example, and its numbers; `as_eager`: as in Exported. Raises what `export` raises,
     also where the model cannot be traced with a size that is not known."""
-    open_dims = [tuple(dims.get(n, ())) for n in CallSignature.of(*split_example(example_inputs))[0].tensor_names]
+    open_dims = [dims.get(n, {}) for n in CallSignature.of(*split_example(example_inputs))[0].tensor_names]
     how = loss_fn, forms, dtype, loss_alone, with_gradients
     program = traced(
         model, example_inputs, *how, lambda mode, call, inputs: _torch.export_open(call, inputs, open_dims), as_eager
     ).program
-    return _torch.open_size(program, {at: found for at, found in enumerate(open_dims) if found})
+    return _torch.open_sizes(program, {at: found for at, found in enumerate(open_dims) if found})
 
 
 @dataclass(frozen=True)

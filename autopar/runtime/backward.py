@@ -12,7 +12,7 @@ from torch import fx
 from torch.distributed.tensor import DTensor
 
 from .. import _torch
-from ..codegen.follow_size import Line
+from ..codegen.follow_size import Line, Sizes
 from ..codegen.rank_program import DeferredProgram
 from ..errors import InputError
 from ..frontend.export import Captured
@@ -52,7 +52,7 @@ class Backward:
         self.deferred: dict[str, object] = {}  # specs of gradients that wait for their reduction
 
     @classmethod
-    def following(cls, backwards: Mapping[int, Backward]) -> tuple[Backward, frozenset[Line]]:
+    def following(cls, backwards: Mapping[Sizes, Backward]) -> tuple[Backward, frozenset[Line]]:
         """Return the backward whose graphs follow the size, and the lines of their numbers, given those for some sizes.
         Raises Differs."""
         made = copy.copy(backwards[max(backwards)])
@@ -60,7 +60,7 @@ class Backward:
         made.unreduced = None
         return made, lines
 
-    def follow_deferred(self, backwards: Mapping[int, Backward]) -> frozenset[Line]:
+    def follow_deferred(self, backwards: Mapping[Sizes, Backward]) -> frozenset[Line]:
         """Load the graphs for gradients that wait for their reduction, given those for some sizes, and return the lines
         of their numbers. Raises Differs."""
         newest = backwards[max(backwards)]
@@ -94,16 +94,16 @@ class Backward:
 
     def __call__(
         self, saved: list, tangents: Sequence, empty: Sequence[torch.Tensor], parameters: Sequence, nodes: Sequence,
-        size: int | None = None,
+        sizes: Sizes | None = None,
     ) -> list[torch.Tensor | None]:  # fmt: skip
         """Return the gradients of the inputs and parameters, given those of the outputs (None: zero). `empty`: what has
-        the local form of each output; `nodes` are what autograd does with those of the parameters next; `size`: as in
-        Call. A gradient to which no gradient of an output leads is None, as in eager torch. Empties `saved`, so that
+        the local form of each output; `nodes` are what autograd does with those of the parameters next; `sizes`: as
+        in Call. A gradient to which no gradient of an output leads is None, as in eager torch. Empties `saved`, so that
         each value is freed after its last use."""
         given = {at for at, _ in self.tangents if tangents[at] is not None}
         self.leads = [bool(given & sources) for sources in self.sources]
         saved += [self._local_tangent(tangents[at], layout, empty[at]) for at, layout in self.tangents]
-        saved += [] if size is None else [size]
+        saved += sizes or ()
         if self.accumulation.is_deferring:
             return self._unreduced(saved, parameters, nodes)
         if self.accumulation.is_pending and any(map(_torch.accumulates, nodes)):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from .. import _torch
+from ..codegen.follow_size import Sizes
 from ..errors import InputError
 from ..frontend.call_signature import Returns
 from .inputs import Inputs
@@ -17,13 +18,13 @@ from .lengths import OwnLengths
 @dataclass
 class Call:
     """`tensors` in the order of the inputs' names; `returns`: what the user gets; `lengths`: the rank's own, where
-    they are not those of `tensors`; `size`: of what a program that serves several sizes follows."""
+    they are not those of `tensors`; `sizes`: those that a program that serves several follows."""
 
     inputs: Inputs
     tensors: list[torch.Tensor]
     returns: Returns
     lengths: OwnLengths | None = None
-    size: int | None = None
+    sizes: Sizes | None = None
 
     def local(self) -> list[torch.Tensor]:
         """Return this rank's parts of the tensors."""

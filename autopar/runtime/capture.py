@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
 
+from ..codegen.follow_size import Sizes
 from ..frontend.call_signature import CallSignature, Returns
 from ..frontend.export import Captured
 from ..frontend.guards import Guards
@@ -43,11 +45,20 @@ def _constants_equal(a: fx.GraphModule, b: fx.GraphModule) -> bool:
     )
 
 
+@dataclass(frozen=True, eq=False)
+class Point:
+    """A call that was lowered so that programs may follow its sizes (see following.py)."""
+
+    traced: Traced
+    plan: Plan
+    step: Any  # a Step or a PipelineStep
+
+
 @dataclass(eq=False)
 class Capture:
     """`call` is its text; `flags`, `hooks`, `trainable`, `ambient`, `gradients`, `guards` and the forms of `buffers`
     are when it serves, `returns` what it gives. `is_met`: all ranks were seen to make this call; `used`: the number of
-    the last call that it served; `size`: of what its step follows, if it does; `planned_for`: the call that the plan
+    the last call that it served; `sizes`: of what its step follows, if it does; `planned_for`: the call that the plan
     was made for."""
 
     call: str
@@ -64,14 +75,14 @@ class Capture:
     plan: Plan
     traced: Traced
     planned_for: CallSignature
-    size: int | None = None
+    sizes: Sizes | None = None
     is_met: bool = False
     used: int = 0
 
     @property
     def follows_size(self) -> bool:
         """Return whether it is no capture of its own, but served by the program of others."""
-        return self.size is not None
+        return self.sizes is not None
 
     @property
     def state(self) -> tuple:

@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .._torch import OpenSize
+from .._torch import OpenSizes
+from ..codegen.follow_size import Sizes
 from ..codegen.rank_program import PipelineProgram, RankProgram
 from ..compiler import lower_deferred
 from ..errors import InputError
@@ -42,12 +43,14 @@ from .accumulation import Accumulation
 from .ambient import Ambient
 from .call import Call
 from .capture import Capture, Traced
-from .following import Dims, nearest
+from .following import nearest
 from .inputs import Inputs, data_axes, global_example
+from .maker import Maker
 from .modes import Modes
 from .outputs import Kind, OutputForms
 from .parameters import table_of
-from .sizes import Sizes
+from .sized_calls import Dims
+from .sizes import SizeFamilies
 from .step import Step
 
 if TYPE_CHECKING:
@@ -75,7 +78,11 @@ class Compiler(Protocol):
     def retrace(self, traced: Traced, adapters: bool = True, trains: Mapping[str, bool] | None = None) -> Traced:
         """Trace the same call with tangents for all outputs that require a gradient."""
 
-    def open_size(self, traced: Traced, dims: Dims, gradients: bool, trains: Mapping[str, bool]) -> OpenSize:
+    def trace_form(self, like: Traced, signature: CallSignature, gradients: bool, adapters: bool = True,
+                   trains: Mapping[str, bool] | None = None) -> Traced:  # fmt: skip
+        """Trace a call of this form as `trace` has traced one of other sizes."""
+
+    def open_sizes(self, traced: Traced, dims: Dims, gradients: bool, trains: Mapping[str, bool]) -> OpenSizes:
         """Return for which sizes of these dims the user's code takes one way. One rank calls it."""
 
     def plan(self, traced: Traced, first: Plan | None = None, layouts: Mapping[str, Layout] | None = None,
@@ -106,7 +113,8 @@ class Captures:
         self.name, self.rendezvous_count = f"module {next(_module_numbers)}", 0
         self.table: list[Capture] = []
         self.calls = itertools.count(1)
-        self.sizes, self.numbers_read = Sizes(), set[str]()  # floats that a forward was seen to read
+        self.traces = 0  # of calls, but for the first
+        self.sizes, self.numbers_read = SizeFamilies(), set[str]()  # floats that a forward was seen to read
         self.compile_options: Mapping[str, object] | None = None  # of torch.compile, if graphs go through it
 
     def compile(self, options: Mapping[str, object]) -> None:
@@ -118,11 +126,11 @@ class Captures:
     def add(self, traced: Traced, plan: Plan, program: RankProgram) -> None:
         """Add the first capture, for the modes that the module is in."""
         ambient = Ambient.now()._replace(gradients=True)
-        self._add(traced, plan, self._step(traced, plan, program), self._trains(self._trainable()), ambient)
+        self._add(traced, plan, self.step_of(traced, plan, program), self._trains(self.trainable()), ambient)
 
     def _add(
         self, traced: Traced, plan: Plan, step: Step, gradients: bool, ambient: Ambient, changed: str = "",
-        planned_for: CallSignature | None = None, size: int | None = None,
+        planned_for: CallSignature | None = None, sizes: Sizes | None = None,
     ) -> Capture:  # fmt: skip
         signature, leaves = traced.captured.signature, plan.sharding.leaves
         nodes = {n.meta["role"].name: n.name for n in traced.captured.graph.nodes if n.op == "placeholder"}
@@ -130,10 +138,10 @@ class Captures:
         inputs = step.takes(signature, self.mode, layouts, traced.fixed, self.mesh, self.device_mesh)
         call = f"{inputs.text()}; {self._modes_text()}{changed}"
         captured = traced.captured
-        around = self.modes.now(), self.hooks.now(), self._trainable(), ambient, gradients
+        around = self.modes.now(), self.hooks.now(), self.trainable(), ambient, gradients
         read = captured.guards, self._buffers_of(captured)
         planned_for = planned_for or signature
-        self.last = Capture(call, *around, *read, captured.returns, inputs, step, plan, traced, planned_for, size)
+        self.last = Capture(call, *around, *read, captured.returns, inputs, step, plan, traced, planned_for, sizes)
         self.table.append(self.last)
         if len(self.table) > MOST:
             self.table.remove(min(self.table[1:-1], key=lambda capture: capture.used))
@@ -167,7 +175,7 @@ class Captures:
                 f"compiled",
                 fix="call torch.set_default_dtype before autopar.compile",
             )
-        trainable = self._trainable()
+        trainable = self.trainable()
         gradients = ambient.gradients and self._trains(trainable)
         tensors = None
         for capture in (self.last, *self.table):
@@ -187,7 +195,7 @@ class Captures:
             )
             self.module.random.restart()
         watch.enter(self.name)
-        return capture.step, Call(capture.inputs, tensors, capture.returns, size=capture.size)
+        return capture.step, Call(capture.inputs, tensors, capture.returns, sizes=capture.sizes)
 
     def _rendezvous(self, call: str, **words: str) -> None:
         """Wait for all ranks, with words for the error if they do not come (see agree.rendezvous)."""
@@ -198,7 +206,7 @@ class Captures:
         """Agree with all ranks on a call that they make together, compile it if there is no `capture`, and return its
         capture and the call's tensors."""
         call = f"{describe_call(args, kwargs)}; {self._modes_text()}"
-        thawed = [n for n, now, before in zip(self.parameters, self._trainable(), self.last.trainable) if now != before]
+        thawed = [n for n, now, before in zip(self.parameters, self.trainable(), self.last.trainable) if now != before]
         if self.stage.pp_group is not None and thawed:
             first = f"set requires_grad of {thawed[0]} before autopar.compile"
             self._rendezvous(call, fix=f"{first}: ranks of other stages do not see that it changed")
@@ -223,11 +231,13 @@ class Captures:
                 f"already: {' | '.join(c.call for c in alike)}",
                 fix=_fix_of_many(signature, [c.inputs.signature for c in alike]),
             )
-        start, state = time.perf_counter(), (self.modes.now(), self.hooks.now(), self._trainable(), Ambient.now())
-        followed = self.sizes.find(lambda: global_example((args, kwargs), self.mode, self.mesh), state)
+        start, state = time.perf_counter(), (self.modes.now(), self.hooks.now(), self.trainable(), Ambient.now())
+        followed = self.sizes.find(
+            lambda: global_example((args, kwargs), self.mode, self.mesh), state, self.table, Maker(self, gradients)
+        )
         if followed is not None:
-            traced, known, step, size = followed
-            capture = self._add(traced, known.plan, step, gradients, state[-1], changed, known.planned_for, size)
+            traced, known, step, sizes = followed
+            capture = self._add(traced, known.plan, step, gradients, state[-1], changed, known.planned_for, sizes)
             how = "follows the size of those before"
         else:
             capture, is_new = self._compile_anew((args, kwargs), gradients, state, changed)
@@ -238,8 +248,9 @@ class Captures:
 
     def _compile_anew(self, call: tuple, gradients: bool, state: tuple, changed: str) -> tuple[Capture, bool]:
         """Capture a call, and return also whether no program for it was there yet."""
-        trains = self._by_name(self._trainable())
+        trains = self.by_name(self.trainable())
         traced = self.compiler.trace(call, gradients, self.modes.adapters, trains)
+        self.traces += 1
         asked = CallSignature.of(*call)[0].open_numbers
         self.numbers_read |= asked.keys() - traced.captured.signature.open_numbers.keys()
         same = next((c for c in self.table if not c.follows_size and c.traced.computes_as(traced)), None)
@@ -247,17 +258,11 @@ class Captures:
             return self._add(traced, same.plan, same.step, gradients, state[-1], changed, same.planned_for), False
         like = nearest(self.table, state, traced)
         plan = self.compiler.plan(
-            traced, self.table[0].plan, self._layouts_of_all_stages(), like.plan if like is not None else None
+            traced, self.table[0].plan, self.layouts_of_all_stages(), like.plan if like is not None else None
         )
         planned_for = like.planned_for if like is not None and like.plan.decides_as(plan) else None
-        step = self._step(traced, plan, self.compiler.lower(traced, plan))
-        capture = self._add(traced, plan, step, gradients, state[-1], changed, planned_for)
-        if isinstance(step, Step):
-            self.sizes.add(self.table, lambda largest, dims: self.compiler.open_size(
-                largest.traced, dims, gradients, trains))  # fmt: skip
-            if self.accumulation.is_deferring:
-                self._follow_deferred()
-        return capture, True
+        step = self.step_of(traced, plan, self.compiler.lower(traced, plan))
+        return self._add(traced, plan, step, gradients, state[-1], changed, planned_for), True
 
     def _complete(self, step: Step, inputs: Inputs) -> Step:
         """Return the step of a call in whose program all differentiable outputs have tangents; from now on it serves
@@ -270,21 +275,21 @@ class Captures:
         start = time.perf_counter()
         around = self.modes.set_to(capture.flags), self.hooks.forwards_of(capture.hooks), capture.ambient.entered()
         with around[0], around[1], around[2], capture.guards.installed():
-            traced = self.compiler.retrace(capture.traced, capture.flags[-1], self._by_name(capture.trainable))
+            traced = self.compiler.retrace(capture.traced, capture.flags[-1], self.by_name(capture.trainable))
         # the parts of the tensors that the first forward had serve both programs
         plan = self.compiler.plan(
-            replace(traced, fixed=capture.inputs.layouts), self.table[0].plan, self._layouts_of_all_stages()
+            replace(traced, fixed=capture.inputs.layouts), self.table[0].plan, self.layouts_of_all_stages()
         )
-        whole = self._step(traced, plan, self.compiler.lower(traced, plan))
+        whole = self.step_of(traced, plan, self.compiler.lower(traced, plan))
         whole.is_complete = True
         for other in self.table if not capture.follows_size else (capture,):
             if other.step is step:
-                other.step, other.plan, other.traced, other.size = whole, plan, traced, None
+                other.step, other.plan, other.traced, other.sizes = whole, plan, traced, None
         if self.groups.rank == 0:
             _log.info("%s: compiled in %.1f s", call, time.perf_counter() - start)
         return whole
 
-    def _layouts_of_all_stages(self) -> dict[str, Layout]:
+    def layouts_of_all_stages(self) -> dict[str, Layout]:
         """Return the layouts, by name, of the parameters of the first capture, whoever has them, and of all that this
         rank has."""
         first = self.table[0]
@@ -294,7 +299,7 @@ class Captures:
             self.layouts
         )
 
-    def _step(self, traced: Traced, plan: Plan, program: RankProgram | PipelineProgram) -> Step | PipelineStep:
+    def step_of(self, traced: Traced, plan: Plan, program: RankProgram | PipelineProgram) -> Step | PipelineStep:
         kind: Kind = "sharded" if self.outputs == "sharded" else self.mode
         forms = OutputForms(
             kind, traced.captured, traced.fixed, data_axes(self.mesh), self.stage.mesh, self.stage.device_mesh
@@ -318,14 +323,14 @@ class Captures:
 
     def prepare_no_sync(self) -> None:
         """Load for all captures what the backward inside of no_sync runs; all ranks call this together."""
-        for capture in (*self.table, *self.sizes.points()):
-            if not capture.follows_size:
-                self._load_deferred(capture.traced, capture.plan, capture.step)
+        captured = [c for c in self.table if not c.follows_size]
+        for capture in (*captured, *self.sizes.points()):
+            self._load_deferred(capture.traced, capture.plan, capture.step)
         self._follow_deferred()
 
     def _follow_deferred(self) -> None:
         for step in self.sizes.follow_deferred():  # serves no more: what it served is compiled anew
-            self.table = [capture for capture in self.table if capture.step is not step]
+            self.table = [c for c in self.table if step not in (c.step, getattr(c.step, "follows", None))]
 
     def _load_deferred(self, traced: Traced, plan: Plan, step: Step | PipelineStep) -> None:
         if not isinstance(step, Step):
@@ -353,13 +358,13 @@ class Captures:
     def _modes_text(self) -> str:
         own = vars(self.module._source).get("forward")  # set by the user, or a layer's that is called by itself
         by = "" if own is self.forward else f", {getattr(own, '__qualname__', 'another forward')}"
-        return self.modes.text() + Ambient.now().text(self._trains(self._trainable())) + by
+        return self.modes.text() + Ambient.now().text(self._trains(self.trainable())) + by
 
-    def _trainable(self) -> list[bool]:
+    def trainable(self) -> list[bool]:
         """Return for each parameter whether it trains now."""
         return [p.requires_grad for p in self.parameters.values()]
 
-    def _by_name(self, trainable: list[bool]) -> dict[str, bool]:
+    def by_name(self, trainable: list[bool]) -> dict[str, bool]:
         """Return whether each parameter trains, by name. All ranks call this together: under a pipeline each knows of
         those of its stages."""
         mine = dict(zip(self.parameters, trainable))

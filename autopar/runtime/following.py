@@ -1,97 +1,75 @@
-"""Calls that differ in one size alone (a length, a last batch), and the programs that follow it.
+"""Calls that differ in the sizes of some dims alone (a length, a last batch, or both), and the programs that follow
+them.
 
-Three things make a program right for a size that it was not made of:
+Three things make a program right for sizes that it was not made of:
 
-* every number in it lies on a line over the size (codegen/follow_size.py);
+* every number in it lies on a line over the sizes (codegen/follow_size.py);
 * a line is what shards have for sizes that leave the same remainder: those of all sharded dims are compared;
-* the user's code takes the same way: torch traces it once more with the size left open, and says under which
-  conditions, and all numbers of that trace lie on their lines at the new size.
+* the user's code takes the same way: torch traces it once more with the sizes left open, and says under which
+  conditions, and all numbers of that trace lie on their lines at the new sizes.
+
+A family is all calls for which the last holds: their joint graphs follow from those of a few. It has a program for each
+set of remainders.
 """
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import fx
 
-from .._torch import OpenSize
-from ..codegen.follow_size import Differs, Line, follow
+from .._torch import OpenSizes
+from ..codegen.follow_size import Differs, Factor, Line, Sizes, follow, is_telling, is_telling_all
+from ..codegen.sized_graphs import SizedGraphs
 from ..frontend.call_signature import CallSignature
 from ..frontend.export import Captured
-from ..ir.graph import is_op, tensor_arguments, tensor_of, values_of
+from ..ir.graph import fingerprint, is_op, tensor_arguments, tensor_of, values_of
 from ..ir.layout import Layout
 from ..plans.plan import Plan
 from ..plans.sharding import Sharding
+from .capture import Capture, Point, Traced
+from .following_pipeline import SizedPipeline
+from .pipeline_step import PipelineStep
+from .sized_calls import Dims, differing_dims, partners, resized, sizes_in
 from .step import Step
 
-if TYPE_CHECKING:
-    from .capture import Capture, Traced
-
-FEWEST, MOST = 2, 3  # captures of a program that follows a size
+FAR = 4  # times the period, sizes of which uneven shards are near a line through zero
 STATE = ("parameters", "gradients", "optimizer", "buffers", "gathered parameters kept", "gathered parameters")
-
-Dims = Mapping[str, tuple[int, ...]]  # of inputs, by name
-
-
-def differing_dims(a: CallSignature, b: CallSignature) -> tuple[Dims, int, int] | None:
-    """Return the dims in which two calls differ, with the one size that these have in each; None if they differ in
-    anything else, or not at all."""
-    if (a.spec, a.names, a.dtypes, a.differentiated, a.values) != (
-        b.spec, b.names, b.dtypes, b.differentiated, b.values,
-    ):  # fmt: skip
-        return None
-    dims: dict[str, tuple[int, ...]] = {}
-    sizes: set[tuple[int, int]] = set()
-    for name, one, other in zip(a.names, a.shapes, b.shapes):
-        if one is None or other is None or one == other:
-            continue
-        if len(one) != len(other):
-            return None
-        dims[name] = tuple(d for d, (x, y) in enumerate(zip(one, other)) if x != y)
-        sizes |= {(one[d], other[d]) for d in dims[name]}
-    return (dims, *sizes.pop()) if len(sizes) == 1 else None
-
-
-def size_of(signature: CallSignature, dims: Dims) -> int:
-    """Return the size of the first of some dims in a call."""
-    name, found = next(iter(dims.items()))
-    return (signature.shape_of(name) or ())[found[0]]
 
 
 @dataclass(frozen=True)
 class Sharded:
-    """A dim that is sharded and changes with the size: its own size is `total` of that, and it is cut into `parts`
+    """A dim that is sharded and changes with the sizes: its own size is `total` of them, and it is cut into `parts`
     stretches over axes with `count` devices."""
 
     total: Line
     parts: int
     count: int
 
-    def remainder(self, size: int) -> int | None:
+    def remainder(self, sizes: Sizes) -> int | None:
         """Return what is left over when the dim is cut; None if some device would have nothing of it."""
-        if not self.total.serves(size) or self.total.whole(size) % self.parts:
+        if not self.total.serves(sizes) or self.total.whole(sizes) % self.parts:
             return None
-        length = self.total.whole(size) // self.parts
+        length = self.total.whole(sizes) // self.parts
         return length % self.count if -(-length // self.count) * (self.count - 1) < length else None
 
 
-def sharded_dims(captures: Mapping[int, Captured], sharding: Sharding) -> frozenset[Sharded]:
-    """Return the dims that change with the size of captures that are planned alike, and are sharded somewhere. Raises
+def sharded_dims(captures: Mapping[Sizes, Captured], sharding: Sharding) -> frozenset[Sharded]:
+    """Return the dims that change with the sizes of captures that are planned alike, and are sharded somewhere. Raises
     Differs where they change in another way than on a line."""
-    graphs = {size: list(captured.graph.nodes) for size, captured in captures.items()}
+    graphs = {sizes: list(captured.graph.nodes) for sizes, captured in captures.items()}
     if len({len(nodes) for nodes in graphs.values()}) > 1:
         raise Differs("the captures have other ops at other sizes")
     layouts = _layouts(graphs[max(graphs)], sharding)
     found = set()
     for nodes in zip(*graphs.values()):
-        values = {size: values_of(node) for size, node in zip(graphs, nodes)}
+        values = {sizes: values_of(node) for sizes, node in zip(graphs, nodes)}
         name = dict(zip(graphs, nodes))[max(graphs)].name
-        shapes = follow({size: [list(v.shape) for v in value] for size, value in values.items()})
+        shapes = follow({sizes: [list(v.shape) for v in value] for sizes, value in values.items()})
         for at, shape in enumerate(shapes):
             for d, total in enumerate(shape):
                 if isinstance(total, Line):
@@ -124,123 +102,142 @@ def _layouts(nodes: Sequence[fx.Node], sharding: Sharding) -> dict[tuple[str, in
     return found
 
 
-def fits_memory(plan: Plan, planned_size: int, size: int) -> bool:
-    """Return whether a plan for one size fits the memory at another one: what is no state grows with its square at
+def fits_memory(plan: Plan, planned: Sizes, sizes: Sizes) -> bool:
+    """Return whether a plan for some sizes fits the memory at others: what is no state grows with the square of each at
     most."""
     state = sum(plan.at_peak.get(kind, 0.0) for kind in STATE)
-    growth = max(size / planned_size, 1.0) ** 2
-    return size <= planned_size or state + (plan.peak_bytes - state) * growth <= plan.memory_limit_bytes
-
-
-@dataclass(frozen=True)
-class Following:
-    """A program for calls that differ in the size of some dims, made of captures at two or three `points`. Rank 0 alone
-    has what the user's code says of it, `opened`, and the lines of the numbers there."""
-
-    dims: Dims
-    step: Step
-    lines: frozenset[Line]
-    sharded: frozenset[Sharded]
-    opened: OpenSize | None
-    traced: Sequence[Line | int]
-    points: Mapping[int, Capture]
-
-    @property
-    def capture(self) -> Capture:
-        """Return the largest of the captures that it was made of."""
-        return self.points[max(self.points)]
-
-    def size(self, signature: CallSignature) -> int | None:
-        """Return the size of a call of global shapes if the program serves it."""
-        found = differing_dims(self.capture.traced.captured.signature, signature)
-        if found is None or found[0] != self.dims:
-            return None
-        size = found[2]
-        if self.opened is not None and not (
-            self._is_traced(self.opened, size) and _fits(self.capture, self.dims, size)
-        ):
-            return None
-        is_alike = all(dim.remainder(size) == dim.remainder(max(self.points)) for dim in self.sharded)
-        return size if is_alike and all(line.serves(size) for line in self.lines) else None
-
-    def _is_traced(self, opened: OpenSize, size: int) -> bool:
-        """Return whether the user's code computes at a size as it was captured."""
-        if not opened.holds(size):
-            return False
-        pairs = zip(self.traced, opened.numbers(size))
-        return all(
-            line.serves(size) and line.whole(size) == n if isinstance(line, Line) else line == n for line, n in pairs
-        )
-
-
-def _fits(capture: Capture, dims: Dims, size: int) -> bool:
-    return fits_memory(capture.plan, size_of(capture.planned_for, dims), size)
+    growth = math.prod(max(size / before, 1.0) ** 2 for size, before in zip(sizes, planned))
+    return growth == 1.0 or state + (plan.peak_bytes - state) * growth <= plan.memory_limit_bytes
 
 
 def nearest(captures: Sequence[Capture], state: tuple, traced: Traced) -> Capture | None:
-    """Return a capture whose plan a call that was traced can have, since they differ in one size alone, if there is
+    """Return a capture whose plan a call that was traced can have, since they differ in sizes alone, if there is
     one."""
     for capture in reversed(captures):
-        found = differing_dims(capture.traced.captured.signature, traced.captured.signature)
         may_follow = capture.plan.pipeline.is_one_program and not capture.follows_size and capture.state == state
-        if found is not None and may_follow and _fits(capture, *found[::2]):
+        found = differing_dims(capture.traced.captured.signature, traced.captured.signature) if may_follow else None
+        if found is not None and fits_memory(capture.plan, *found[1:]):
             return capture
     return None
 
 
-def points_of(captures: Sequence[Capture]) -> tuple[Dims, dict[int, Capture]] | None:
-    """Return the dims in which the last of some captures and others before it differ alone, and the last of them by
-    their size; None if there are no others."""
-    last = captures[-1]
-    groups: dict[tuple, dict[int, Capture]] = {}
-    for capture in reversed(captures[:-1]):
-        found = differing_dims(last.traced.captured.signature, capture.traced.captured.signature)
-        if found is None or capture.follows_size or not _are_alike(last, capture):
-            continue
-        dims, here, there = found
-        group = groups.setdefault(tuple(sorted(dims.items())), {here: last})
-        if _leave_one_remainder({here: last, there: capture}):
-            group[there] = capture
-        if len(group) == MOST:
-            break
-    key, group = max(groups.items(), key=lambda item: len(item[1]), default=((), {}))
-    return (dict(key), group) if len(group) >= FEWEST else None
+@dataclass(frozen=True)
+class Program:
+    """A program for calls that leave the remainders of two or three `points`, of which it was made."""
+
+    step: Any  # a Step or a SizedPipeline
+    lines: frozenset[Line]
+    sharded: frozenset[Sharded]
+    points: Mapping[Sizes, Point]
+
+    @classmethod
+    def of(cls, points: Mapping[Sizes, Point], batch: int | None) -> Program:
+        """Return the program that follows from those of some points; `batch`: the place of the number of samples among
+        the sizes. Raises Differs."""
+        steps: dict[Sizes, Any] = {sizes: point.step for sizes, point in points.items()}
+        step, lines = (SizedPipeline if isinstance(steps[max(steps)], PipelineStep) else Step).following(steps)
+        sharded = set().union(*(sharded_dims(graphs, sharding) for graphs, sharding in _planned(points)))
+        passes = points[max(points)].plan.micro_batches
+        if batch is not None and passes > 1:
+            sharded.add(Sharded(Line((Factor(batch),), 1, 1, "int", 1), 1, passes))
+        made = cls(step, lines, frozenset(sharded), points)
+        if not all(map(made.serves, points)):
+            raise Differs("shards leave other remainders at other sizes")
+        return made
+
+    def serves(self, sizes: Sizes) -> bool:
+        """Return whether the program is that of a call of the family of these sizes."""
+        known = max(self.points)
+        is_alike = all(dim.remainder(sizes) == dim.remainder(known) for dim in self.sharded)
+        return is_alike and all(line.serves(sizes) for line in self.lines)
 
 
-def _are_alike(a: Capture, b: Capture) -> bool:
-    """Return whether two captures may be of one program but for a size."""
-    return (
-        a.state == b.state
-        and a.traced.fixed == b.traced.fixed
-        and a.returns == b.returns
-        and [(leaf, shape, dtype) for _, leaf, shape, dtype in a.buffers]
-        == [(leaf, shape, dtype) for _, leaf, shape, dtype in b.buffers]
-        and a.plan.sharding == b.plan.sharding
-    )
+def _planned(points: Mapping[Sizes, Point]) -> Iterator[tuple[dict[Sizes, Captured], Sharding]]:
+    """Return the graphs of which plans decide, those of micro-batches where there are some, with the decisions."""
+    sharding = points[max(points)].plan.sharding
+    if all(isinstance(point.step, Step) for point in points.values()):
+        yield {sizes: point.traced.captured for sizes, point in points.items()}, sharding
+        return
+    micro = {sizes: point.step.micro for sizes, point in points.items()}
+    if len({m.smaller is None for m in micro.values()}) > 1:
+        raise Differs("micro-batches are equal at one size and not at another")
+    yield {sizes: m.captured for sizes, m in micro.items()}, sharding
+    if micro[max(micro)].smaller is not None:
+        yield {sizes: m.smaller for sizes, m in micro.items()}, sharding
 
 
-def _leave_one_remainder(points: Mapping[int, Capture]) -> bool:
-    try:
-        sharded = _sharded_dims(points)
-    except Differs:
-        return False
-    return all(len({dim.remainder(size) for size in points} - {None}) == 1 for dim in sharded)
+@dataclass
+class Family:
+    """All calls that are like that of `base` but for the sizes of some `dims`, and their programs. Rank 0 alone has
+    what the user's code says of them, `opened`, and the lines of the numbers there. `batch`: the place of the number of
+    samples among the sizes; `period`: sizes that differ by a multiple of it leave the same remainders, mostly;
+    `failed`: sizes for which no program was found."""
+
+    dims: Dims
+    base: Capture
+    graphs: SizedGraphs
+    opened: OpenSizes | None
+    traced: Sequence[Line | int]
+    batch: int | None
+    period: int
+    points: dict[Sizes, Point]
+    programs: list[Program] = field(default_factory=list)
+    failed: set[Sizes] = field(default_factory=set)
+
+    @property
+    def signature(self) -> CallSignature:
+        """Return the form of the base's call."""
+        return self.base.traced.captured.signature
+
+    def sizes(self, signature: CallSignature) -> Sizes | None:
+        """Return the sizes of a call of global shapes if it is of the family."""
+        sizes = sizes_in(signature, self.signature, self.dims)
+        return sizes if sizes is not None and self.holds(sizes) and self._fits(sizes) else None
+
+    def holds(self, sizes: Sizes) -> bool:
+        """Return whether the user's code computes as at the base at some sizes."""
+        if not all(line.serves(sizes) for line in self.graphs.lines):
+            return False
+        if self.opened is None:
+            return True
+        if not self.opened.holds(sizes):
+            return False
+        pairs = zip(self.traced, self.opened.numbers(sizes))
+        return all(
+            line.serves(sizes) and line.whole(sizes) == n if isinstance(line, Line) else line == n for line, n in pairs
+        )
+
+    def _fits(self, sizes: Sizes) -> bool:
+        planned = sizes_in(self.base.planned_for, self.signature, self.dims) or sizes_in(
+            self.signature, self.signature, self.dims
+        )
+        return planned is None or fits_memory(self.base.plan, planned, sizes)
+
+    def at(self, sizes: Sizes) -> Traced:
+        """Return the capture of a call of the family."""
+        module = self.graphs.at(sizes)
+        captured = replace(self.base.traced.captured, graph_module=module, compact=None,
+                           signature=resized(self.signature, self.dims, sizes))  # fmt: skip
+        return Traced(captured, self.base.traced.fixed, fingerprint(module.graph))
+
+    def points_for(self, sizes: Sizes, count: int) -> list[Sizes] | None:
+        """Return so many sizes that leave the remainders of some, and tell lines apart; those that are lowered already
+        come first. None if there are not as many."""
+        alike = [p for p in self.points if all((a - b) % self.period == 0 for a, b in zip(p, sizes))]
+        far = [p for p in (sizes, *partners(sizes, self.period)) if min(p) >= FAR * self.period]
+        candidates = [p for p in (*alike, *far, sizes, *partners(sizes, self.period)) if self.holds(p)]
+        for tells in (is_telling_all, is_telling):
+            chosen: list[Sizes] = []
+            for candidate in candidates:
+                if all(tells(candidate, other) for other in chosen):
+                    chosen.append(candidate)
+                    if len(chosen) == count:
+                        return chosen
+        return None
 
 
-def _sharded_dims(points: Mapping[int, Capture]) -> frozenset[Sharded]:
-    captured = {size: capture.traced.captured for size, capture in points.items()}
-    return sharded_dims(captured, next(iter(points.values())).plan.sharding)
-
-
-def following(dims: Dims, points: Mapping[int, Capture], trace: Callable[[Capture], OpenSize] | None) -> Following:
-    """Return the program that follows the size of captures that `points_of` gave. `trace`: asked on rank 0 alone, for
-    what the user's code says. Raises Differs if there is none, AutoparError if the code cannot be traced so."""
-    points = {size: copy.copy(capture) for size, capture in points.items()}  # whatever these go on to
-    largest = points[max(points)]
-    step, lines = Step.following({size: capture.step for size, capture in points.items()})
-    sharded, opened, traced = _sharded_dims(points), trace(largest) if trace is not None else None, ()
-    if opened is not None:
-        if not all(map(opened.holds, points)):
-            raise Differs("the user's code takes another way at one of the sizes")
-        traced = follow({size: opened.numbers(size) for size in points})
-    return Following(dims, step, lines, sharded, opened, traced, points)
+def lines_of(opened: OpenSizes, points: Sequence[Sizes]) -> Sequence[Line | int]:
+    """Return the lines of the numbers in the user's code through some points. Raises Differs."""
+    if not all(map(opened.holds, points)):
+        raise Differs("the user's code takes another way at one of the sizes")
+    return follow({sizes: opened.numbers(sizes) for sizes in points})

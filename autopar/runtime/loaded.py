@@ -18,7 +18,7 @@ from torch import fx
 
 from .. import _torch
 from .._torch import c10d, no_autocast
-from ..codegen.follow_size import Line, followed
+from ..codegen.follow_size import Line, Sizes, followed
 from ..codegen.python_code import bind_groups, boxed, group_names
 from ..errors import CompilerError
 from ..processes import watch
@@ -39,8 +39,8 @@ class LoadedGraph:
         self.run = _without_autocast(watch.guarded(self.module, phase, self.module.forward))
 
     @classmethod
-    def following(cls, graphs: Mapping[int, Self]) -> tuple[Self, frozenset[Line]]:
-        """Return the graph that follows the size, which it takes last, and the lines of its numbers, given the graphs
+    def following(cls, graphs: Mapping[Sizes, Self]) -> tuple[Self, frozenset[Line]]:
+        """Return the graph that follows the sizes, which it takes last, and the lines of its numbers, given the graphs
         for some sizes. Raises Differs."""
         made = copy.copy(graphs[max(graphs)])
         made.module, lines = followed({size: graph.module for size, graph in graphs.items()})

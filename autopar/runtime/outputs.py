@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import _torch
 from .._torch import tree_flatten, tree_map
-from ..codegen.follow_size import Differs, Line, follow
+from ..codegen.follow_size import Differs, Line, Sizes, follow
 from ..errors import InputError
 from ..frontend.export import Captured
 from ..ir.graph import outputs_of
@@ -226,8 +226,8 @@ class Own:
         return cls(mesh, layout, spec, parts, torch.empty(shape, dtype=like.dtype, device="meta"))
 
 
-def _at(number: int | Line, size: int) -> int:
-    return number.whole(size) if isinstance(number, Line) else number
+def _at(number: int | Line, sizes: Sizes) -> int:
+    return number.whole(sizes) if isinstance(number, Line) else number
 
 
 @dataclass(frozen=True)
@@ -289,8 +289,8 @@ class OutputForms:
         self.sample_dims = {name: dim for name, _, dim in found}
 
     @staticmethod
-    def following(forms: Mapping[int, OutputForms]) -> tuple[Callable[[int], OutputForms], frozenset[Line]]:
-        """Return what gives the forms for a size, and the lines of the numbers in them, given those for some sizes.
+    def following(forms: Mapping[Sizes, OutputForms]) -> tuple[Callable[[Sizes], OutputForms], frozenset[Line]]:
+        """Return what gives the forms for any sizes, and the lines of the numbers in them, given those for some sizes.
         Raises Differs."""
         newest = forms[max(forms)]
         if len({repr(f.sample_dims) for f in forms.values()}) > 1:
@@ -298,10 +298,10 @@ class OutputForms:
         shapes = {size: {name: list(value.shape) for name, value in f.values.items()} for size, f in forms.items()}
         found = follow(shapes)
 
-        def at(size: int) -> OutputForms:
+        def at(sizes: Sizes) -> OutputForms:
             made = copy.copy(newest)
             made.values = {
-                name: torch.empty([_at(number, size) for number in found[name]], dtype=like.dtype, device="meta")
+                name: torch.empty([_at(number, sizes) for number in found[name]], dtype=like.dtype, device="meta")
                 for name, like in newest.values.items()
             }
             return made

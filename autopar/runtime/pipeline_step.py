@@ -91,7 +91,9 @@ class PipelineStep:
         half = trains and has_half(captured.graph)
         self.seed = torch.ones((), device=self.device) if half else None  # gradient of the loss
         self.is_seeded = not half
-        self._bind(program, module, forms)
+        self.follows: object = None  # what made the step for sizes that were not captured
+        self._bind(program, module)
+        self.take_forms(forms)
         self.compile_options: Mapping[str, object] | None = None  # of torch.compile, if graphs go through it
         self._load(program)
         made = {r.name for p in program.stages.values() for r in output_node(p.stage.joint.graph).meta["roles"]
@@ -135,8 +137,8 @@ class PipelineStep:
         agree.check_programs(self.plan, program.collectives())
         self._load(program)
 
-    def _bind(self, program: PipelineProgram, module: nn.Module, forms: OutputForms) -> None:
-        """Look up the parameters and buffers of this rank's stages, and what outputs become."""
+    def _bind(self, program: PipelineProgram, module: nn.Module) -> None:
+        """Look up the parameters and buffers of this rank's stages."""
         leaves: dict[str, tuple[str, object]] = {}
         self.buffers = {}
         for mine in program.stages.values():
@@ -153,7 +155,10 @@ class PipelineStep:
         self.names = [name for name in trained if name in here]
         self.parameters = [here[name] for name in self.names]
         self.specs = [p._spec for p in self.parameters]
-        self.forms: dict[str, OutputForm] = {}
+
+    def take_forms(self, forms: OutputForms) -> None:
+        """Find what outputs become, given their forms."""
+        self.output_forms, self.forms = forms, dict[str, OutputForm]()
         self.empty: dict[str, Tensor] = {}  # outputs' shape and dtype on this rank, without values
         self.gathered: dict[str, tuple[Layout, Layout]] = {}  # outputs gathered to be joined: before, after
         output = output_node(self.micro.captured.graph)

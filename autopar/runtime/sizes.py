@@ -1,122 +1,257 @@
 """Find the sizes of a call that need no capture of their own: what all ranks decide together about programs that follow
-a size.
+sizes.
 
-After captures at two sizes of a dim, or three (see following.py), a new one costs milliseconds. Where no program
-follows, each size is captured as any new call is.
+A call in another size than one before (a length, a last batch, both) is traced with the sizes open, and once at sizes
+that tell most: the number of samples changes too, so that a last batch needs nothing more. From then on no call of this
+family is traced, or planned: one that leaves remainders that were not met is lowered at two sizes, any other one costs
+milliseconds. Where no program follows, each size is captured as any new call is.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from .._torch import OpenSize
-from ..codegen.follow_size import Differs
+from .._torch import OpenSizes
+from ..codegen.follow_size import Differs, Sizes, is_telling
+from ..codegen.sized_graphs import SizedGraphs
 from ..errors import AutoparError
 from ..frontend.call_signature import CallSignature
+from ..plans.plan import Plan
 from ..processes import agree
-from .capture import Capture, Traced
-from .following import Dims, Following, differing_dims, following, points_of
-from .step import Step
+from .capture import Capture, Point, Traced
+from .following import Family, Program, lines_of
+from .following_pipeline import SizedPipeline
+from .maker import Maker
+from .sized_calls import Dims, batch_place, differing_dims, partners, resized, with_batch
 
-TRIES = 4  # captures after which no program is looked for any more, if none was found
+TRIES = 4  # captures after which no family is looked for any more, if none was found
+POINTS = (2, 3)  # sizes from which a program is made: three if two do not tell
 
 _log = logging.getLogger("autopar")
 
 
-class Sizes:
-    """The programs of one module that follow a size."""
+class Served(NamedTuple):
+    """What runs a call that was not captured: how it is called, a capture of the family, the program and the sizes."""
+
+    traced: Traced
+    capture: Capture
+    step: Any  # a Step or a PipelineStep
+    sizes: Sizes
+
+
+class SizeFamilies:
+    """The families of calls of one module, whose programs follow their sizes."""
 
     def __init__(self) -> None:
-        self.known: list[Following] = []
+        self.known: list[Family] = []
         self.failures = 0
 
-    def find(self, example: Callable[[], tuple], state: tuple) -> tuple[Traced, Capture, Step, int] | None:
-        """Return what serves a call without a capture: how it is called, a capture of the same program, the program and
-        the size; None if nothing does. `example` gives the call on global shapes and the layouts that it fixes;
-        `state`: as a Capture has it. All ranks call it together."""
+    def find(
+        self, example: Callable[[], tuple], state: tuple, captures: Sequence[Capture], maker: Maker
+    ) -> Served | None:
+        """Return what serves a call without a capture of its own; None if nothing does. `example` gives the call on
+        global shapes and the layouts that it fixes; `state`: as a Capture has it. All ranks call it together."""
+        whole, fixed = agree.everywhere(example)
+        signature, _ = CallSignature.of(*whole)
+        served = self._serving(signature, fixed, state, maker)
+        if served is None and self._extend(signature, fixed, state, captures, maker):
+            served = self._serving(signature, fixed, state, maker)
+        return served
+
+    def _serving(self, signature: CallSignature, fixed: Mapping, state: tuple, maker: Maker) -> Served | None:
         if not self.known:
             return None
-        found: dict[int, tuple[CallSignature, int]] = {}
 
-        def serving() -> list[int]:
-            whole, fixed = example()
-            signature, _ = CallSignature.of(*whole)
-            for at, known in enumerate(self.known):
-                capture = known.capture
-                if capture.state == state and capture.traced.fixed == fixed and capture.holds():
-                    if (size := known.size(signature)) is not None:
-                        found[at] = signature, size
-            return [*found]
+        def sizes_of_families() -> dict[int, Sizes]:
+            found = {}
+            for at, family in enumerate(self.known):
+                base = family.base
+                if base.state == state and base.traced.fixed == fixed and base.holds():
+                    sizes = family.sizes(signature)
+                    if sizes is not None and sizes not in family.failed:
+                        found[at] = sizes
+            return found
 
-        everyone = agree.from_all(serving)
-        common = set(everyone[0]).intersection(*everyone)
-        if not common:
+        everyone = agree.from_all(sizes_of_families)
+        for at in sorted(set(everyone[0]).intersection(*everyone[1:])):
+            family, sizes = self.known[at], everyone[0][at]
+            program = self._program(family, sizes, maker)
+            if program is not None:
+                captured = replace(family.base.traced.captured, signature=signature)
+                traced = replace(family.base.traced, captured=captured, content=None)
+                return Served(traced, family.base, program.step.at(sizes), sizes)
+        return None
+
+    def _program(self, family: Family, sizes: Sizes, maker: Maker) -> Program | None:
+        """Return the program of a family that serves some sizes, made if it is not there yet."""
+        everyone = agree.from_all(lambda: [i for i, p in enumerate(family.programs) if p.serves(sizes)])
+        if common := set(everyone[0]).intersection(*everyone[1:]):
+            return family.programs[min(common)]
+        reasons = ["no other sizes leave the same remainders"]
+        for count in POINTS:
+            chosen = agree.from_rank_zero(partial(family.points_for, sizes, count))
+            if chosen is None or not all(self._is_lowered(family, at, maker) for at in chosen):
+                break
+            made: list[Program] = []
+
+            def reason(chosen=chosen, made=made) -> str:
+                try:
+                    made.append(Program.of({at: family.points[at] for at in chosen}, family.batch))
+                    return "" if made[0].serves(sizes) else "shards leave other remainders"
+                except Differs as differs:
+                    return str(differs)
+
+            reasons = [text for text in agree.from_all(reason) if text]
+            if not reasons:
+                family.programs += made
+                return made[0]
+        family.failed.add(sizes)
+        _tell(family.dims, reasons)
+        return None
+
+    def _is_lowered(self, family: Family, sizes: Sizes, maker: Maker) -> bool:
+        """Return whether the call of a family at some sizes could be lowered, which is done now if it is not yet."""
+        if sizes not in family.points:
+            traced = agree.everywhere(lambda: family.at(sizes))
+            point = maker.point(traced, family.base.plan)
+            if point is not None:
+                family.points[sizes] = point
+        return sizes in family.points
+
+    def _extend(self, signature: CallSignature, fixed: Mapping, state: tuple, captures: Sequence[Capture],
+                maker: Maker) -> bool:  # fmt: skip
+        """Look for a family of the call and of a capture, which is traced at other sizes too. Return whether one was
+        found."""
+
+        def near() -> int | None:
+            for at, capture in reversed([*enumerate(captures)]):
+                may_follow = not capture.follows_size and capture.state == state and capture.traced.fixed == fixed
+                if may_follow and capture.holds() and differing_dims(_form(capture), signature):
+                    return at
             return None
-        at = min(common)
-        signature, size = found[at]
-        known, traced = self.known[at], self.known[at].capture.traced
-        captured = replace(traced.captured, signature=signature)
-        return replace(traced, captured=captured, content=None), known.capture, known.step, size
 
-    def add(self, captures: Sequence[Capture], opened: Callable[[Capture, Dims], OpenSize]) -> None:
-        """Look for a program that follows the size in which the last capture differs from those before it. All ranks
-        call it together; rank 0 asks what the user's code says of it (`opened`)."""
-        if self.failures == TRIES:
-            return
-        found = points_of(captures)
-        sizes = agree.from_all(lambda: sorted(found[1]) if found is not None else [])
-        if found is None or any(others != sizes[0] for others in sizes):
-            return
-        dims, points = found
-        made: list[Following] = []
-        alike = [k.opened for k in self.known if k.dims == dims and _same_code(k.capture, captures[-1])]
+        found = agree.from_all(near)
+        if self.failures >= TRIES or found[0] is None or len({*found}) > 1:
+            return False
+        base = captures[found[0]]
+        differing = differing_dims(_form(base), signature)
+        assert differing is not None, "the capture is near"
+        dims, at, wanted = differing
+        with_samples = with_batch(_form(base), dims, at)
+        for every in (with_samples, (dims, at)) if with_samples != (dims, at) else ((dims, at),):
+            opened: list[OpenSizes] = []
+            chosen = agree.from_rank_zero(partial(_points, base, *every, wanted, opened, maker))
+            if chosen is not None and self._add(base, *chosen, opened, maker):
+                return True
+        self.failures += 1
+        return False
 
-        def reason() -> str:
-            asked = (lambda largest: next(iter(alike), None) or opened(largest, dims)) if dist.get_rank() == 0 else None
+    def _add(self, base: Capture, dims: Dims, sizes: Sizes, others: Sequence[Sizes], opened: Sequence[OpenSizes],
+             maker: Maker) -> bool:  # fmt: skip
+        """Trace the call of a capture at one or two other sizes, and add the family if their graphs are alike."""
+        traced, reasons = {sizes: base.traced}, ["no other sizes tell more"]
+        for other in others:
             try:
-                made.append(following(dims, points, asked))
-            except (Differs, AutoparError) as error:
-                return str(error)
-            return ""
+                traced[other] = maker.trace_form(base.traced, resized(_form(base), dims, other))
+            except AutoparError as error:
+                reasons = [str(error)]
+                break
+            made: list[Family] = []
 
-        reasons = [text for text in agree.from_all(reason) if text]
-        if not reasons:
-            self.known += made
-        else:
-            self.failures += 1
-            if dist.get_rank() == 0:
-                _log.info("%s is captured at every size: %s", ", ".join(dims), reasons[0])
+            def reason(made=made) -> str:
+                if any(t.captured.returns != base.returns for t in traced.values()):
+                    return "the model returns something else"
+                try:
+                    graphs = SizedGraphs({at: t.captured.graph_module for at, t in traced.items()})
+                    lines = lines_of(opened[0], [*traced]) if opened else ()
+                except Differs as differs:
+                    return str(differs)
+                batch, known = batch_place(_form(base), dims), {sizes: Point(base.traced, base.plan, base.step)}
+                first = next(iter(opened), None)
+                made.append(Family(dims, base, graphs, first, lines, batch, _period(base.plan), known))
+                return ""
 
-    def points(self) -> list[Capture]:
-        """Return the captures that the programs are made of."""
-        return [capture for known in self.known for capture in known.points.values()]
+            reasons = [text for text in agree.from_all(reason) if text]
+            if not reasons:
+                self.known += made
+                return True
+        _tell(dims, reasons)
+        return False
 
-    def follow_deferred(self) -> list[Step]:
+    def points(self) -> list[Point]:
+        """Return what the programs are made of."""
+        return [point for family in self.known for point in family.points.values()]
+
+    def follow_deferred(self) -> list[object]:
         """Give the programs the graphs for gradients that wait for their reduction, which their points have by now;
         return those that cannot have them, which serve no more. All ranks call it together."""
-        lost = []
-        for known in [k for k in self.known if k.step.backward is not None and k.step.backward.unreduced is None]:
-            backwards = {size: capture.step.backward for size, capture in known.points.items()}
-
-            def follows(known=known, backwards=backwards) -> bool:
-                try:
-                    return known.step.backward.follow_deferred(backwards) <= known.lines
-                except Differs:
-                    return False
-
-            if not all(agree.from_all(follows)):
-                lost.append(known.step)
-                self.known.remove(known)
+        lost: list[object] = []
+        for family in self.known:
+            for program in [*family.programs]:
+                if isinstance(program.step, SizedPipeline):  # of graphs that may be others by now
+                    is_lost = program.step.is_deferring != program.step.newest.is_deferring
+                elif program.step.backward is None or program.step.backward.unreduced is not None:
+                    continue
+                else:
+                    is_lost = not all(agree.from_all(partial(_follows_deferred, program)))
+                if is_lost:
+                    lost.append(program.step)
+                    family.programs.remove(program)
         return lost
 
 
-def _same_code(a: Capture, b: Capture) -> bool:
-    """Return whether the user's code was traced alike for two captures but for the size of some dims: what one open
-    trace says of these is so for both."""
-    (one, other) = (c.traced.captured.signature for c in (a, b))
-    found = differing_dims(one, other)
-    return found is not None and a.state == b.state and a.traced.fixed == b.traced.fixed and a.holds() and b.holds()
+def _points(base: Capture, dims: Dims, at: Sizes, wanted: Sizes, opened: list[OpenSizes], maker: Maker):
+    """Return the dims that can be left open in the call of a capture, its sizes `at` there, and one or two other sizes
+    that tell most; None if the user's code does not take one way at these and at those `wanted` first. Adds what it
+    says of them to `opened`."""
+    try:
+        found = maker.open_sizes(base.traced, dims)
+    except AutoparError as error:
+        _log.info("sizes cannot be left open: %s", error)
+        return None
+    kept = [place for place in range(len(at)) if place not in found.known]
+    if not {*range(len(wanted))} <= {*kept}:
+        return None
+    opened.append(found.without_known())
+    sizes, others = tuple(at[place] for place in kept), list[Sizes]()
+    if not opened[0].holds(sizes) or not opened[0].holds((*wanted, *sizes[len(wanted) :])):
+        return None
+    for other in partners(sizes, _period(base.plan)):
+        if all(is_telling(other, o) for o in (sizes, *others)) and opened[0].holds(other):
+            others.append(other)
+            if len(others) == POINTS[-1] - 1:
+                break
+    return _of_places(dims, kept), sizes, others
+
+
+def _follows_deferred(program: Program) -> bool:
+    backwards = {sizes: point.step.backward for sizes, point in program.points.items()}
+    try:
+        return program.step.backward.follow_deferred(backwards) <= program.lines
+    except Differs:
+        return False
+
+
+def _form(capture: Capture) -> CallSignature:
+    return capture.traced.captured.signature
+
+
+def _period(plan: Plan) -> int:
+    return plan.mesh.devices * plan.micro_batches
+
+
+def _of_places(dims: Dims, kept: Sequence[int]) -> Dims:
+    """Return the dims whose sizes are at some places."""
+    found = {n: {d: kept.index(p) for d, p in of.items() if p in kept} for n, of in dims.items()}
+    return {name: of for name, of in found.items() if of}
+
+
+def _tell(dims: Dims, reasons: Sequence[str]) -> None:
+    if dist.get_rank() == 0:
+        _log.info("%s is captured at every size: %s", ", ".join(dims), reasons[0])

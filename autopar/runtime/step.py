@@ -16,7 +16,7 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from .. import _torch
-from ..codegen.follow_size import Line
+from ..codegen.follow_size import Line, Sizes
 from ..codegen.rank_program import RankProgram
 from ..errors import CaptureError, InputError, StageError
 from ..frontend.export import Captured
@@ -67,8 +67,8 @@ class Step:
         self.differentiated = [self.read[i] for i, name in enumerate(inputs) if name in differentiated]
         self._read_outputs(captured, plan, module)
         self.output_forms = forms
-        self.forms_at: Callable[[int], OutputForms] | None = None
-        self.forms_by_size: dict[int | None, list[OutputForm]] = {None: forms.of(self.layouts)}
+        self.forms_at: Callable[[Sizes], OutputForms] | None = None
+        self.forms_by_size: dict[Sizes | None, list[OutputForm]] = {None: forms.of(self.layouts)}
         parts = program.parts
         self.forward_graph = LoadedGraph(parts.forward, groups, torch.device(device_mesh.device_type), "forward")
         self.backward = None
@@ -98,8 +98,8 @@ class Step:
         self.inputs_at = [i for i, key in enumerate(keys) if key[0] == "input"]
 
     @staticmethod
-    def following(steps: Mapping[int, Step]) -> tuple[Step, frozenset[Line]]:
-        """Return the step whose graphs follow the size of a call, and the lines of their numbers, given the steps for
+    def following(steps: Mapping[Sizes, Step]) -> tuple[Step, frozenset[Line]]:
+        """Return the step whose graphs follow the sizes of a call, and the lines of their numbers, given the steps for
         some sizes, of one plan. Raises Differs."""
         made = copy.copy(steps[max(steps)])
         made.forward_graph, lines = LoadedGraph.following({size: step.forward_graph for size, step in steps.items()})
@@ -110,6 +110,10 @@ class Step:
         made.forms_at, more = OutputForms.following({size: step.output_forms for size, step in steps.items()})
         made.forms_by_size = {}
         return made, lines | more
+
+    def at(self, sizes: Sizes) -> Step:
+        """Return the step for some sizes, if it follows them: itself, which takes them at each call."""
+        return self
 
     @property
     def follows_size(self) -> bool:
@@ -163,7 +167,7 @@ class Step:
             outputs = _Bridge.apply(self, call, inputs, *[inputs[i] for i in self.differentiated], *parameters)
         else:
             with torch.no_grad():
-                outputs, _ = self.forward(self.leaves(inputs, parameters, call.size), call)
+                outputs, _ = self.forward(self.leaves(inputs, parameters, call.sizes), call)
                 outputs = self.shown(outputs, call)
         return call.returns.rebuild(outputs)
 
@@ -184,7 +188,7 @@ class Step:
                     fix="set requires_grad before autopar.compile",
                 )
 
-    def leaves(self, inputs: list[torch.Tensor], parameters, size: int | None) -> list:
+    def leaves(self, inputs: list[torch.Tensor], parameters, sizes: Sizes | None) -> list:
         """Return what the forward graph takes. A graph that draws advances the random state."""
         values = {
             "input": (inputs[i].detach() for i in self.read),
@@ -192,7 +196,7 @@ class Step:
             "buffer": (table[leaf] for table, leaf in self.buffer_tables),
             "random": (self.random.next() for _ in self.roles),  # asked once, by a graph that draws
         }
-        return [next(values[role.kind]) for role in self.roles] + ([] if size is None else [size])
+        return [next(values[role.kind]) for role in self.roles] + [*(sizes or ())]
 
     def forward(self, leaves: list, call: Call | None) -> tuple[list[torch.Tensor], list]:
         """Run the forward graph and return (local outputs of the model, values saved for the backward). What the model
@@ -204,11 +208,11 @@ class Step:
 
     def shown(self, outputs: list[torch.Tensor], call: Call) -> list[torch.Tensor]:
         """Return local outputs as the user gets them."""
-        size = call.size
-        if size not in self.forms_by_size and size is not None and self.forms_at is not None:
-            self.forms_by_size[size] = self.forms_at(size).of(self.layouts)
+        sizes = call.sizes
+        if sizes not in self.forms_by_size and sizes is not None and self.forms_at is not None:
+            self.forms_by_size[sizes] = self.forms_at(sizes).of(self.layouts)
         # a number is given as an object of its own: the graph may return one tensor as two outputs
-        return [form.of(output, call.lengths) for form, output in zip(self.forms_by_size[size], outputs)]
+        return [form.of(output, call.lengths) for form, output in zip(self.forms_by_size[sizes], outputs)]
 
     def _write(self, results, call: Call) -> None:
         for at, (table, leaf) in self.mutated:
@@ -251,10 +255,10 @@ class _Bridge(torch.autograd.Function):
     @staticmethod
     def forward(ctx, step: Step, call: Call, inputs: list[torch.Tensor], *leaves):
         parameters = leaves[len(step.differentiated) :]
-        values = step.leaves(inputs, parameters, call.size)
+        values = step.leaves(inputs, parameters, call.sizes)
         ctx.saved_call = step.save_call(values, parameters, call)
         outputs, saved = step.forward(values, call)
-        ctx.step, ctx.inputs, ctx.size = step, call.inputs, call.size
+        ctx.step, ctx.inputs, ctx.sizes = step, call.inputs, call.sizes
         ctx.empty = [output.to("meta") for output in outputs]
         outputs = step.shown(outputs, call)
         ctx.others = [None if isinstance(s, torch.Tensor) else (s,) for s in saved]
@@ -283,7 +287,7 @@ class _Bridge(torch.autograd.Function):
         nodes = [node for node, _ in ctx.next_functions][len(step.differentiated) :]
         if not is_second:
             del saved_call
-            return None, None, None, *step.backward(saved, tangents, ctx.empty, step.known, nodes, ctx.size)
+            return None, None, None, *step.backward(saved, tangents, ctx.empty, step.known, nodes, ctx.sizes)
         saved.clear()
         found = step.complete(step, ctx.inputs).recompute_gradients(saved_call, tangents, dict(zip(step.names, nodes)))
         return None, None, None, *[found.get(owner) for owner in step.backward.owners]

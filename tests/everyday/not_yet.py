@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 NOT_YET = {
-    "gradient_penalty": "gradients of gradients: a compiled model has first derivatives only",
-    "packed_sentences": "pack_padded_sequence in the forward: lengths are values of a tensor",
+    "gradient_penalty": "gradients of gradients: autograd would multiply them by the ranks at each collective of a "
+    "backward; the joint graph would have to be differentiated, planned and lowered once more",
+    "packed_sentences": "pack_padded_sequence in the forward: the shapes of its result are values of a tensor",
 }

@@ -1,4 +1,4 @@
-"""Calls of changing lengths: two captures, then a program that follows; equal to the unsharded eager model."""
+"""Calls of changing sizes: two are traced, the others follow; equal to the unsharded eager model."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ import torch.distributed as dist
 from torch import nn
 
 import autopar
-from autopar.codegen.follow_size import Line
+from autopar.codegen.follow_size import Factor, Line
 from autopar.ir.layout import Layout, is_legal, local_shape
 from autopar.ir.mesh import Mesh
-from autopar.runtime.following import FEWEST, Sharded
+from autopar.runtime.following import Sharded
 from tests.helpers import gloo
 
 from . import tiny
 from .parity import assert_close, assert_same_gradients, device_mesh, pair
 
+FEWEST = 2  # traces of a family of calls
+
 
 def _captured(model) -> int:
-    """Return for how many calls the model has a program of their own."""
-    return sum(not capture.follows_size for capture in model._captures.table)
+    """Return how many calls of the model were traced."""
+    return 1 + model._captures.traces
 
 
 def _tokens(length: int, batch: int = 4, pad: bool = False) -> dict[str, torch.Tensor]:
@@ -146,12 +148,12 @@ def test_remainders_tell_where_shards_are_on_a_line():
         sizes = [draw.choice([2, 3, 4]) for _ in range(draw.choice([1, 2]))]
         mesh = Mesh(tuple(f"a{i}" for i in range(len(sizes))), tuple(sizes))
         slope, start = draw.randint(1, 3), draw.randint(0, 5)
-        dim = Sharded(Line(slope, start, 1, "int", 1), 1, math.prod(sizes))
+        dim = Sharded(Line((Factor(0, slope, start),), 1, 1, "int", 1), 1, math.prod(sizes))
         layout, alike = Layout((mesh.names,)), {}
         for size in range(1, 80):
-            if dim.remainder(size) is not None:
+            if dim.remainder((size,)) is not None:
                 assert is_legal([slope * size + start], layout, mesh)
-                alike.setdefault(dim.remainder(size), []).append(size)
+                alike.setdefault(dim.remainder((size,)), []).append(size)
         for found in alike.values():
             a, b = found[0], found[-1]
             for rank in range(math.prod(sizes)):
@@ -159,6 +161,84 @@ def test_remainders_tell_where_shards_are_on_a_line():
                 local = {n: local_shape([slope * n + start], layout, mesh, at)[0] for n in found}
                 for n in found:
                     assert (local[n] - local[a]) * (b - a) == (local[b] - local[a]) * (n - a)
+
+
+def test_two_sizes_at_once(alone):
+    parallel, reference = pair(tiny.gpt2(seq=12)[0], alone, _tokens(12, 6))
+    _check(parallel, reference, [_tokens(*sizes) for sizes in ((12, 6), (9, 5), (20, 6), (7, 2), (13, 3), (10, 9))])
+    assert _captured(parallel) == FEWEST and len(parallel.captures) == 6
+
+
+class Pairs(nn.Module):
+    """An encoder and a decoder, whose loss counts the tokens but the first of each sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(40, 8)
+        self.model = nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(8, 40)
+
+    def forward(self, source, target):
+        logits = self.head(self.model(self.embed(source), self.embed(target)))
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), target[:, 1:].flatten())
+
+
+def test_lengths_of_an_encoder_and_a_decoder(alone):
+    made = torch.Generator().manual_seed(3)
+    batches = [tuple(torch.randint(40, (n, size), generator=made) for size in sizes)
+               for n, *sizes in ((6, 11, 9), (6, 8, 14), (4, 13, 5), (5, 10, 10), (2, 7, 12))]  # fmt: skip
+    parallel, reference = pair(Pairs(), alone, batches[0])
+    for batch in batches:
+        for m in (parallel, reference):
+            m.zero_grad()
+            m(*batch).backward()
+        assert_same_gradients(parallel, reference)
+    assert _captured(parallel) == FEWEST
+
+
+def test_micro_batches_of_other_sizes(alone):
+    parallel, reference = pair(tiny.gpt2(seq=12)[0], alone, _tokens(12, 8), micro_batches=2)
+    for length, batch in ((12, 8), (9, 8), (11, 4), (13, 6)):
+        _check(parallel, reference, [_tokens(length, batch)])
+    assert _captured(parallel) == FEWEST
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+def test_micro_batches_and_a_pipeline_follow():
+    for captured in gloo.run(2, _in_parts, seconds=240):
+        assert captured == {"dp=2": FEWEST, "pp=2": FEWEST}
+
+
+def _in_parts(rank: int) -> dict[str, int]:
+    found = {}
+    for text in ("dp=2", "pp=2"):
+        options = dict(micro_batches=2, outputs="everywhere", strategy="zero1" if text == "dp=2" else None)
+        parallel, reference = pair(tiny.gpt2(seq=12)[0], device_mesh(text), _tokens(12, 8), **options)
+        for length, batch in ((12, 8), (9, 8), (16, 8), (11, 4), (7, 5), (8, 7), (13, 6)):  # odd ones, and parts
+            for m in (parallel, reference):
+                m.zero_grad()
+                out = m(**_tokens(length, batch))
+                out.loss.backward()
+            assert_close(out.logits, parallel(**_tokens(length, batch)).logits)
+            held = {name: p.grad for name, p in parallel.named_parameters()}
+            for name, p in reference.named_parameters():
+                if name in held:
+                    assert_close(held[name], p.grad, f"{name} at {length}, {batch}")
+        found[text] = _captured(parallel)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+def test_remainders_are_lowered_and_not_traced():
+    assert gloo.run(2, _cut_sequences, seconds=240) == [FEWEST, FEWEST]
+
+
+def _cut_sequences(rank: int) -> int:
+    parallel, reference = pair(tiny.llama(seq=12)[0], device_mesh("cp=2"), _tokens(12), strategy="all_gather_kv")
+    _check(parallel, reference, [_tokens(*sizes) for sizes in ((12,), (9,), (20,), (15, 3), (10, 2), (17,), (21, 3))])
+    return _captured(parallel)
 
 
 @pytest.mark.slow
