@@ -59,7 +59,8 @@ def is_library(module: str | None) -> bool:
     root = module.split(".")[0]
     if root in sys.stdlib_module_names or root in ("torch", "numpy", "transformers", "autopar"):
         return True
-    file = getattr(sys.modules.get(module), "__file__", None)
+    found = sys.modules.get(module)
+    file = getattr(found, "__file__", None) or next(iter(getattr(found, "__path__", ())), None)  # of a namespace
     if file is None:
         return False
     path = os.path.realpath(file)
