@@ -74,11 +74,21 @@ class Rehearsal:
     record: CallRecord = field(compare=False, repr=False)
 
 
-def _rehearsed(model: nn.Module, example_inputs, forms, results: dict, loss_fn, *how) -> Run | None:
+def _rehearsed(
+    model: nn.Module, example_inputs, forms, results: dict, loss_fn, dtype, loss_alone, with_gradients
+) -> Run | None:
     """Run a model's call without values, as it is exported; None if that fails or does what no record shows."""
     try:
         run = traced(
-            model, example_inputs, loss_fn, forms, *how, program=partial(_rehearse, results), with_values=False
+            model,
+            example_inputs,
+            loss_fn,
+            forms,
+            dtype,
+            loss_alone,
+            with_gradients,
+            partial(_rehearse, results),
+            with_values=False,
         )
     except AutoparError:
         return None
