@@ -9,6 +9,7 @@ time that their export takes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -137,7 +138,7 @@ class CallRecord(TorchFunctionMode):
         known = self._sources.get(id(value))
         return _form_of(value, None if known is None else known[0])
 
-    def _described(self, value: object, sources: list[Source]) -> object:
+    def _described(self, value: Any, sources: list[Source]) -> object:
         """Return what is constant in arguments, in a form that compares by type and value."""
         if isinstance(value, Tensor):
             sources.append(self.source(value))

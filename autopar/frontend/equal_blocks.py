@@ -20,7 +20,7 @@ from ..errors import AutoparError
 from .call_record import Call, CallRecord, Source
 from .export import Captured, Run, traced, with_tables
 from .fake_parameters import Form, Forms
-from .flat_call import FlatCall
+from .flat_call import ROOT, FlatCall
 from .guards import Guards
 from .unroll import FEWEST, TRACED, RepeatedBlocks, block_number, forms_by_block
 
@@ -74,10 +74,22 @@ class Rehearsal:
     record: CallRecord = field(compare=False, repr=False)
 
 
-def _rehearsed(model: nn.Module, example_inputs, forms, results: dict, loss_fn, *how) -> Run | None:
+def _rehearsed(
+    model: nn.Module, example_inputs, forms, results: dict, loss_fn, dtype, loss_alone, with_gradients
+) -> Run | None:
     """Run a model's call without values, as it is exported; None if that fails or does what no record shows."""
     try:
-        run = traced(model, example_inputs, loss_fn, forms, *how, partial(_rehearse, results), with_values=False)
+        run = traced(
+            model,
+            example_inputs,
+            loss_fn,
+            forms,
+            dtype,
+            loss_alone,
+            with_gradients,
+            partial(_rehearse, results),
+            with_values=False,
+        )
     except AutoparError:
         return None
     returns = run.call.returns
@@ -86,7 +98,7 @@ def _rehearsed(model: nn.Module, example_inputs, forms, results: dict, loss_fn, 
 
 
 def _rehearse(results: dict, mode, call: FlatCall, inputs: list[Tensor]) -> Rehearsal:
-    model = call.watch.model
+    model = call.get_submodule(ROOT)
     leaves = {f"input {at}": x for at, x in enumerate(inputs)}
     record = CallRecord(mode, leaves | dict(model.named_parameters()) | dict(model.named_buffers()), results)
     with _torch.as_if_exported(), mode, record:
@@ -120,7 +132,7 @@ def _have_equal_tables(blocks: RepeatedBlocks, forms: Forms) -> bool:
     inside = forms_by_block(blocks.name, blocks.count, forms, forms.buffers)
     if any(found != inside[1] for found in inside[2:]):
         return False
-    first, *rest = map(_classes, list(blocks.blocks)[1:-1])
+    first, *rest = map(_classes, list(blocks.blocks.children())[1:-1])
     return all(found == first for found in rest)
 
 
@@ -203,15 +215,19 @@ class _BlockCalls:
 
     def without_dropped(self) -> Rehearsal | None:
         """Return the run of the model that has blocks 0, 1, 2 and the last two, None if something reads another."""
-        calls = [
-            replace(call, sources=tuple(self._kept(source, at) for source in call.sources))
-            for at, call in enumerate(self.rehearsal.calls)
-            if at not in self.dropped
-        ]
-        outputs = tuple(self._kept(source, len(self.rehearsal.calls)) for source in self.rehearsal.outputs)
-        if any(None in call.sources for call in calls) or None in outputs:
-            return None
-        return Rehearsal(tuple(calls), outputs, self.rehearsal.record)
+        calls = []
+        for at, call in enumerate(self.rehearsal.calls):
+            if at not in self.dropped:
+                if (sources := self._all_kept(call.sources, at)) is None:
+                    return None
+                calls.append(replace(call, sources=sources))
+        outputs = self._all_kept(self.rehearsal.outputs, len(self.rehearsal.calls))
+        return None if outputs is None else Rehearsal(tuple(calls), outputs, self.rehearsal.record)
+
+    def _all_kept(self, sources: tuple[Source, ...], at: int) -> tuple[Source, ...] | None:
+        found = [self._kept(source, at) for source in sources]
+        kept = tuple(source for source in found if source is not None)
+        return kept if len(kept) == len(found) else None
 
     def _kept(self, source: Source, at: int) -> Source | None:
         """Return what the call `at` reads, as the shortened model's does."""
