@@ -157,7 +157,7 @@ def _with_open_numbers(model: nn.Module, example_inputs, *how) -> _Run:
 
 def _traced(model: nn.Module, example_inputs, loss_fn: Callable | None, forms: Mapping[str, Form] | None,
             dtype: torch.dtype | None, loss_alone: bool, with_gradients: bool,
-            open_dims: Sequence[Sequence[int]] | None = None, as_eager: bool = False) -> _Run:  # fmt: skip
+            open_dims: Sequence[Mapping[int, int]] | None = None, as_eager: bool = False) -> _Run:  # fmt: skip
     signature, inputs = CallSignature.of(*split_example(example_inputs))
     if not inputs or len(inputs) == len(signature.open_numbers):
         raise InputError("the example call passes no tensor", fix="pass example_inputs with at least one tensor")

@@ -235,8 +235,10 @@ class Captures:
         followed = self.sizes.find(
             lambda: global_example((args, kwargs), self.mode, self.mesh), state, self.table, Maker(self, gradients)
         )
+        if followed is not None and self.accumulation.is_deferring and followed.program in self._follow_deferred():
+            followed = None
         if followed is not None:
-            traced, known, step, sizes = followed
+            traced, known, _, step, sizes = followed
             capture = self._add(traced, known.plan, step, gradients, state[-1], changed, known.planned_for, sizes)
             how = "follows the size of those before"
         else:
@@ -328,9 +330,12 @@ class Captures:
             self._load_deferred(capture.traced, capture.plan, capture.step)
         self._follow_deferred()
 
-    def _follow_deferred(self) -> None:
-        for step in self.sizes.follow_deferred():  # serves no more: what it served is compiled anew
+    def _follow_deferred(self) -> list[object]:
+        """Return the programs that serve no more: what they served is compiled anew."""
+        lost = self.sizes.follow_deferred()
+        for step in lost:
             self.table = [c for c in self.table if step not in (c.step, getattr(c.step, "follows", None))]
+        return lost
 
     def _load_deferred(self, traced: Traced, plan: Plan, step: Step | PipelineStep) -> None:
         if not isinstance(step, Step):
