@@ -14,7 +14,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -42,7 +42,7 @@ from ..processes.stage_mesh import StageMesh
 from .accumulation import Accumulation
 from .ambient import Ambient
 from .call import Call
-from .capture import Capture, Traced
+from .capture import Capture, Traced, fix_of_many
 from .following import nearest
 from .inputs import Inputs, data_axes, global_example
 from .maker import Maker
@@ -229,7 +229,7 @@ class Captures:
             raise InputError(
                 f"the model is called with {call}{changed}, and is compiled for {len(alike)} calls of these shapes "
                 f"already: {' | '.join(c.call for c in alike)}",
-                fix=_fix_of_many(signature, [c.inputs.signature for c in alike]),
+                fix=fix_of_many(signature, [c.inputs.signature for c in alike]),
             )
         start, state = time.perf_counter(), (self.modes.now(), self.hooks.now(), self.trainable(), Ambient.now())
         followed = self.sizes.find(
@@ -384,19 +384,6 @@ class Captures:
         return any(
             t and (self.modes.adapters or n not in self.module.adapter_names) for n, t in (*here, *self.elsewhere)
         )
-
-
-def _fix_of_many(signature: CallSignature, others: Sequence[CallSignature]) -> str:
-    """Return what to do where a call is compiled again and again: numbers that always change are no constants."""
-    known = [dict(zip(other.names, other.values)) for other in others]
-    numbers = [
-        f"{name}=torch.tensor({constant!r})"
-        for name, constant, value in zip(signature.names, signature.constants, signature.values)
-        if type(constant) in (int, float) and sum(value != other.get(name, value) for other in known) > 1
-    ]
-    if numbers:
-        return f"pass {', '.join(numbers)}, which may have any value, or raise the module's capture_limit"
-    return "keep what changes in every call in buffers or inputs, or raise the module's capture_limit"
 
 
 def _of_tensors(shapes: tuple) -> list[tuple[int, ...]]:
