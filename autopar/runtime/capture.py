@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,3 +102,16 @@ class Capture:
             ):
                 return False
         return self.guards.hold()
+
+
+def fix_of_many(signature: CallSignature, others: Sequence[CallSignature]) -> str:
+    """Return what to do where a call is compiled again and again: numbers that always change are no constants."""
+    known = [dict(zip(other.names, other.values)) for other in others]
+    numbers = [
+        f"{name}=torch.tensor({constant!r})"
+        for name, constant, value in zip(signature.names, signature.constants, signature.values)
+        if type(constant) in (int, float) and sum(value != other.get(name, value) for other in known) > 1
+    ]
+    if numbers:
+        return f"pass {', '.join(numbers)}, which may have any value, or raise the module's capture_limit"
+    return "keep what changes in every call in buffers or inputs, or raise the module's capture_limit"

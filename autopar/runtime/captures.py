@@ -14,7 +14,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -42,7 +42,7 @@ from ..processes.stage_mesh import StageMesh
 from .accumulation import Accumulation
 from .ambient import Ambient
 from .call import Call
-from .capture import Capture, Traced
+from .capture import Capture, Traced, fix_of_many
 from .following import nearest
 from .inputs import Inputs, data_axes, global_example
 from .maker import Maker
@@ -229,14 +229,16 @@ class Captures:
             raise InputError(
                 f"the model is called with {call}{changed}, and is compiled for {len(alike)} calls of these shapes "
                 f"already: {' | '.join(c.call for c in alike)}",
-                fix=_fix_of_many(signature, [c.inputs.signature for c in alike]),
+                fix=fix_of_many(signature, [c.inputs.signature for c in alike]),
             )
         start, state = time.perf_counter(), (self.modes.now(), self.hooks.now(), self.trainable(), Ambient.now())
         followed = self.sizes.find(
             lambda: global_example((args, kwargs), self.mode, self.mesh), state, self.table, Maker(self, gradients)
         )
+        if followed is not None and self.accumulation.is_deferring and followed.program in self._follow_deferred():
+            followed = None
         if followed is not None:
-            traced, known, step, sizes = followed
+            traced, known, _, step, sizes = followed
             capture = self._add(traced, known.plan, step, gradients, state[-1], changed, known.planned_for, sizes)
             how = "follows the size of those before"
         else:
@@ -328,9 +330,12 @@ class Captures:
             self._load_deferred(capture.traced, capture.plan, capture.step)
         self._follow_deferred()
 
-    def _follow_deferred(self) -> None:
-        for step in self.sizes.follow_deferred():  # serves no more: what it served is compiled anew
+    def _follow_deferred(self) -> list[object]:
+        """Return the programs that serve no more: what they served is compiled anew."""
+        lost = self.sizes.follow_deferred()
+        for step in lost:
             self.table = [c for c in self.table if step not in (c.step, getattr(c.step, "follows", None))]
+        return lost
 
     def _load_deferred(self, traced: Traced, plan: Plan, step: Step | PipelineStep) -> None:
         if not isinstance(step, Step):
@@ -379,19 +384,6 @@ class Captures:
         return any(
             t and (self.modes.adapters or n not in self.module.adapter_names) for n, t in (*here, *self.elsewhere)
         )
-
-
-def _fix_of_many(signature: CallSignature, others: Sequence[CallSignature]) -> str:
-    """Return what to do where a call is compiled again and again: numbers that always change are no constants."""
-    known = [dict(zip(other.names, other.values)) for other in others]
-    numbers = [
-        f"{name}=torch.tensor({constant!r})"
-        for name, constant, value in zip(signature.names, signature.constants, signature.values)
-        if type(constant) in (int, float) and sum(value != other.get(name, value) for other in known) > 1
-    ]
-    if numbers:
-        return f"pass {', '.join(numbers)}, which may have any value, or raise the module's capture_limit"
-    return "keep what changes in every call in buffers or inputs, or raise the module's capture_limit"
 
 
 def _of_tensors(shapes: tuple) -> list[tuple[int, ...]]:

@@ -41,6 +41,7 @@ class Served(NamedTuple):
 
     traced: Traced
     capture: Capture
+    program: object
     step: Any  # a Step or a PipelineStep
     sizes: Sizes
 
@@ -85,7 +86,7 @@ class SizeFamilies:
             if program is not None:
                 captured = replace(family.base.traced.captured, signature=signature)
                 traced = replace(family.base.traced, captured=captured, content=None)
-                return Served(traced, family.base, program.step.at(sizes), sizes)
+                return Served(traced, family.base, program.step, program.step.at(sizes), sizes)
         return None
 
     def _program(self, family: Family, sizes: Sizes, maker: Maker) -> Program | None:
