@@ -112,6 +112,13 @@ def _of_attention(plan) -> set[str]:
     return {node.choice[0] for name, node in plan.sharding.nodes.items() if "attention" in name}
 
 
+def test_plan_files_keep_zigzag(tmp_path):
+    plan = planned(llama(), "cp=2", inputs(), strategy="ring", pin={"input_ids": "cp:Z(1)"})
+    plan.save(tmp_path / "plan.json")
+    read = autopar.Plan.load(tmp_path / "plan.json")
+    assert read.sharding == plan.sharding and str(read) == str(plan) and "cp:Z(1)" in str(read)
+
+
 def test_where_zigzag_is_looked_at():
     """Where a sequence may be cut at all: then every op between the inputs and an attention has more ways."""
     asked = [("dp=2,tp=2", None, 2), ("dp=4", None, 2), ("cp=2", None, 2), ("dp=2,cp=2", "fsdp", 2),
