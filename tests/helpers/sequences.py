@@ -31,6 +31,9 @@ class Decoder(nn.Module):
             mask = (place[:, None] >= place) & attention_mask[:, None, None, :].bool()
         if self.kind == "window":
             mask = (place[:, None] >= place) & (place[:, None] - place < 3)
+        if self.kind == "packed":  # documents begin at the ids below 5
+            documents = (input_ids < 5).cumsum(-1)[:, None]
+            mask = (place[:, None] >= place) & (documents.unsqueeze(-1) == documents.unsqueeze(-2))
         y = self.attend(q, k, v, mask, is_causal)
         logits = self.head(x + self.out(y.transpose(1, 2).flatten(2)))
         return self.loss(logits, labels)

@@ -105,11 +105,18 @@ def test_long_sequences_are_cut_without_a_strategy(kv_heads, size):
         assert free.step_seconds <= exchanged.step_seconds
         assert gathered.compute_seconds == pytest.approx(exchanged.compute_seconds, rel=0.06)
     else:
-        assert _of_attention(free) <= {"s/zigzag", "ring/zigzag"}
+        assert _of_attention(free) <= {"s/zigzag", "ring/zigzag", QUERY_HEADS}
 
 
 def _of_attention(plan) -> set[str]:
     return {node.choice[0] for name, node in plan.sharding.nodes.items() if "attention" in name}
+
+
+def test_plan_files_keep_zigzag(tmp_path):
+    plan = planned(llama(), "cp=2", inputs(), strategy="ring", pin={"input_ids": "cp:Z(1)"})
+    plan.save(tmp_path / "plan.json")
+    read = autopar.Plan.load(tmp_path / "plan.json")
+    assert read.sharding == plan.sharding and str(read) == str(plan) and "cp:Z(1)" in str(read)
 
 
 def test_where_zigzag_is_looked_at():

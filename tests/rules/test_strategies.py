@@ -7,7 +7,7 @@ import torch
 
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
-from autopar.rules import local_call, rule_of, strategies
+from autopar.rules import local_call, rule_of, strategies, strategy_of
 from autopar.rules.numeric_check import make_node
 from autopar.rules.rule import rule
 
@@ -120,3 +120,18 @@ def test_offsets_count_every_axis_of_the_vocabulary():
 def test_ops_without_a_rule():
     assert rule_of(make_node(aten.native_dropout.default, real(4, 6), 0.5, True)[0]) is None
     assert rule_of(make_node(aten.index.Tensor, real(4, 6), [mask(4)])[0]) is None  # its size depends on the data
+
+
+@pytest.mark.parametrize("label, offered", [("s", True), ("s/zigzag", True), ("ring/zigzag", True), ("h/zigzag", True),
+                                            ("s/2", False), ("ring/2", False), ("s/0", False)])  # fmt: skip
+def test_what_a_plan_file_may_say_of_parts(label, offered):
+    """Queries are cut into ranges of which the op knows the place, so not inside of parts, but in zigzag."""
+    node, _ = make_node(ops.attention.default, *(torch.randn(1, 4, 8, 4) for _ in range(3)), None, True, None)
+    shapes = [(1, 4, 8, 4)] * 3, [(1, 4, 8, 4), (1, 4, 8)]
+    assert (strategy_of(rule_of(node), (label,), *shapes, Mesh.parse("a=2")) is not None) == offered
+
+
+def test_positions_are_not_counted_in_zigzag():
+    node, _ = make_node(aten.arange.start, 0, 8, device="cpu", pin_memory=False)
+    assert strategy_of(rule_of(node), ("d0",), [], [(8,)], Mesh.parse("a=2")) is not None
+    assert strategy_of(rule_of(node), ("d0/zigzag",), [], [(8,)], Mesh.parse("a=2")) is None

@@ -16,7 +16,7 @@ from autopar.simulate.compare import verify_model
 
 from ..helpers.sequences import VOCABULARY, Decoder, Mixed, batch
 
-KINDS = ("causal", "full", "left", "right", "window")
+KINDS = ("causal", "full", "left", "right", "window", "packed")
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
 
 
