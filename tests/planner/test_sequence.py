@@ -10,6 +10,7 @@ from autopar import models
 from autopar.errors import StrategyError
 from autopar.ir.mesh import Mesh
 from autopar.planner.problem.recipes import Restriction, may_cut_sequence
+from autopar.rules.layers import QUERY_HEADS
 
 from ..helpers.sequences import batch
 from ..runtime.parity import planned
