@@ -57,8 +57,8 @@ class SizedPipeline:
                     lines |= {number for shape in shapes for number in shape if isinstance(number, Line)}
         samples = follow({sizes: step.micro.samples for sizes, step in steps.items()})
         totals = None
-        if newest.micro.totals is not None:
-            totals, more = followed({sizes: step.micro.totals for sizes, step in steps.items()})
+        if found := {sizes: step.micro.totals for sizes, step in steps.items() if step.micro.totals is not None}:
+            totals, more = followed(found)
             lines |= more
         forms_at, more = OutputForms.following({sizes: step.output_forms for sizes, step in steps.items()})
         return cls(newest, graphs, messages, samples, totals, forms_at), frozenset(lines | more)

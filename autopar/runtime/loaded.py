@@ -31,6 +31,7 @@ class LoadedGraph:
 
     def __init__(self, module: fx.GraphModule, groups: ProcessGroups, device: torch.device, phase: str):
         self.module = bind_groups(module, groups.bind(group_names(module))).to(device)
+        self.options: Mapping[str, object] | None = None  # of torch.compile, if the graph goes through it
         self.load(phase)
 
     def load(self, phase: str) -> None:
@@ -45,10 +46,13 @@ class LoadedGraph:
         made = copy.copy(graphs[max(graphs)])
         made.module, lines = followed({size: graph.module for size, graph in graphs.items()})
         made.load(made.phase)
+        if made.options is not None:  # once for all sizes
+            made.compile({"dynamic": True, **made.options})
         return made, lines
 
     def compile(self, options: Mapping[str, object]) -> None:
         """Run the graph through torch.compile, with these options of it, from the next call on; that call compiles."""
+        self.options = options
         self.run = watch.guarded(self.module, self.phase, _compiled(self.module, self.phase, options))
 
 

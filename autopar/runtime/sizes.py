@@ -148,7 +148,10 @@ class SizeFamilies:
         for every in (with_samples, (dims, at)) if with_samples != (dims, at) else ((dims, at),):
             opened: list[OpenSizes] = []
             chosen = agree.from_rank_zero(partial(_points, base, *every, wanted, opened, maker))
-            if chosen is not None and self._add(base, *chosen, opened, maker):
+            if chosen is None:
+                continue
+            dims, sizes, others = chosen
+            if self._add(base, dims, sizes, others, opened, maker):
                 return True
         self.failures += 1
         return False

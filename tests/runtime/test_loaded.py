@@ -19,7 +19,7 @@ def _loops(rank: int, plan: autopar.Plan) -> None:
     parallel, reference = pair(tiny.Regressor(loss=True), device_mesh("dp=2"), CALL, plan=plan)
     compiled_calls = []
     parallel.compile(backend=lambda graph, inputs: compiled_calls.append(graph) or graph.forward)
-    for call in (CALL, CALL, dict(x=X[:6], target=Y[:6])):  # the last is a capture of its own
+    for call in (CALL, CALL, dict(x=X[:6], target=Y[:6])):  # the last runs in graphs that follow its size
         for module in (parallel, reference):
             module.zero_grad()
             module(**call).loss.backward()

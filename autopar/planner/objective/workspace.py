@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -29,7 +30,7 @@ def inside_bytes(problem: Problem, vertex: Vertex, strategy: Strategy) -> float:
     first = dict.fromkeys(problem.mesh.names, 0)
     layouts = iter(strategy.inputs)
 
-    def local(argument: fx.Node) -> object:
+    def local(argument: fx.Node) -> Any:
         value = argument.meta["val"]
         if not isinstance(value, torch.Tensor):
             return argument

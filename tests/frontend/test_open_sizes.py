@@ -1,11 +1,11 @@
-"""What the user's code takes for granted of a size that is left open."""
+"""What the user's code takes for granted of sizes that are left open."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from autopar.frontend.export import open_size
+from autopar.frontend.export import open_sizes
 
 
 class Branches(nn.Module):
@@ -31,8 +31,8 @@ class Branches(nn.Module):
 
 def _holds(mode: str) -> list[int]:
     x = torch.randn(2, 10, 4)
-    holds = open_size(Branches(), dict(x=x, mode=mode), {"x": (1,)}, False).holds
-    return [size for size in range(1, 30) if holds(size)]
+    holds = open_sizes(Branches(), dict(x=x, mode=mode), {"x": {1: 0}}, False).holds
+    return [size for size in range(1, 30) if holds([size])]
 
 
 def test_sizes_that_take_the_same_way():
@@ -49,5 +49,5 @@ def test_two_tensors_of_one_size():
             return (a[:, None] * b[None]).sum(), a + b
 
     call = dict(a=torch.randn(6), b=torch.randn(6))
-    holds = open_size(Pair(), call, {"a": (0,), "b": (0,)}, False).holds
-    assert all(map(holds, range(2, 20)))
+    holds = open_sizes(Pair(), call, {"a": {0: 0}, "b": {0: 0}}, False).holds
+    assert all(holds([size]) for size in range(2, 20))
