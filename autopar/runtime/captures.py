@@ -42,7 +42,7 @@ from ..processes.stage_mesh import StageMesh
 from .accumulation import Accumulation
 from .ambient import Ambient
 from .call import Call
-from .capture import Capture, Traced, fix_of_many
+from .capture import Capture, Point, Traced, fix_of_many
 from .following import nearest
 from .inputs import Inputs, data_axes, global_example
 from .maker import Maker
@@ -325,9 +325,10 @@ class Captures:
 
     def prepare_no_sync(self) -> None:
         """Load for all captures what the backward inside of no_sync runs; all ranks call this together."""
-        captured = [c for c in self.table if not c.follows_size]
-        for capture in (*captured, *self.sizes.points()):
-            self._load_deferred(capture.traced, capture.plan, capture.step)
+        found: list[Capture | Point] = [c for c in self.table if not c.follows_size]
+        found.extend(self.sizes.points())
+        for one in found:
+            self._load_deferred(one.traced, one.plan, one.step)
         self._follow_deferred()
 
     def _follow_deferred(self) -> list[object]:
