@@ -54,6 +54,7 @@ def trained_saved_and_resumed(rank: int, folder: str):
     return losses, bytes_of(packed), bytes_of(compiled.parameters()), compiled.plan.memory["parameters"]
 
 
+@pytest.mark.slow
 def test_training_on_two_processes(tmp_path):
     model, _ = llama("cpu")
     (tmp_path / "base").mkdir()

@@ -130,6 +130,7 @@ def test_the_command(capsys):
     assert "a micro-batch of 2 or 4" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_flops_of_uneven_micro_batches_are_those_of_the_batch():
     model, inputs = models.build("gpt:hidden=32,layers=4,heads=4,vocab=64,seq=16", batch=10, seq=16)
     flat = autopar.estimate(model, "dp=2", inputs, hardware="h100", baselines=False)

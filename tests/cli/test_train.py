@@ -52,7 +52,7 @@ def none(): return Deep(lambda y: y), (torch.randn(8, 16),)
 """
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.parametrize("name, mesh", [("several", "dp=2"), ("scalar", "pp=2"), ("none", "dp=2")])
 def test_train_takes_a_users_model(tmp_path, name, mesh):

@@ -25,6 +25,7 @@ def test_simulated(seed):
     assert outcome.kind not in BROKEN, f"seed {seed}: {outcome.detail}"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", _seeds("1", 2))
 def test_alone(alone, seed):
     print(f"seed {seed}")

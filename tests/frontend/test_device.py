@@ -70,7 +70,7 @@ def check(family: str, precision: str) -> None:
             run_on_fakes(graph_module)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", SAMPLE)
 def test_a_moved_family_runs(family, precision):

@@ -145,6 +145,7 @@ def test_half_precision_base():
     assert products and all(n.meta["val"].dtype == torch.float32 for n in products)
 
 
+@pytest.mark.slow
 def test_recomputation():
     model, inputs, captured = usual()
     plan = planned(captured, "dp=2,tp=2", "megatron", recompute="full")

@@ -83,6 +83,7 @@ def limit() -> float:
     return plan.peak_bytes - 0.2 * plan.memory["activations"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh", ["dp=4", "dp=2,tp=2"])
 def test_bounds_are_of_plans_that_fit(mesh):
     """They rise as memory falls, up to what the plans take that are found."""
@@ -96,6 +97,7 @@ def test_bounds_are_of_plans_that_fit(mesh):
     assert bounds[limit()] >= bounds[1e12] * (1 - 1e-9)
 
 
+@pytest.mark.slow
 def test_several_micro_batches_are_tried_where_memory_binds():
     options = PlanOptions(NODES, baselines=False, memory_bytes=limit())
     one = search(captured(GPT, 64), 4, options).plan

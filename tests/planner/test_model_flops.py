@@ -18,6 +18,7 @@ MODEL = f"gpt:hidden={HIDDEN},layers={LAYERS},heads=4,vocab={VOCAB},seq={SEQ}"
 FLOPS = 72 * BATCH * SEQ * LAYERS * HIDDEN**2 * (1 + SEQ / (6 * HIDDEN) + VOCAB / (12 * LAYERS * HIDDEN))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh, options", [
     ("dp=4", {}), ("dp=2,tp=2", {"recompute": "full"}), ("dp=2", {"micro_batches": 2}),
     ("pp=2,dp=2", {"micro_batches": 3}),

@@ -202,6 +202,7 @@ def test_early_stages_compute_more_again_than_late_ones():
     check_step(GPT, tight.plan)
 
 
+@pytest.mark.slow
 def test_memory_decides_between_schedules():
     plans = {s: planned(GPT, "pp=2", schedule=s, micro_batches=8).plan for s in ("1f1b", "gpipe")}
     assert plans["1f1b"].peak_bytes < plans["gpipe"].peak_bytes

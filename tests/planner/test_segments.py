@@ -156,7 +156,7 @@ def test_a_rank_with_two_stages_holds_a_tied_parameter_once():
     assert sum(m["parameters"] for m in looped.memory) - sum(m["parameters"] for m in v.memory) == embedding
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh, asked", [
     ("pp=2,dp=2", {}),
     ("pp=2,dp=2", {"recompute": "selective"}),

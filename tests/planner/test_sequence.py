@@ -83,6 +83,7 @@ def test_what_does_not_go_together(mesh, strategy):
         Restriction.of(strategy, Mesh.parse(mesh))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kv_heads, size", [(8, 2), (8, 4), (2, 4)])
 def test_long_sequences_are_cut_without_a_strategy(kv_heads, size):
     """One sample has no batch to cut. A causal attention that is cut along its queries is cut in zigzag, and then takes

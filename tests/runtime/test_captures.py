@@ -211,6 +211,7 @@ def _apart(rank, plan):
     return errors
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_ranks_that_are_called_apart():
     plan = planned(tiny.Regressor(loss=True), "dp=2", dict(x=X, target=Y), strategy="ddp")

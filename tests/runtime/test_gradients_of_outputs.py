@@ -93,6 +93,7 @@ def test_loss_alone_makes_no_other_program(alone, monkeypatch):
     assert parallel.other.weight.grad is None and made == [False] and len(parallel.captures) == 1
 
 
+@pytest.mark.slow
 def test_the_forward_before_the_program_keeps_its_numbers(alone):
     """Masks, buffers and parameters of the forward that the backward belongs to, whatever ran since."""
     x, y = batch()
@@ -176,6 +177,7 @@ class Scaled(nn.Module):
         return self.last(torch.relu(self.layer(self.layer(x) @ torch.ones(4, 6)) * self.scale))
 
 
+@pytest.mark.slow
 def test_hooks_and_evaluation(alone):
     """Gradients pass hooks once, in train and in eval mode."""
     x, y = batch()

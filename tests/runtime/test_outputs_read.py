@@ -52,6 +52,7 @@ def _read(rank: int, mesh: str, plan: Plan) -> None:
     assert again.bytes_ == 0  # it is gathered once
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     "mesh, options",

@@ -75,7 +75,7 @@ def _check(model, plain, use, x, mine=lambda x: x) -> None:
         assert_close(found[0][1], found[1][1])
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
 def test_equals_the_plain_module(alone, use):
     x = torch.randn(4, 6)

@@ -25,6 +25,7 @@ def _step(rank: int, mesh: str, strategies: tuple[str, ...]) -> None:
         assert_same_gradients(mine, whole, 1e-10)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh, strategies", [
     ("cp=4", ("all_gather_kv", "ulysses", "ring")), ("dp=2,cp=2", ("all_gather_kv", "ulysses+fsdp", "ring+fsdp")),
 ])  # fmt: skip
@@ -105,6 +106,7 @@ def _in_zigzag(rank: int, strategy: str) -> None:
     assert_same_gradients(mine, whole, 1e-10)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["all_gather_kv", "ring"])
 def test_outputs_in_zigzag(strategy):
     gloo.run(2, _in_zigzag, strategy)

@@ -65,6 +65,7 @@ def test_a_new_length_needs_no_capture(alone):
     assert _captured(parallel) == 2 * FEWEST
 
 
+@pytest.mark.slow
 def test_a_last_batch_and_gradients_of_other_outputs(alone):
     parallel, reference = pair(tiny.gpt2(seq=12)[0], alone, _tokens(12, 8))
     _check(parallel, reference, (_tokens(12, batch) for batch in (8, 6, 3, 5, 2)))
@@ -183,6 +184,7 @@ class Pairs(nn.Module):
         return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), target[:, 1:].flatten())
 
 
+@pytest.mark.slow
 def test_lengths_of_an_encoder_and_a_decoder(alone):
     made = torch.Generator().manual_seed(3)
     batches = [tuple(torch.randint(40, (n, size), generator=made) for size in sizes)

@@ -113,7 +113,7 @@ def test_adapters(adaptation):
     check(case, 2, str(adaptation), mesh="pp=2,dp=2", schedule="1f1b", strategy="fsdp")
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "schedule, mesh, strategy", [("zbv", "pp=2,tp=2", "megatron_sp"), ("1f1b", "pp=2,dp=2", "fsdp")]
 )

@@ -101,6 +101,7 @@ def test_beside_other_axes(mesh, strategy):
     assert_same(Decoder("padded", 4, 4), batch(13, "left"), mesh, strategy)
 
 
+@pytest.mark.slow
 def test_micro_batches_and_stages():
     inputs = batch(12, "left", samples=4)
     assert_same(Decoder("padded", 4, 2), inputs, "cp=2", "all_gather_kv", micro_batches=2)

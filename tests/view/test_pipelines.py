@@ -121,6 +121,7 @@ def test_measured_beside_predicted(tmp_path):
         "predicted rank 0", "predicted rank 1", "measured rank 0", "measured rank 1"]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_commands(capsys, tmp_path):
     words = [
         "--model",
