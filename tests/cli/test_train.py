@@ -301,6 +301,7 @@ def test_two_runs_in_one_folder(tmp_path, capsys, alone):
     assert "has --seed 0, not 1; --lr 0.001, not 0.5" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_an_error_of_all_ranks_is_one_line():
     process = autopar("train", *MLP, "--mesh", "dp=2", "--memory", "10KiB")

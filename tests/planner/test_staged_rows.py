@@ -13,6 +13,7 @@ MODEL = "gpt:hidden=64,layers=4,heads=4,vocab=128,seq=32"
 ASKED = {"hardware": "h100", "precision": "bf16"}
 
 
+@pytest.mark.slow
 def test_pipelines_beside_a_plan(tmp_path):
     model, inputs = build(MODEL, batch=16, seq=32)
     plan = autopar.plan(model, "dp=4,tp=2", inputs, baselines="pipelines", **ASKED)

@@ -215,6 +215,7 @@ def _generated(rank: int) -> None:
         parallel.eval().generate(prompts[rank], max_new_tokens=2, use_cache=False, pad_token_id=0)
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_generate_by_rank():
     gloo.run(2, _generated)

@@ -201,6 +201,7 @@ def _thawed_on_one_rank(rank: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_a_parameter_that_begins_to_train_on_one_rank_alone_is_an_error_at_once():
     first, second = gloo.run(2, _thawed_on_one_rank)
