@@ -132,7 +132,11 @@ class SizeFamilies:
 
         def near() -> int | None:
             for at, capture in reversed([*enumerate(captures)]):
-                may_follow = not capture.follows_size and capture.state == state and capture.traced.fixed == fixed
+                is_whole = (
+                    capture.plan.micro_batches == 1
+                )  # how parts of the batch are uneven differs from rank to rank
+                may_follow = is_whole and capture.state == state and capture.traced.fixed == fixed
+                may_follow = may_follow and not capture.follows_size
                 if may_follow and capture.holds() and differing_dims(_form(capture), signature):
                     return at
             return None
