@@ -29,6 +29,7 @@ from .tracing import (
     hooks_of_all_modules,
     lazy_code,
     move_hooks,
+    moves_of_modules,
     plain_checkpoints,
     transforms,
     without_prints,
@@ -38,9 +39,8 @@ from .tracing import (
 __all__ = [
     "compiler_errors", "in_given_order", "TorchDispatchMode", "tree_flatten", "tree_map", "tree_unflatten",
     "no_autocast", "without_dispatch_modes", "OpenSizes", "export_open", "open_sizes", "as_if_eager",
-    "as_if_exported", "functionalized",
-    "hooks_of_all_modules", "lazy_code", "move_hooks", "plain_checkpoints", "transforms", "without_prints",
-    "without_torch_functions",
+    "as_if_exported", "functionalized", "hooks_of_all_modules", "lazy_code", "move_hooks", "moves_of_modules",
+    "plain_checkpoints", "transforms", "without_prints", "without_torch_functions",
 ]  # fmt: skip
 
 aten = torch.ops.aten

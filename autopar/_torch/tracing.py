@@ -37,6 +37,17 @@ def without_torch_functions():
     return torch._C.DisableTorchFunction()
 
 
+@contextlib.contextmanager
+def moves_of_modules(moved: Callable[[torch.nn.Module, Callable[[torch.Tensor], torch.Tensor]], torch.nn.Module]):
+    """Inside, `module.to(...)` and its kin return `moved(module, move)`; `move` does it to a tensor."""
+    plain = torch.nn.Module._apply
+    torch.nn.Module._apply = lambda self, move, recurse=True: moved(self, move)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.nn.Module._apply = plain  # type: ignore[method-assign]
+
+
 def lazy_code():
     """Inside, the graphs that torch makes while it traces have no Python code before somebody calls them."""
     from torch.fx._lazy_graph_module import _use_lazy_graph_module

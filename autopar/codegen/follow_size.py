@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import product
@@ -27,7 +27,7 @@ Sizes = tuple[int, ...]
 SIZE = "size"  # the name of the placeholders that take them
 # The chord of a square through sizes a and b crosses zero at a b / (a + b), which is half of the smaller one or more. A
 # line that crosses zero within this part of it is none.
-NEAR = 0.25
+NEAR = Fraction(1, 4)
 DEGREE = 3  # of a product of sizes
 SHIFTS = (-2, -1, 1, 2)  # of a size that numbers may have instead of it: labels are one fewer than tokens
 
@@ -107,7 +107,7 @@ def line_through(values: Mapping[Sizes, Any]) -> Any:
 def _line(values: Mapping[Sizes, int], kind: str) -> Line:
     """Return the one line through some numbers: a product of sizes if there is one, else one with a line that crosses
     zero elsewhere."""
-    for candidates in (_products, _shifted_little, _shifted):
+    for candidates in (_products, _shifted):
         found = {line for line in candidates(values, kind) if _is_through(line, values)}
         if len(found) == 1:
             return found.pop()
@@ -164,39 +164,70 @@ def _shifted(values: Mapping[Sizes, int], kind: str) -> Iterator[Line]:
                 yield Line(factors, 1, divisor, kind, _sign(values[points[0]]))
 
 
-def _shifted_little(values: Mapping[Sizes, int], kind: str) -> Iterator[Line]:
-    """Return those candidates of `_shifted` in which a size has one or two places more or fewer."""
-    for line in _shifted(values, kind):
-        slope, start = line.factors[0].slope, line.factors[0].start
-        if start % slope == 0 and start // slope in SHIFTS:
-            yield line
-
-
 def is_telling(a: Sizes, b: Sizes) -> bool:
     """Return whether numbers at two points tell which product of sizes they are: no two grow alike between them, and
     none stays as it is, or would if a size had a few more or fewer places."""
     if any(x == y for x, y in zip(a, b)):
         return False
-    growths = [*_growths(a, b)]
-    plain = [growth for growth, shift in growths if not shift]
-    return len({*plain}) == len(plain) and not any(growth == 1 for growth, _ in growths)
+    plain, once, _ = _growths((a, b), [SHIFTS] * len(a))
+    return len({*plain}) == len(plain) and (1,) not in (*plain, *once)
 
 
 def is_telling_all(a: Sizes, b: Sizes) -> bool:
     """Return whether numbers at two points tell also which of the sizes has a few more or fewer places in them."""
-    found = [growth for growth, _ in _growths(a, b)]
-    return is_telling(a, b) and len({*found}) == len(found)
+    plain, once, _ = _growths((a, b), [SHIFTS] * len(a))
+    return is_telling(a, b) and len({*plain, *once}) == len(plain) + len(once)
 
 
-def _growths(a: Sizes, b: Sizes) -> Iterator[tuple[Fraction, int]]:
-    """Return how products of sizes grow between two points, as they are and with another number of places of one
-    size."""
-    for of in _powers([a, b]):
-        growth = Fraction(_product(a, of), _product(b, of))
-        yield growth, 0
-        for place in (p for p, power in of.items() if power == 1):
-            for shift in (k for k in SHIFTS if min(a[place], b[place]) + k > 0):
-                yield growth * Fraction((a[place] + shift) * b[place], (b[place] + shift) * a[place]), shift
+def is_sure(points: Sequence[Sizes], shifts: Sequence[Collection[int | Fraction]], tells_all: bool = False) -> bool:
+    """Return whether a product of sizes that is found in numbers at some points is the one that they are, and a line
+    with another number of places of one size as well, if it is the only one (with `tells_all` it is). `shifts`: by
+    place, how many more or fewer a size may have."""
+    if any(len({*of_place}) < len(points) for of_place in zip(*points)):
+        return False
+    plain, once, others = _growths(points, shifts)
+    constant = (1,) * (len(points) - 1)
+    known = {constant, *plain}
+    if len(known) <= len(plain) or not known.isdisjoint(once + others):
+        return False
+    return (not tells_all or len({*once}) == len(once)) and not any(_is_on_line(points, of) for of in {*others})
+
+
+Growth = tuple[Fraction, ...]  # from the first of some points to each of the others
+
+
+def _growths(
+    points: Sequence[Sizes], shifts: Sequence[Collection[int | Fraction]]
+) -> tuple[list[Growth], list[Growth], list[Growth]]:
+    """Return how products of sizes grow between points: as they are, with another number of places of one size, and of
+    two."""
+    found: tuple[list[Growth], list[Growth], list[Growth]] = [], [], []
+    for of in _powers(points):
+        moves = [(0, *shifts[place]) if power == 1 else (0,) for place, power in of.items()]
+        for shift in product(*moves):
+            moved = [[sizes[place] + k for place, k in zip(of, shift)] for sizes in points]
+            many = sum(map(bool, shift)) if all(k == int(k) for k in shift) else 2  # no line has parts of a place
+            if many <= 2 and min(map(min, moved)) > 0:
+                first, *others = (math.prod(n**power for n, power in zip(one, of.values())) for one in moved)
+                found[many].append(tuple(Fraction(other) / first for other in others))
+    return found
+
+
+def _is_on_line(points: Sequence[Sizes], growth: Growth) -> bool:
+    """Return whether numbers that grow so are on a line with another number of places of one size, as `_shifted` has
+    them."""
+    for of in _powers(points):
+        for place in [place for place, power in of.items() if power == 1]:
+            others = {p: power for p, power in of.items() if p != place}
+            at = [sizes[place] for sizes in points]
+            whole = [_product(sizes, others) for sizes in points]
+            ratios = [g * whole[0] / n for g, n in zip(growth, whole[1:])]
+            if 1 in ratios:
+                continue
+            shifts = {(at[0] * ratio - n) / (1 - ratio) for ratio, n in zip(ratios, at[1:])}
+            if len(shifts) == 1 and (k := shifts.pop()).denominator == 1 and abs(k) <= NEAR * min(at):
+                return True
+    return False
 
 
 def follow(

@@ -56,7 +56,7 @@ class _Form:
 
 @dataclass(frozen=True)
 class _Result:
-    """What calls with the same content return: tensors of these forms, or (`is_first`) their first argument."""
+    """Describe what equal calls return: tensors of these forms, or (`is_first`) their first argument."""
 
     forms: tuple[_Form, ...]
     kind: type | None

@@ -6,33 +6,30 @@ first call, under the optimizer that holds them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from torch import nn
+from torch import Tensor, nn
 
+from .._torch import moves_of_modules
 from ..errors import CaptureError
 
 
 @contextmanager
 def layers_stay() -> Iterator[None]:
     """Inside, a module that is moved to where it is stays as it is; to move one elsewhere raises CaptureError."""
-    plain = nn.Module._apply
 
-    def stay(self: nn.Module, move, recurse: bool = True) -> nn.Module:
-        for name, tensor in [*self.named_parameters(recurse=recurse), *self.named_buffers(recurse=recurse)]:
+    def stay(layer: nn.Module, move: Callable[[Tensor], Tensor]) -> nn.Module:
+        for name, tensor in [*layer.named_parameters(), *layer.named_buffers()]:
             moved = move(tensor)
             if (moved.dtype, moved.device) != (tensor.dtype, tensor.device):
                 raise CaptureError(
-                    f"the forward moves {type(self).__name__}.{name} from {tensor.dtype} on {tensor.device} to "
+                    f"the forward moves {type(layer).__name__}.{name} from {tensor.dtype} on {tensor.device} to "
                     f"{moved.dtype} on {moved.device}",
                     shape=tuple(tensor.shape),
                     fix=f"move it before compile: layer.to({moved.dtype})",
                 )
-        return self
+        return layer
 
-    nn.Module._apply = stay  # type: ignore[method-assign]
-    try:
+    with moves_of_modules(stay):
         yield
-    finally:
-        nn.Module._apply = plain  # type: ignore[method-assign]

@@ -17,13 +17,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations, islice
 from typing import Any
 
 import torch
 from torch import fx
 
 from .._torch import OpenSizes
-from ..codegen.follow_size import Differs, Factor, Line, Sizes, follow, is_telling, is_telling_all
+from ..codegen.follow_size import Differs, Factor, Line, Sizes, follow, is_sure
 from ..codegen.sized_graphs import SizedGraphs
 from ..frontend.call_signature import CallSignature
 from ..frontend.export import Captured
@@ -34,10 +35,11 @@ from ..plans.sharding import Sharding
 from .capture import Capture, Point, Traced
 from .following_pipeline import SizedPipeline
 from .pipeline_step import PipelineStep
+from .shard_shifts import least_of, shifts_of
 from .sized_calls import Dims, differing_dims, partners, resized, sizes_in
 from .step import Step
 
-FAR = 4  # times the period, sizes of which uneven shards are near a line through zero
+MOST_TRIED, MOST_SHIFTS = 100, 64  # sets of points, and shifts of a size
 STATE = ("parameters", "gradients", "optimizer", "buffers", "gathered parameters kept", "gathered parameters")
 
 
@@ -223,16 +225,23 @@ class Family:
     def points_for(self, sizes: Sizes, count: int) -> list[Sizes] | None:
         """Return so many sizes that leave the remainders of some, and tell lines apart; those that are lowered already
         come first. None if there are not as many."""
+        mesh, passes = self.base.plan.mesh, self.base.plan.micro_batches
+        ways = [n for n in mesh.sizes if n > 1]
+        parts = [passes if place == self.batch else 1 for place in range(len(sizes))]
+        shifts = [shifts_of(n, ways, of) for n, of in zip(sizes, parts)]
+        if any(len(of) > MOST_SHIFTS for of in shifts):
+            return None
+        least = [least_of(n, ways, of) for n, of in zip(sizes, parts)]
+        far = tuple(n + self.period * max(0, math.ceil((low - n) / self.period)) for n, low in zip(sizes, least))
         alike = [p for p in self.points if all((a - b) % self.period == 0 for a, b in zip(p, sizes))]
-        far = [p for p in (sizes, *partners(sizes, self.period)) if min(p) >= FAR * self.period]
-        candidates = [p for p in (*alike, *far, sizes, *partners(sizes, self.period)) if self.holds(p)]
-        for tells in (is_telling_all, is_telling):
-            chosen: list[Sizes] = []
-            for candidate in candidates:
-                if all(tells(candidate, other) for other in chosen):
-                    chosen.append(candidate)
-                    if len(chosen) == count:
-                        return chosen
+        candidates = [
+            p for p in dict.fromkeys((*alike, sizes, far, *partners(far, self.period)))
+            if all(n >= low for n, low in zip(p, least)) and self.holds(p)
+        ]  # fmt: skip
+        for tells_all in (True, False):
+            for chosen in islice(combinations(candidates, count), MOST_TRIED):
+                if is_sure(chosen, shifts, tells_all):
+                    return list(chosen)
         return None
 
 

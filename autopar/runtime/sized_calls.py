@@ -29,7 +29,7 @@ def differing_dims(a: CallSignature, b: CallSignature) -> tuple[Dims, Sizes, Siz
         if len(one) != len(other):
             return None
         dims[name] = {d: pairs.setdefault((x, y), len(pairs)) for d, (x, y) in enumerate(zip(one, other)) if x != y}
-    return (dims, *zip(*pairs)) if pairs else None  # type: ignore[return-value]
+    return (dims, tuple(x for x, _ in pairs), tuple(y for _, y in pairs)) if pairs else None
 
 
 def with_batch(signature: CallSignature, dims: Dims, sizes: Sizes) -> tuple[Dims, Sizes]:

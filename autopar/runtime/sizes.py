@@ -37,7 +37,7 @@ _log = logging.getLogger("autopar")
 
 
 class Served(NamedTuple):
-    """What runs a call that was not captured: how it is called, a capture of the family, the program and the sizes."""
+    """Hold what runs a call that was not captured: its form, a capture of its family, the program and the sizes."""
 
     traced: Traced
     capture: Capture
@@ -132,11 +132,7 @@ class SizeFamilies:
 
         def near() -> int | None:
             for at, capture in reversed([*enumerate(captures)]):
-                is_whole = (
-                    capture.plan.micro_batches == 1
-                )  # how parts of the batch are uneven differs from rank to rank
-                may_follow = is_whole and capture.state == state and capture.traced.fixed == fixed
-                may_follow = may_follow and not capture.follows_size
+                may_follow = not capture.follows_size and capture.state == state and capture.traced.fixed == fixed
                 if may_follow and capture.holds() and differing_dims(_form(capture), signature):
                     return at
             return None

@@ -55,7 +55,7 @@ def join(blocks: list[torch.Tensor], dim: int, parts: int) -> torch.Tensor:
 
 
 def result_of(move: Move, held: list[torch.Tensor], index: int, sizes: list[int]) -> torch.Tensor:
-    """What member `index` of a group has after the move, given what all members held before. `sizes` of the axes."""
+    """Return what member `index` of a group has after the move, given what all held before. `sizes` of the axes."""
     count = len(held)
     if move.kind == "slice":
         return cut(held[index], move.dim, move.parts, count, index)

@@ -1,4 +1,4 @@
-"""What the user's code takes for granted of sizes that are left open."""
+"""A trace with open sizes says what the user's code takes for granted of them."""
 
 from __future__ import annotations
 

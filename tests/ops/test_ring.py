@@ -65,7 +65,7 @@ def test_gradients_add_up_on_the_way_home(size, kind):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_halves_in_zigzag_are_those_that_the_mask_opens(size):
-    """Of 2 P blocks a device has r and 2 P - 1 - r. What is left out is closed, what is not is open, but for the own
+    """Device r has blocks r and 2 P - 1 - r of 2 P. What is left out is closed, what is not is open, but for the own
     block, which the kernel masks; each other block is half of one."""
     ring = Ring(size, True, True)
     for place, step in itertools.product(range(size), repeat=2):

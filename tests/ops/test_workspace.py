@@ -104,7 +104,7 @@ def test_an_op_without():
 
 @pytest.mark.parametrize("dtype, k, n", [(BF16, 512, 256), (FP32, 510, 256)])
 def test_grouped_products(dtype, k, n, monkeypatch):
-    """By the kernel, and one by one, as if all groups had as many rows."""
+    """Products are made by the kernel, or one by one, as if all groups had as many rows."""
     monkeypatch.setattr(grouped, "_ranges", lambda ends: [(i, 512 * i, 512 * i + 512) for i in range(8)])
 
     def rows(width):

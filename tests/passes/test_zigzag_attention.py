@@ -25,8 +25,8 @@ def pairs_of(ranges: list[tuple[int, int]]) -> int:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_mask_areas_are_those_of_the_formula(size):
-    """Of N queries in plain blocks the last of P devices has 2 - 1 / P times the mean, but for the diagonal; in zigzag
-    each has N (N + 1) / 2 P pairs."""
+    """The last of P devices has 2 - 1 / P times the mean of plain blocks, but for the diagonal; in zigzag each has
+    N (N + 1) / 2 P pairs of N queries."""
     mesh, length = Mesh.parse(f"cp={size}"), 64 * size
     areas = {}
     for text in ("cp:S(0)", "cp:Z(0)"):

@@ -1,4 +1,4 @@
-"""What an op allocates while it runs is in the memory of a plan for GPUs, at local sizes, and only there."""
+"""Plans for GPUs, and only they, count what an op allocates while it runs, at local sizes."""
 
 from __future__ import annotations
 

@@ -202,16 +202,18 @@ def test_micro_batches_of_other_sizes(alone):
     parallel, reference = pair(tiny.gpt2(seq=12)[0], alone, _tokens(12, 8), micro_batches=2)
     for length, batch in ((12, 8), (9, 8), (11, 4), (13, 6)):
         _check(parallel, reference, [_tokens(length, batch)])
+    assert _captured(parallel) == FEWEST
 
 
 @pytest.mark.slow
 @pytest.mark.gloo
-def test_micro_batches_and_a_pipeline_of_other_sizes():
-    gloo.run(2, _in_parts, seconds=240)
+def test_micro_batches_and_a_pipeline_follow():
+    for captured in gloo.run(2, _in_parts, seconds=240):
+        assert captured == {"dp=2": FEWEST, "pp=2": FEWEST}
 
 
-def _in_parts(rank: int) -> None:
-    """Each size is a capture."""
+def _in_parts(rank: int) -> dict[str, int]:
+    found = {}
     for text in ("dp=2", "pp=2"):
         options = dict(micro_batches=2, outputs="everywhere", strategy="zero1" if text == "dp=2" else None)
         parallel, reference = pair(tiny.gpt2(seq=12)[0], device_mesh(text), _tokens(12, 8), **options)
@@ -225,6 +227,8 @@ def _in_parts(rank: int) -> None:
             for name, p in reference.named_parameters():
                 if name in held:
                     assert_close(held[name], p.grad, f"{name} at {length}, {batch}")
+        found[text] = _captured(parallel)
+    return found
 
 
 @pytest.mark.slow
