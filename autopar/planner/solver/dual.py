@@ -105,7 +105,7 @@ class Dual:
         self.earlier = [[(f, end) for f, end in ends if f.first < i] for i, ends in enumerate(self.ends)]
         self.later = [[(f, end) for f, end in ends if f.last > i] for i, ends in enumerate(self.ends)]
         self.weights = [1.0 / max(1, len(before), len(after)) for before, after in zip(self.earlier, self.later)]
-        self.price(prices, served)
+        self._take(prices, served)
 
     def _add(self, hyperedge: HyperedgePrices, consumers: Sequence[int], parts: int) -> None:
         sources, tail = self._end(hyperedge.hyperedge.producer, hyperedge.source_of)
@@ -150,8 +150,10 @@ class Dual:
     def price(self, prices: Prices, served: dict[HyperedgePrices, list[PricedMode]] | None = None) -> None:
         """Take these prices from now on; messages stay, so that the bound is near again after few sweeps. For `served`
         see `__init__`."""
-        if prices == getattr(self, "prices", None):
-            return
+        if prices != self.prices:
+            self._take(prices, served)
+
+    def _take(self, prices: Prices, served: dict[HyperedgePrices, list[PricedMode]] | None) -> None:
         self.prices = prices
         self.served = served or {h: h.modes(prices, self.keep_parameters, self.reruns) for h in self.hyperedges}
         self.unary = [self.own(cls)[index] for cls, index in zip(self.classes, self.index)]
