@@ -48,6 +48,7 @@ from .passes.canonicalize.rewrite import canonicalize
 from .passes.canonicalize.upcast import upcast
 from .passes.distribute import defer
 from .passes.distribute.bucket import bucket
+from .passes.distribute.by_tier import by_tier
 from .passes.distribute.in_place import in_place
 from .passes.distribute.localize import localize
 from .passes.distribute.lower_ops import lower_ops
@@ -133,6 +134,10 @@ def _localized(here: Local) -> tuple:
     return here.plan.sharding, here.rank, here.plan.reduce_scatter, None, reduce_type(here.plan.reduce_dtype)
 
 
+def _tiered(here: Local) -> tuple:
+    return here.plan.sharding.mesh, here.plan.sharding.hierarchy, here.plan.reduce_scatter
+
+
 MODEL = (
     Pass("export", _export, _itself, takes=CAPTURE),
     Pass("explicit_casts", _explicit_casts, _itself),
@@ -154,6 +159,7 @@ RANK = (
     Pass("recompute", recompute, lambda here: (here.plan.sharding.again,)),
     Pass("lower_ops", lower_ops),
     Pass("bucket", bucket, lambda here: (here.plan.bucket_bytes,)),
+    Pass("by_tier", by_tier, _tiered, lambda here: bool(here.plan.sharding.hierarchy)),
     Pass("in_place", in_place),
     Pass("overlap", overlap, when=lambda here: here.plan.overlaps),
 )

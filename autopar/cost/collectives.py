@@ -5,15 +5,17 @@
     "alpha-beta"   a latency, and the bytes that a device sends at the speed of its link (Hardware.links_for)
 
 A profile may know one axis better than another. `model` replaces the all-reduce by one of the textbooks' on alpha-beta
-links (autopar/cost/textbook.py). What takes several axes is one collective over the group of all their devices, as it
-is emitted.
+links (autopar/cost/textbook.py). What takes several axes is one collective over the group of all their devices, or,
+where that is faster, goes tier by tier (autopar/cost/hierarchy.py), as it is emitted.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable
+from functools import cached_property
 
 import numpy as np
 
@@ -21,6 +23,7 @@ from ..errors import HardwareError
 from ..hardware.profile import KINDS, Curve, Hardware
 from ..ir.mesh import Mesh
 from . import measured, nccl
+from .hierarchy import Hierarchy, InSteps, in_steps, inner_axes, step_seconds
 from .textbook import ALL_REDUCES
 
 Price = Callable[[np.ndarray], np.ndarray]
@@ -42,6 +45,15 @@ class CollectiveCost:
         self.hardware, self.mesh, self.model = hardware, mesh, model
         self.links, self.tiers = hardware.links_for(mesh), hardware.tiers_for(mesh)
         self._prices: dict[tuple[str, tuple[str, ...]], Price] = {}
+        # beside compute a group of collectives that wait for each other hides less than one, so there is none
+        self._goes_by_tier = model == "auto" and hardware.overlap_gain == 0
+
+    @cached_property
+    def hierarchy(self) -> Hierarchy:
+        """Return which all-reduces over several axes go tier by tier, as `seconds` prices them."""
+        axes = self._active(self.mesh.names)
+        several = [some for n in range(2, len(axes) + 1) for some in itertools.combinations(axes, n)]
+        return {some: steps for some in several if (steps := self._in_steps(some))}
 
     def seconds(self, kind: str, axes: tuple[str, ...], held_bytes: float | np.ndarray) -> float | np.ndarray:
         """Return the seconds of one collective, `held_bytes` being those of a device before it. It is never less for
@@ -94,9 +106,29 @@ class CollectiveCost:
         tier = self.tier_of(kind, axes)
         if tier == "textbook":
             return self._textbook(axes)
+        steps = self._in_steps(axes) if kind == "all_reduce" else None
+        flat = self._at_once(kind, axes, tier)
+        return flat if steps is None else lambda held: np.where(
+            (held >= steps.from_bytes) & (held <= steps.to_bytes), self._by_tier(steps, held), flat(held)
+        )  # fmt: skip
+
+    def _at_once(self, kind: str, axes: tuple[str, ...], tier: str) -> Price:
         if tier == "alpha-beta":
             return self._alpha_beta(kind, axes)
         return self._measured(kind, axes) if tier == "measured" else self._nccl(kind, axes)
+
+    def _in_steps(self, axes: tuple[str, ...]) -> InSteps | None:
+        """Return for which bytes an all-reduce over these axes, in the order of the mesh, goes tier by tier."""
+        inner = inner_axes(axes, self.tiers)
+        if not self._goes_by_tier or len(inner) == len(axes):
+            return None
+        flat = self._at_once("all_reduce", axes, self.tier_of("all_reduce", axes))
+        return in_steps(
+            axes, inner, self._devices(inner), lambda held: float(flat(np.array(float(held)))), self.seconds
+        )
+
+    def _by_tier(self, steps: InSteps, held: np.ndarray) -> np.ndarray:
+        return step_seconds(steps.outer, steps.inner, self._devices(steps.inner), self.seconds, held)
 
     def _measured(self, kind: str, axes: tuple[str, ...]) -> Price:
         curve, devices = self._curve(kind, axes), self._devices(axes)

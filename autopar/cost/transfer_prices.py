@@ -15,6 +15,7 @@ import numpy as np
 
 from ..ir.layout import Layout
 from .collectives import CollectiveCost
+from .hierarchy import Hierarchy
 from .moves import Core
 from .redistribute import Redistributor
 
@@ -46,6 +47,11 @@ class TransferPrices:
         self._matrices: dict[tuple, np.ndarray] = {}
         self._seconds: dict[float, np.ndarray] = {}  # by bytes: of every row
         self._table = np.zeros((0, LONGEST), int)
+
+    @property
+    def hierarchy(self) -> Hierarchy:
+        """Return which all-reduces over several axes are priced tier by tier."""
+        return self.collectives.hierarchy if self.collectives else {}
 
     def _step_seconds(self, bytes_: float) -> np.ndarray:
         """Return the seconds of every distinct step for a tensor of so many global bytes."""

@@ -212,7 +212,7 @@ def _sharding(problem: Problem, e: Evaluation, pricer: Pricer) -> Sharding:
         problem.mesh, redistribute.links, redistribute.memory_bytes_per_second, nodes, leaves,
         _outputs(problem, strategy), frozenset(retained),
         frozenset(node.name for node in _recomputed_nodes(problem, e)),
-        frozenset(v.name for v in problem.vertices if strategy(v.index).on_host),
+        frozenset(v.name for v in problem.vertices if strategy(v.index).on_host), pricer.prices.hierarchy,
     )  # fmt: skip
 
 

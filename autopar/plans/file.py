@@ -20,7 +20,7 @@ from ..errors import PlanFormatError, PlanTampered
 from ..hardware.profile import LOWERINGS
 
 Json = dict[str, Any]
-VERSION = 9
+VERSION = 10
 LARGEST_FILE_BYTES = 64 * 2**20
 DEEPEST = 64
 MOST_DIGITS = 18  # of an integer
@@ -221,6 +221,7 @@ SHARDING: Kind = {
     "kept": [(text, count, count)],
     "again": [text],
     "on_host": [text],
+    "hierarchy": [([text], [text], count, count)],
     "layouts": [(rank, text)],
 }
 # What a file may leave out, and what it could be.

@@ -13,15 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import AutoparError, PlanFormatError, PlanIncompatible
-from ..hardware.profile import Link
-from ..ir.layout import Layout
 from ..ir.mesh import Mesh
 from ..schedule import catalogue
 from . import file
 from .file import MEMORY_KINDS, VERSION, Json
 from .pipeline import Pipeline, StageCost
 from .program import DecidedProgram
-from .sharding import NodeSharding, Sharding
+from .sharding import Sharding
+from .sharding_data import sharding_from_json, sharding_to_json
 
 if TYPE_CHECKING:
     from torch import fx
@@ -206,7 +205,7 @@ class Plan:
     def to_json(self) -> Json:
         """Return plain data, without the time that planning took, so equal plans are equal bytes."""
         values = vars(self) | {
-            "mesh": str(self.mesh), "sharding": _sharding_to_json(self.sharding), "version": VERSION,
+            "mesh": str(self.mesh), "sharding": sharding_to_json(self.sharding), "version": VERSION,
         }  # fmt: skip
         values.pop("planning_seconds")
         for name in ("reduce_dtype", "state_dtype", "outputs", "batches"):
@@ -288,7 +287,7 @@ class Plan:
                 "pipeline": pipeline,
                 "meshes": tuple(MeshCandidate(**m) for m in fields["meshes"]),
                 "batches": tuple(BatchCandidate(**b) for b in fields.get("batches", ())),
-                "sharding": _sharding_from_json(fields["sharding"], pipeline.mesh_of_stage(mesh)),
+                "sharding": sharding_from_json(fields["sharding"], pipeline.mesh_of_stage(mesh)),
             }
         except (ValueError, IndexError, AutoparError) as error:
             reason = error.message if isinstance(error, AutoparError) else error
@@ -328,64 +327,3 @@ def _pipeline_from_json(data: Json, mesh: Mesh) -> Pipeline:
         raise ValueError("the pipeline does not match the mesh")
     catalogue.checked(pipeline.schedule, pipeline.ranks, pipeline.micro_batches, pipeline.stages_per_rank)
     return pipeline
-
-
-def _sharding_to_json(sharding: Sharding) -> Json:
-    """Return a sharding as plain data, layouts as text, each distinct one once: nodes refer to them by number."""
-    numbers: dict[Layout, int] = {}
-
-    def number(layout: Layout | None) -> int | None:
-        return None if layout is None else numbers.setdefault(layout, len(numbers))
-
-    nodes = {
-        name: [[number(x) for x in n.inputs], [number(x) for x in n.outputs], list(n.choice)]
-        for name, n in sorted(sharding.nodes.items())  # as a loaded plan has them, so that its hash is the same
-    }
-    leaves = {name: number(layout) for name, layout in sorted(sharding.leaves.items())}
-    outputs = [number(x) for x in sharding.outputs]
-    kept = sorted([name, index, number(layout)] for name, index, layout in sharding.kept)
-    return {
-        "links": {
-            a: [x.latency_seconds, x.bytes_per_second, x.all_to_all_bytes_per_second] for a, x in sharding.links.items()
-        },
-        "memory_bytes_per_second": sharding.memory_bytes_per_second,
-        "nodes": nodes,
-        "leaves": leaves,
-        "outputs": outputs,
-        "kept": kept,
-        "again": sorted(sharding.again),
-        "on_host": sorted(sharding.on_host),
-        "layouts": [[len(layout.dims), layout.text()] for layout in numbers],
-    }
-
-
-def _sharding_from_json(data: Json, mesh: Mesh) -> Sharding:
-    layouts = []
-    for ndim, text in data["layouts"]:
-        layouts.append(Layout.parse(text, ndim))
-        for axis in (*layouts[-1].sharding_axes, *(a for a, _ in layouts[-1].partial)):
-            mesh.size(axis)
-
-    def chosen(numbers: list[int]) -> tuple[Layout, ...]:
-        return tuple(layouts[number] for number in numbers)
-
-    links = {
-        axis: Link(float(latency), float(speed), None if all_to_all is None else float(all_to_all))
-        for axis, (latency, speed, all_to_all) in data["links"].items()
-    }
-    if set(links) != set(mesh.names):
-        raise ValueError("links do not match the mesh")
-    return Sharding(
-        mesh,
-        links,
-        float(data["memory_bytes_per_second"]),
-        {
-            name: NodeSharding(chosen(ins), chosen(outs), tuple(choice))
-            for name, (ins, outs, choice) in data["nodes"].items()
-        },
-        {name: layouts[number] for name, number in data["leaves"].items()},
-        tuple(None if number is None else layouts[number] for number in data["outputs"]),
-        frozenset((name, index, layouts[number]) for name, index, number in data["kept"]),
-        frozenset(data["again"]),
-        frozenset(data["on_host"]),
-    )

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from ..cost.hierarchy import Hierarchy
 from ..cost.redistribute import Redistributor
 from ..hardware.profile import Link
 from ..ir.layout import Layout
@@ -38,6 +39,7 @@ class Sharding:
         own layout: this is how ZeRO-3 gathers a parameter a second time. So does an op that is computed again.
     again: names of the op nodes that the backward computes again instead of reading what they gave.
     on_host: placeholders whose local value arrives in the host's memory; what is their gradient leaves to there.
+    hierarchy: all-reduces over several axes that go one tier of links after the other.
     """
 
     mesh: Mesh
@@ -49,6 +51,7 @@ class Sharding:
     kept: frozenset[tuple[str, int, Layout]] = field(default_factory=frozenset)
     again: frozenset[str] = field(default_factory=frozenset)
     on_host: frozenset[str] = field(default_factory=frozenset)
+    hierarchy: Hierarchy = field(default_factory=dict)
 
     @cached_property
     def redistributor(self) -> Redistributor:

@@ -157,7 +157,9 @@ def _collectives(plan: Plan) -> list[str]:
         sent,
         column([c.seconds * 1e3 for c in plan.collectives]),
     )
-    return table([wording(plan).collectives, "axes", "count", f"{unit} sent by a device", "ms"], list(rows), left=2)
+    lines = table([wording(plan).collectives, "axes", "count", f"{unit} sent by a device", "ms"], list(rows), left=2)
+    summed = {c.axes for c in plan.collectives if c.kind == "all_reduce"}
+    return lines + [str(steps) for axes, steps in plan.sharding.hierarchy.items() if axes in summed]
 
 
 def _outputs(plan: Plan) -> list[str]:

@@ -98,7 +98,7 @@ class Emitter:
             "slice": self._slice,
         }[move.kind]
         bytes_ = math.prod(shape) * x.meta["val"].element_size()
-        group = _Group(self, move, axes, count, tensor, bytes_)
+        group = Group(self, move, axes, count, tensor, bytes_)
         if move.kind == "all_gather" and len(axes) > 1:
             y = self._gather_nested(group, x, step, shape)
         elif move.kind == "reduce_scatter" and len(axes) > 1:
@@ -113,9 +113,9 @@ class Emitter:
         return group.run(c10d.all_reduce.default, x, move.reduction)
 
     def _all_gather(self, group, x, move, before, after):
-        x = self._pad(x, {move.dim: -(-after[move.dim] // group.count)})
+        x = self.pad(x, {move.dim: -(-after[move.dim] // group.count)})
         y = group.run(c10d.all_gather_into_tensor.default, x, group.count)
-        return self._cut(self._unstack(y, group.count, move.dim, move.parts), {move.dim: after[move.dim]})
+        return self.cut(self._unstack(y, group.count, move.dim, move.parts), {move.dim: after[move.dim]})
 
     def _gather_nested(self, group, x, step: MoveStep, shape: Sequence[int]):
         """Undo the cuts of a dim by several axes at once: blocks arrive in the order of the ranks, which is that of the
@@ -123,7 +123,7 @@ class Emitter:
         d, size, places = cast(int, step.move.dim), self.mesh.size, group.places()
         sizes = [local_shape(shape, step.before, self.mesh, {**self.coordinate, **at})[d] for at in places]
         block, cut = max(sizes), [a for a in step.move.axes if a in group.axes]
-        y = group.run(c10d.all_gather_into_tensor.default, self._pad(x, {d: block}), group.count)
+        y = group.run(c10d.all_gather_into_tensor.default, self.pad(x, {d: block}), group.count)
         y = self._unstack(y, group.count, d, 1)
         if min(sizes) == block:
             if cut == list(group.axes):
@@ -140,37 +140,36 @@ class Emitter:
 
     def _reduce_scatter(self, group, x, move, before, after):
         n, d = group.count, move.dim
-        x = self._stack(self._pad(x, {d: n * -(-before[d] // n)}), n, d, move.parts)
-        return self._cut(self._sum_of_blocks(group, x), {d: after[d]})
+        x = self._stack(self.pad(x, {d: n * -(-before[d] // n)}), n, d, move.parts)
+        return self.cut(self.reduced_blocks(group, x), {d: after[d]})
 
     def _scatter_nested(self, group, x, step: MoveStep, shape: Sequence[int]):
         """Cut a dim of a sum by several axes at once, in the order of the mesh, which is that of the ranks."""
         d, here = cast(int, step.move.dim), [{**self.coordinate, **at} for at in group.places()]
         sizes = [local_shape(shape, step.after, self.mesh, at)[d] for at in here]
         if min(sizes) == (block := max(sizes)):
-            return self._sum_of_blocks(group, self._stack(x, group.count, d, 1))
+            return self.reduced_blocks(group, self._stack(x, group.count, d, 1))
         starts = itertools.accumulate(sizes, initial=0)
         pieces = [self.call(aten.slice.Tensor, x, d, start, start + n) for start, n in zip(starts, sizes)]
-        x = self.call(aten.cat.default, [self._pad(piece, {d: block}) for piece in pieces], 0)
-        return self._cut(
-            self._sum_of_blocks(group, x), {d: local_shape(shape, step.after, self.mesh, self.coordinate)[d]}
+        x = self.call(aten.cat.default, [self.pad(piece, {d: block}) for piece in pieces], 0)
+        return self.cut(
+            self.reduced_blocks(group, x), {d: local_shape(shape, step.after, self.mesh, self.coordinate)[d]}
         )
 
-    def _sum_of_blocks(self, group, x):
-        """Return this device's block of dim 0 of the sum over a group."""
+    def reduced_blocks(self, group: Group, x: fx.Node) -> fx.Node:
+        """Return this device's block of dim 0 of the sum over a group, or of what else the group's move makes of it."""
         if self.reduce_scatter == "native":
-            return group.run(c10d.reduce_scatter_tensor.default, x, "sum", group.count)
+            return group.run(c10d.reduce_scatter_tensor.default, x, group.move.reduction, group.count)
         y = group.exchange(x)
         rows, *rest = y.meta["val"].shape
-        return self.call(
-            aten.sum.dim_IntList, self.call(aten.reshape.default, y, [group.count, rows // group.count, *rest]), [0]
-        )
+        reduce = aten.amax.default if group.move.reduction == "max" else aten.sum.dim_IntList
+        return self.call(reduce, self.call(aten.reshape.default, y, [group.count, rows // group.count, *rest]), [0])
 
     def _all_to_all(self, group, x, move, before, after):
         n, d, e = group.count, move.dim, move.to_dim
-        x = self._pad(x, {d: -(-after[d] // n), e: n * -(-before[e] // n)})
+        x = self.pad(x, {d: -(-after[d] // n), e: n * -(-before[e] // n)})
         y = self._unstack(group.exchange(self._stack(x, n, e, move.to_parts)), n, d, move.parts)
-        return self._cut(y, {d: after[d], e: after[e]})
+        return self.cut(y, {d: after[d], e: after[e]})
 
     def _slice(self, group, x, move, before, after):
         d, index, count = move.dim, self.coordinate[move.axes[0]], group.count
@@ -214,7 +213,7 @@ class Emitter:
         first, second = (self.call(aten.slice.Tensor, y, d, i, i + 1) for i in range(2))
         return self.call(aten.cat.default, [first, self.call(aten.flip.default, second, [d + 1])], d)
 
-    def _pad(self, x, sizes: Mapping[int, int]):
+    def pad(self, x, sizes: Mapping[int, int]):
         """Add zeros after the end of some dims, up to the given sizes."""
         shape = x.meta["val"].shape
         missing = [sizes.get(d, size) - size for d, size in enumerate(shape)]
@@ -222,7 +221,8 @@ class Emitter:
             return x
         return self.call(aten.constant_pad_nd.default, x, [p for m in reversed(missing) for p in (0, m)], 0)
 
-    def _cut(self, x, sizes: Mapping[int, int]):
+    def cut(self, x, sizes: Mapping[int, int]):
+        """Keep the start of some dims, up to the given sizes."""
         for d, size in sizes.items():
             if x.meta["val"].shape[d] != size:
                 x = self.call(aten.slice.Tensor, x, d, 0, size)
@@ -230,7 +230,7 @@ class Emitter:
 
 
 @dataclass(frozen=True)
-class _Group:
+class Group:
     """The devices that take part in one step; `tensor_bytes` of the global tensor."""
 
     emitter: Emitter

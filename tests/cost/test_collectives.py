@@ -92,11 +92,15 @@ def test_the_nearest_measured_size_stands_in():
 @pytest.mark.parametrize("kind", SEVERAL_AXES)
 @pytest.mark.parametrize("card", [1e9, 4e9, 1e12])
 def test_several_axes_are_one_ring(kind, card):
-    """Over 3 nodes of 4 devices: what leaves a node takes the cards of all its devices, what stays its links."""
+    """Over 3 nodes of 4 devices: what leaves a node takes the cards of all its devices, what stays its links; an
+    all-reduce goes tier by tier where that is faster, as it is between nodes as close as the devices of one."""
     links = Tier("node", 4, 1e-6, 8e9, 1 << 20), Tier("network", None, 1e-5, card, 1 << 20)
     cost = CollectiveCost(replace(TOY, links=links), Mesh.parse("a=3,b=4"))
     sent = {"all_gather": 11, "reduce_scatter": 11 / 12, "all_reduce": 22 / 12}[kind] * 1e6
-    assert cost.seconds(kind, ("a", "b"), 1e6) == pytest.approx(1e-5 + sent / min(8e9, 4 * card))
+    ring = 1e-5 + sent / min(8e9, 4 * card)
+    if kind == "all_reduce":
+        ring = min(ring, 2 * (1e-6 + 3 / 4 * 1e6 / 8e9) + 1e-5 + 4 / 3 * 1e6 / 4 / card)
+    assert cost.seconds(kind, ("a", "b"), 1e6) == pytest.approx(ring)
 
 
 def test_several_axes_are_what_nccl_does_with_the_group():
