@@ -14,10 +14,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..utils.format import size
 
-Seconds = Callable[[str, tuple[str, ...], float], float]  # of a kind of collective, over axes, of bytes held before
+Seconds = Callable[[str, tuple[str, ...], Any], Any]  # of a kind of collective, over axes, of bytes held (or an array)
 
 LARGEST_BYTES = 2**34  # of one all-reduce
 
@@ -59,8 +60,8 @@ def inner_axes(axes: Sequence[str], tier_of: Mapping[str, object]) -> tuple[str,
     return tuple(reversed([*itertools.takewhile(lambda axis: tier_of[axis] == tier_of[axes[-1]], reversed(axes))]))
 
 
-def step_seconds(outer: tuple[str, ...], inner: tuple[str, ...], devices_inside: int, seconds, held):
-    """Return the seconds of an all-reduce in three steps; `seconds` is a Seconds or takes arrays as `held` does."""
+def step_seconds(outer: tuple[str, ...], inner: tuple[str, ...], devices_inside: int, seconds: Seconds, held):
+    """Return the seconds of an all-reduce of `held` bytes, a number or an array, in three steps."""
     part = held / devices_inside
     return (
         seconds("reduce_scatter", inner, held) + seconds("all_reduce", outer, part) + seconds("all_gather", inner, part)

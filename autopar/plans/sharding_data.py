@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..cost.hierarchy import Hierarchy, InSteps
 from ..hardware.profile import Link
 from ..ir.layout import Layout
@@ -75,7 +77,7 @@ def sharding_from_json(data: Json, mesh: Mesh) -> Sharding:
     )
 
 
-def _hierarchy_from_json(data: Json, mesh: Mesh) -> Hierarchy:
+def _hierarchy_from_json(data: list[list[Any]], mesh: Mesh) -> Hierarchy:
     found = [InSteps(tuple(outer), tuple(inner), *ends) for outer, inner, *ends in data]
     for steps in found:
         if not steps.outer or not steps.inner or steps.axes != tuple(a for a in mesh.names if a in steps.axes):

@@ -7,6 +7,7 @@ Runs on buckets as they are packed, so that what is cut is one flat buffer, padd
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import torch
 from torch import fx
@@ -53,7 +54,7 @@ def _replace(start: fx.Node, steps: InSteps, hierarchy: Hierarchy, emitter: Emit
 
 def _reduced(x: fx.Node, steps: InSteps, hierarchy: Hierarchy, emitter: Emitter, start: fx.Node) -> fx.Node:
     """Return the sum, or the maximum, of a value over all axes of `steps`."""
-    call, collective, reduction = emitter.call, start.meta["collective"], start.args[1]
+    call, collective, reduction = emitter.call, start.meta["collective"], cast(str, start.args[1])
     shape, devices = list(x.meta["val"].shape), math.prod(map(emitter.mesh.size, steps.inner))
 
     def group(kind: str, axes: tuple[str, ...]) -> Group:

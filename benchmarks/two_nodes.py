@@ -1,0 +1,108 @@
+"""Measure a step on nodes that a slow network joins: strategies, and all-reduces by tier against the same at once.
+
+Start it under torchrun on every node, with a profile of two tiers of links:
+
+    OMP_NUM_THREADS=1 torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:PORT \\
+        benchmarks/two_nodes.py --hardware two_nodes.toml --count FILE
+
+Prints for each strategy the predicted and the measured seconds of a forward and backward, the least of several, in
+which the strategies take turns, and the bytes that left this node, if FILE holds a counter of them as its first word.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import autopar
+from autopar.hardware.profile import load
+from autopar.models import build
+from autopar.utils.format import table
+
+MODEL = "gpt:hidden=256,layers=4,heads=4,vocab=1024,seq=64"
+SETTLED_SECONDS = 0.4  # after which a counter has counted all that was sent
+
+
+@dataclass
+class Row:
+    """One strategy: `seconds` and `sent_bytes` of each round."""
+
+    name: str
+    model: autopar.ParallelModule
+    seconds: list[float] = field(default_factory=list)
+    sent_bytes: list[int] = field(default_factory=list)
+
+
+def main() -> None:
+    """Run all rounds and print the table on rank 0."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hardware", required=True, help="a profile with two tiers of links")
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--strategies", default="ddp,zero1,fsdp,hsdp,megatron,auto")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--count", type=Path, help="a file with the bytes that left this node")
+    args = parser.parse_args()
+    dist.init_process_group("gloo")
+    devices = dist.get_world_size() // args.nodes
+    mesh = init_device_mesh("cpu", (args.nodes, devices), mesh_dim_names=("dp", "tp"))
+    hardware = load(args.hardware)
+    rows = []
+    for strategy in args.strategies.split(","):
+        module, inputs = build(MODEL, batch=args.batch, seq=64, device="cpu")
+        plan = autopar.plan(module, "dp={},tp={}".format(*mesh.shape), inputs, hardware=hardware, strategy=strategy,
+                            baselines=False)  # fmt: skip
+        if plan.sharding.hierarchy:
+            at_once = replace(plan, sharding=replace(plan.sharding, hierarchy={}))
+            copy, _ = build(MODEL, batch=args.batch, seq=64, device="cpu")
+            rows.append(Row(f"{strategy}, at once", autopar.compile(copy, mesh, inputs, plan=at_once)))
+        rows.append(Row(strategy, autopar.compile(module, mesh, inputs, plan=plan)))
+    for row in rows:
+        row.model(**inputs).loss.backward()
+    for _ in range(args.rounds):
+        for row in rows:
+            measure(row, inputs, args.count)
+    if dist.get_rank() == 0:
+        print_table(rows)
+    dist.destroy_process_group()
+
+
+def measure(row: Row, inputs: dict, count: Path | None) -> None:
+    """Run one forward and backward."""
+    dist.barrier()
+    time.sleep(SETTLED_SECONDS)
+    before, start = counted(count), time.perf_counter()
+    row.model(**inputs).loss.backward()
+    row.seconds.append(time.perf_counter() - start)
+    dist.barrier()
+    time.sleep(SETTLED_SECONDS)
+    row.sent_bytes.append(counted(count) - before)
+
+
+def counted(count: Path | None) -> int:
+    """Return the bytes that have left this node."""
+    return int(count.read_text().split()[0]) if count else 0
+
+
+def print_table(rows: list[Row]) -> None:
+    """Print predictions beside what was measured; a plan whose all-reduces were put together again predicts nothing."""
+    columns = [
+        [row.name for row in rows],
+        ["" if row.name.endswith("at once") else f"{row.model.plan.step_seconds:.3f}" for row in rows],
+        [f"{min(row.seconds):.3f}" for row in rows],
+        [f"{sorted(row.sent_bytes)[len(rows[0].sent_bytes) // 2] / 1e6:.2f}" for row in rows],
+    ]
+    print(
+        "\n".join(
+            table(["strategy", "predicted s", "measured s", "MB that left the node"], list(zip(*columns)), left=1)
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
