@@ -50,8 +50,9 @@ class TransferPrices:
 
     @property
     def hierarchy(self) -> Hierarchy:
-        """Return which all-reduces over several axes are priced tier by tier."""
-        return self.collectives.hierarchy if self.collectives else {}
+        """Return which all-reduces over several axes of the mesh are priced tier by tier."""
+        found, names = self.collectives.hierarchy if self.collectives else {}, {*self.redistribute.mesh.names}
+        return {axes: steps for axes, steps in found.items() if names.issuperset(axes)}
 
     def _step_seconds(self, bytes_: float) -> np.ndarray:
         """Return the seconds of every distinct step for a tensor of so many global bytes."""

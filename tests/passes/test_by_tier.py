@@ -95,8 +95,10 @@ def test_what_is_priced_is_emitted():
     assert (steps.outer, steps.inner) == (("dp",), ("tp",))
 
 
-def test_a_plan_file_says_what_goes_by_tier(tmp_path):
-    *_, plan, _ = planned("dp=2,tp=2", "ddp", two_tiers())
+@pytest.mark.parametrize(("mesh", "micro_batches"), [("dp=2,tp=2", 1), ("pp=2,dp=2,tp=2", 2)])
+def test_a_plan_file_says_what_goes_by_tier(tmp_path, mesh, micro_batches):
+    *_, plan, _ = planned(mesh, "ddp", two_tiers(), micro_batches=micro_batches)
+    assert [*plan.sharding.hierarchy] == [("dp", "tp")]
     plan.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json")
     assert loaded.sharding.hierarchy == plan.sharding.hierarchy and loaded.hash == plan.hash
@@ -111,6 +113,7 @@ def test_a_plan_file_says_what_goes_by_tier(tmp_path):
     ("dp=2,tp=2", "auto", {}),
     ("a=2,b=2,c=2", "ddp", {}),
     ("dp=2,tp=2", "ddp", {"micro_batches": 2}),
+    ("pp=2,dp=2,tp=2", "ddp", {"micro_batches": 2}),
 ])  # fmt: skip
 def test_gradients_are_those_of_one_device(mesh, strategy, options, batch):
     module, inputs = build(SMALL, batch=batch, seq=16, device="cpu")
