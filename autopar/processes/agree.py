@@ -66,7 +66,7 @@ def from_rank_zero(make: Callable[[], T]) -> T:
             error = caught
             box[1] = _portable(caught)
     with watch.collective("the plan of rank 0"):
-        dist.broadcast_object_list(box, src=0)
+        dist.broadcast_object_list(box, src=0, group=process_groups.control_group())
     if error is not None:
         raise error
     _raise(box[1], 0)
@@ -233,7 +233,7 @@ def union(names: Sequence[str]) -> list[str]:
 def _gather(value: object) -> list:
     everyone: list = [None] * dist.get_world_size()
     with watch.collective("what ranks agree on before the first step"):
-        dist.all_gather_object(everyone, value)
+        dist.all_gather_object(everyone, value, group=process_groups.control_group())
     return everyone
 
 

@@ -18,6 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch.distributed as dist
 
+from . import process_groups
+
 GONE, SILENT = "gone", "silent"  # instead of an answer
 LONGEST_BYTES = 1 << 16
 
@@ -81,5 +83,5 @@ def _read_line(connection: socket.socket) -> bytes:
 
 def _gather(value: object) -> list:
     everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
+    dist.all_gather_object(everyone, value, group=process_groups.control_group())
     return everyone

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from .. import _torch
 from .._torch import dtensors
-from ..errors import MeshError
+from ..errors import CollectiveTimeout, MeshError
 from ..ir.mesh import Mesh
 
 TIMEOUT_SECONDS = 120.0  # that a collective waits for others, or 20 times the first step if that is longer
@@ -29,7 +29,7 @@ STEPS = 20
 # Weak references, so that the caller's destroy_process_group ends the groups. By ranks; None where this rank is no
 # member.
 _world: weakref.ref = weakref.ref(Mesh)  # whose they are; none yet
-_host: tuple[weakref.ref, weakref.ref] = (_world, _world)  # whose the group on the host is, and the group
+_control: tuple[weakref.ref, weakref.ref] = (_world, _world)  # whose the group of `control_group` is, and the group
 _own: dict[tuple[int, ...], weakref.ref | None] = {}
 
 
@@ -83,22 +83,40 @@ def _own_group(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         _world = weakref.ref(dist.group.WORLD)
         _own.clear()
     if ranks not in _own:
-        group = dist.new_group(list(ranks), timeout=timedelta(seconds=FIRST_STEP * timeout_seconds()))
+        group = _new_group(list(ranks))
         _own[ranks] = weakref.ref(group) if dist.get_rank() in ranks else None
     reference = _own[ranks]
     return reference() if reference is not None else None
 
 
+def _new_group(ranks: list[int] | None = None, backend: str | None = None) -> dist.ProcessGroup:
+    """Return a new group of these ranks, or of all. Raises CollectiveTimeout if they do not all come."""
+    seconds = FIRST_STEP * timeout_seconds()
+    try:
+        return dist.new_group(ranks, timeout=timedelta(seconds=seconds), backend=backend)
+    except RuntimeError as error:
+        raise CollectiveTimeout(
+            f"ranks that make a process group did not find each other within {seconds:g} s ({FIRST_STEP} times "
+            f"AUTOPAR_TIMEOUT_S): {str(error).splitlines()[0]}",
+            fix="see which processes or links are gone, and start again; AUTOPAR_TIMEOUT_S=seconds waits longer",
+        ) from error
+
+
 def host_group() -> dist.ProcessGroup:
-    """Return a group of all ranks for tensors on the host, of gloo. Collective the first time."""
-    global _host
+    """Return a group of all ranks for tensors on the host in a step, of gloo. Collective the first time."""
     if dist.get_backend() == "gloo":
         return cast(dist.ProcessGroup, _own_group(tuple(range(dist.get_world_size()))))
-    of_world, group = _host
+    return control_group()
+
+
+def control_group() -> dist.ProcessGroup:
+    """Return a group of all ranks for what they tell each other between steps, of gloo. It waits FIRST_STEP times
+    AUTOPAR_TIMEOUT_S, since one may trace and plan for all. Collective the first time."""
+    global _control
+    of_world, group = _control
     if of_world() is not dist.group.WORLD or group() is None:
-        made = dist.new_group(backend="gloo", timeout=timedelta(seconds=FIRST_STEP * timeout_seconds()))
-        _host = weakref.ref(dist.group.WORLD), weakref.ref(made)
-    return cast(dist.ProcessGroup, _host[1]())
+        _control = weakref.ref(dist.group.WORLD), weakref.ref(_new_group(backend="gloo"))
+    return cast(dist.ProcessGroup, _control[1]())
 
 
 def timeout_seconds() -> float:
