@@ -92,6 +92,7 @@ def _one_shard_overflows(rank: int, mesh: str, options: dict, optimizers: tuple[
             assert_close(parameter, whole[name], f"{kind} {name}", 1e-4)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     "case, optimizers, how",
@@ -143,6 +144,7 @@ def _mixed_precision(rank: int, mesh: str, options: dict, scale: float, toleranc
     return scales[0]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize("case", ["fsdp", "tp", "ddp"])
 def test_fp16_with_a_scale_that_is_too_large_at_first(case):
@@ -171,6 +173,7 @@ def _small_gradients(rank: int, mesh: str, options: dict) -> None:
             assert parameter.grad.dtype == torch.float32
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize("case", ["pp", "micro-batches"])
 def test_fp16_in_micro_batches_computes_with_the_scaled_loss(case):
@@ -203,6 +206,7 @@ def _accumulated(rank: int, mesh: str, options: dict) -> None:
             assert_close(parameter, whole[name], f"{kind.__name__} {name}", 1e-4)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize("case", ["fsdp", "mixed", "ddp"])
 def test_accumulated_gradients(case):

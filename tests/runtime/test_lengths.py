@@ -51,7 +51,7 @@ def _training(rank: int, mesh_text: str, side: str, strategy: str | None) -> Non
     mesh = device_mesh(mesh_text)
     parts, mine = mesh.size(0), mesh.get_local_rank(0)
     pad = PAD if side == "right" else {name: (value, side) for name, value in PAD.items()}
-    model, _ = tiny.llama()
+    model, _ = tiny.llama(num_hidden_layers=1)
     example = _batch([5, 3], 0, side)[mine]
     parallel, reference = pair(model, mesh, example, inputs="local", pad=pad, strategy=strategy)
     for step, longest in enumerate(([5, 3], [4, 7], [7, 7], [7, 5], [3, 5])):

@@ -75,7 +75,7 @@ def _check(model, plain, use, x, mine=lambda x: x) -> None:
         assert_close(found[0][1], found[1][1])
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
 def test_equals_the_plain_module(alone, use):
     x = torch.randn(4, 6)
@@ -138,18 +138,19 @@ def test_forward_set_between_a_call_and_its_backward(alone):
     assert_same_gradients(model, plain)
 
 
-def _on_two(rank: int) -> None:
+def _on_two(rank: int, uses: list) -> None:
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
     mesh = device_mesh("dp=2")
-    for use in USES:
+    for use in uses:
         _check(*_pair(mesh, x, strategy="fsdp"), use, x)
         part = x[2 * rank : 2 * rank + 2]
         _check(*_pair(mesh, part, inputs="local"), use, x, lambda whole: whole[2 * rank : 2 * rank + 2])
 
 
 @pytest.mark.gloo
-def test_on_two_processes():
-    gloo.run(2, _on_two)
+@pytest.mark.parametrize("uses", [USES[1::2], pytest.param(USES[::2], marks=pytest.mark.slow)])
+def test_on_two_processes(uses):
+    gloo.run(2, _on_two, uses)
 
 
 @pytest.mark.gloo
