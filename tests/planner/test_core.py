@@ -3,6 +3,8 @@ better."""
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,10 +30,15 @@ def test_ascent_agrees_with_the_integer_program_on_the_unfolded_graph(model, mes
         assert found.objective == pytest.approx(folded.objective(found.choice), rel=1e-9)
 
 
+@functools.cache
+def with_link(link: float) -> Instance:
+    return Instance(TINY_GPT, "a=2", toy(link=link))
+
+
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(price=st.floats(1e-13, 1e-7), link=st.sampled_from([1e7, 1e9, 1e10]), keep=st.sampled_from([None, False, True]))
 def test_the_objective_is_the_unfolded_cost_at_any_price_of_memory(price, link, keep):
-    instance = Instance(TINY_GPT, "a=2", toy(link=link))
+    instance = with_link(link)
     keep = None if keep else keep
     found = instance.minimize(Prices(price, True), keep, search=Search(program_seconds=2))
     assert found.bound <= found.objective * (1 + 1e-9)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -77,6 +78,7 @@ def test_refusals():
 GPT = "gpt:hidden=64,layers=2,heads=4,vocab=128,seq=16"
 
 
+@functools.cache
 def limit() -> float:
     """Return a limit of memory under which plans of four devices compute again."""
     plan = make(GPT, "dp=4", NODES, batch=64)

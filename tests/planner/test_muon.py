@@ -41,6 +41,7 @@ def of_update(found: autopar.Plan) -> list:
     return [c for c in found.collectives if c.phase == "optimizer"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("mesh, strategy, n, is_cut", [("dp=4", "ddp", 4, False), ("dp=4", "fsdp", 4, True),
                                                        ("dp=2", "zero1", 2, True)])  # fmt: skip

@@ -103,7 +103,7 @@ def test_no_price_is_above_what_is_played(seed):
             assert e.seconds <= played_seconds(instance.problem, e, instance.pricer) * (1 + 1e-9)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("model, mesh, batch, options", CASES)
 def test_the_plan_says_what_is_played(model, mesh, batch, options):
     found = planned(model, mesh, batch, tuple(options.items()))

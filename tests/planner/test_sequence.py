@@ -18,9 +18,9 @@ from ..runtime.parity import planned
 LAYERS, HEADS, KV_HEADS, WIDTH, SAMPLES, LENGTH = 2, 8, 2, 4, 2, 16
 
 
-def llama() -> hf.LlamaForCausalLM:
+def llama(layers: int = LAYERS) -> hf.LlamaForCausalLM:
     return hf.LlamaForCausalLM(hf.LlamaConfig(
-        vocab_size=24, hidden_size=HEADS * WIDTH, intermediate_size=48, num_hidden_layers=LAYERS,
+        vocab_size=24, hidden_size=HEADS * WIDTH, intermediate_size=48, num_hidden_layers=layers,
         num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, max_position_embeddings=32,
         bos_token_id=None, eos_token_id=None,
     ))  # fmt: skip
@@ -35,6 +35,7 @@ def inputs():
     return {name: found[name] for name in ("input_ids", "labels")}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("size", [2, 4])
 def test_gathered_keys_send_what_the_formula_says(size):
     """2 N d_kv (P - 1) / P elements a layer forward, as much of gradients, and at most as much again backward."""
@@ -115,7 +116,7 @@ def _of_attention(plan) -> set[str]:
 
 
 def test_plan_files_keep_zigzag(tmp_path):
-    plan = planned(llama(), "cp=2", inputs(), strategy="ring", pin={"input_ids": "cp:Z(1)"})
+    plan = planned(llama(1), "cp=2", inputs(), strategy="ring", pin={"input_ids": "cp:Z(1)"})
     plan.save(tmp_path / "plan.json")
     read = autopar.Plan.load(tmp_path / "plan.json")
     assert read.sharding == plan.sharding and str(read) == str(plan) and "cp:Z(1)" in str(read)
@@ -133,13 +134,13 @@ def test_lengths_that_zigzag_cannot_cut():
     """Without 2 P equal blocks the sequence is in plain blocks, and a pin says that it cannot be otherwise."""
     given = batch(15, samples=SAMPLES)
     given = {name: given[name] for name in ("input_ids", "labels")}
-    assert _of_attention(planned(llama(), "cp=2", given, strategy="ring")) == {"ring"}
+    assert _of_attention(planned(llama(1), "cp=2", given, strategy="ring")) == {"ring"}
     with pytest.raises(StrategyError, match="no layout of input_ids follows the pin"):
-        planned(llama(), "cp=2", given, strategy="ring", pin={"input_ids": "cp:Z(1)"})
+        planned(llama(1), "cp=2", given, strategy="ring", pin={"input_ids": "cp:Z(1)"})
 
 
 def test_too_few_heads():
     with pytest.raises(StrategyError, match="among cp=16: 8 of queries and 2 of keys"):
-        planned(llama(), "cp=16", inputs(), strategy="ulysses")
+        planned(llama(1), "cp=16", inputs(), strategy="ulysses")
     with pytest.raises(StrategyError, match="among cp=4, tp=4: 8 of queries and 2 of keys"):
-        planned(llama(), "cp=4,tp=4", inputs(), strategy="ulysses+megatron")
+        planned(llama(1), "cp=4,tp=4", inputs(), strategy="ulysses+megatron")
