@@ -44,6 +44,7 @@ def test_flops_are_those_of_the_paper():
 COMPUTES = toy(flops=1e9, memory=1e18, link=1e18)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule, stages", [("1f1b", 1), ("interleaved_1f1b", 2)])
 def test_a_pipeline_has_the_flops_and_the_bubble_of_the_paper(schedule, stages):
     """Section 2.2 of the same: idle over ideal time is (p - 1) / (v m), here over the whole step; all but the head is

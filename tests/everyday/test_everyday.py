@@ -17,12 +17,9 @@ from .not_yet import NOT_YET
 from .run import outcomes
 
 QUICK = (
-    "classifier", "class_weights_and_label_smoothing", "tasks_weighted_by_their_uncertainty",
-    "gan", "two_towers_in_batch_negatives",
-    "distillation_from_a_parallel_teacher", "momentum_encoder_with_a_queue", "matrix_factorization",
-    "accumulation_without_reduction", "clipping_and_schedules", "frozen_encoder_thawed_later",
-    "saved_and_resumed", "low_rank_adapters", "distributed_sampler", "loss_inside_by_rank",
-    "lengths_by_rank", "stochastic_weight_averaging",
+    "tasks_weighted_by_their_uncertainty", "gan", "distillation_from_a_parallel_teacher",
+    "momentum_encoder_with_a_queue", "clipping_and_schedules", "frozen_encoder_thawed_later", "saved_and_resumed",
+    "distributed_sampler", "lengths_by_rank",
 )  # fmt: skip
 
 

@@ -72,6 +72,7 @@ def llama():
     return tiny.llama(num_hidden_layers=1)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("build, text", [(gpt2, "int8"), (llama, "int4,group_size=8,mapping_type=asymmetric")])
 def test_weights(build, text):
     _check(*build(), autopar.FakeQuant.parse(text))

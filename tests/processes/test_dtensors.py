@@ -39,5 +39,6 @@ def _hold(rank, layouts):
 
 
 @pytest.mark.gloo
-def test_what_a_layout_says():
-    assert gloo.run(4, _hold, LAYOUTS) == [[]] * 4
+@pytest.mark.parametrize("layouts", [LAYOUTS[5::3], pytest.param(LAYOUTS, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_what_a_layout_says(layouts):
+    assert gloo.run(4, _hold, layouts) == [[]] * 4

@@ -41,7 +41,7 @@ def _trained(rank: int, names: tuple[str, ...]) -> tuple[int, int]:
 
 @pytest.mark.gloo
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="threads are counted in /proc")
-@pytest.mark.parametrize("names", [("dp",), ("pp",)])
+@pytest.mark.parametrize("names", [("dp",), pytest.param(("pp",), marks=pytest.mark.slow)])
 def test_no_thread_outlives_the_groups(names):
     """A thread that lets go of a tensor while the interpreter ends takes the process down with SIGABRT."""
     for busy, left in gloo.run(2, _trained, names):
