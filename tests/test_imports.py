@@ -46,21 +46,19 @@ def test_no_other_name_is_made_up():
         _ = autopar.complie
 
 
-def test_compile_loads_neither_dynamo_nor_pipelining_nor_ortools():
-    code = "from autopar import *\nprint(json.dumps([compile.__module__, [m for m in sys.modules]]))"
-    module, loaded = fresh(code)
-    assert module == "autopar.api.entry" and "torch" in loaded
-    assert not set(LARGE) & set(loaded)
-
-
-def test_pickles_open_in_a_fresh_process():
+def test_pickles_open_in_a_fresh_process_and_load_neither_dynamo_nor_pipelining_nor_ortools():
     made = [autopar.compile, autopar.LoRA, autopar.Mesh.parse("dp=2"), MeshCandidate("dp=2", 1.0, None, None, None)]
     code = """
 import pickle
 found = pickle.loads(bytes.fromhex(json.loads(sys.argv[1])[0]))
-print(json.dumps([getattr(x, "__qualname__", str(x)) for x in found]))
+names = [getattr(x, "__qualname__", str(x)) for x in found]
+from autopar import *
+print(json.dumps([names, compile.__module__, [m for m in sys.modules]]))
 """
-    assert fresh(code, pickle.dumps(made).hex()) == ["compile", "LoRA", *map(str, made[2:])]
+    names, module, loaded = fresh(code, pickle.dumps(made).hex())
+    assert names == ["compile", "LoRA", *map(str, made[2:])]
+    assert module == "autopar.api.entry" and "torch" in loaded
+    assert not set(LARGE) & set(loaded)
 
 
 RUN = """

@@ -29,7 +29,7 @@ PRELOAD = [
     "torch._inductor.compiler_bisector", "torch._inductor.sizevars",
     "torch._export.passes.replace_autocast_with_hop_pass", "transformers.models.llama.modeling_llama",
     "transformers.models.gpt2.modeling_gpt2", "transformers.models.bert.modeling_bert",
-    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.modeling_auto", "transformers.trainer",
     "ortools.graph.python.max_flow", "ortools.math_opt.python.mathopt", "autopar.api.asynchronous_pipeline",
     "autopar.runtime.pipeline_step", "autopar.storage.checkpoint", "tests.helpers.warm",
 ]  # fmt: skip

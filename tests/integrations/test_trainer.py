@@ -26,7 +26,7 @@ STEPS, BATCH, RELATIVE = 50, 8, 1e-6
 def _model() -> GPT2LMHeadModel:
     torch.manual_seed(0)
     config = GPT2Config(
-        vocab_size=96, n_positions=32, n_embd=24, n_layer=2, n_head=4, use_cache=False, bos_token_id=0, eos_token_id=0,
+        vocab_size=96, n_positions=32, n_embd=24, n_layer=1, n_head=4, use_cache=False, bos_token_id=0, eos_token_id=0,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
     return GPT2LMHeadModel(config)

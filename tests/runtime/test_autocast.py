@@ -71,7 +71,7 @@ def _loops(rank: int, mesh: str, dtype: torch.dtype, scaling, hows: tuple[str, .
 LOOPS = ("inside", "outside", "own loss", "first plain")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     "mesh, dtype, scaling, hows, options",

@@ -194,7 +194,7 @@ def test_hooks_and_evaluation(alone):
         assert_close(found["scores"], expected["scores"])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh", ["dp=2", "tp=3", "dp=2,tp=2"])
 @pytest.mark.parametrize("strategy", [None, "fsdp", "megatron"])
 def test_simulated(mesh, strategy):

@@ -93,7 +93,7 @@ def test_outputs_are_those_of_the_ranks_own_samples(mesh, strategy):
 
 def _as_ddp(rank: int) -> None:
     """GPT-2 with its loss outside, against torch's DDP: gradients, and parameters after three steps of SGD."""
-    mesh, (model, batch) = device_mesh("dp=2"), tiny.gpt2()
+    mesh, (model, batch) = device_mesh("dp=2"), tiny.gpt2(n_layer=1)
     parallel, reference = pair(model, mesh, {"input_ids": batch["input_ids"][:2]}, inputs="local")
     ddp = nn.parallel.DistributedDataParallel(reference)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (parallel, ddp)]
@@ -165,7 +165,7 @@ def test_sharded_outputs_are_dtensors():
 
 def _pipelined(rank: int) -> None:
     """Outputs of stages and micro-batches, of the samples of the ranks along dp."""
-    mesh, (model, batch) = device_mesh("pp=2,dp=2"), tiny.gpt2()
+    mesh, (model, batch) = device_mesh("pp=2,dp=2"), tiny.gpt2(n_layer=1)
     mine = {k: _part(v, 0, mesh.get_local_rank("dp"), 2) for k, v in batch.items()}
     options = dict(inputs="local", outputs="everywhere", strategy="ddp", schedule="1f1b", micro_batches=2)
     parallel, reference = pair(model, mesh, mine, **options)

@@ -44,6 +44,7 @@ def _same_bits(mine: torch.Tensor, whole: torch.Tensor, what: str) -> None:
     assert torch.equal(mine.isnan(), whole.isnan()) and torch.equal(mine.nan_to_num(1.5), whole.nan_to_num(1.5)), what
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_bits(alone, dtype):
     seed = random.randrange(10**6)

@@ -55,7 +55,7 @@ def _schedules(rank: int, names: list[str], mesh: str) -> int:
 
 def _frozen(rank: int) -> list[str]:
     """A rank may have nothing that trains."""
-    model, batch = tiny.llama()
+    model, batch = tiny.llama(num_hidden_layers=1)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lm_head" in name)
     parallel, reference = pair(model, device_mesh("pp=2"), batch, micro_batches=2, schedule="1f1b")
@@ -85,7 +85,7 @@ def test_schedules_on_two_ranks(names):
 def _train(rank: int) -> float:
     """AdamW, evaluation, a smaller batch; what other outputs are. Micro-batches share the weights that every step
     gathers anew."""
-    model, batch = tiny.gpt2()
+    model, batch = tiny.gpt2(n_layer=1)
     batch = _uneven(batch)
     parallel, reference = pair(model, device_mesh("pp=2,dp=2"), batch, micro_batches=2, strategy="zero1")
     assert parallel.plan.memory["gathered parameters kept"] > 0

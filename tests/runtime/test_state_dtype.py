@@ -78,6 +78,7 @@ def _steps(rank: int, mesh: str, plan: Plan, hidden: int) -> None:
                 assert (q - r).abs().max() > 1e-6, name  # so the test above can fail
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     "mesh, options, hidden",
