@@ -28,7 +28,7 @@ def test_bytes_of_narrow_state(optimizer, held, moved):
 
 
 def update_seconds(strategy: str, micro_batches: int = 1, **options) -> float:
-    model, inputs = registry.build("gpt2-tiny", batch=8, seq=64, device="meta")
+    model, inputs = registry.build("gpt2-tiny:layers=1", batch=8, seq=64, device="meta")
     found = api.search(model, "dp=4", inputs, strategy=strategy, micro_batches=micro_batches, hardware="h100",
                        baselines=False, **options)  # fmt: skip
     return found.plan.update_seconds
@@ -36,7 +36,7 @@ def update_seconds(strategy: str, micro_batches: int = 1, **options) -> float:
 
 def test_zero_shares_the_update():
     """Under DDP every device updates all parameters, under ZeRO-1 a quarter of them; once a step of any passes."""
-    model, _ = registry.build("gpt2-tiny", batch=8, seq=64, device="meta")
+    model, _ = registry.build("gpt2-tiny:layers=1", batch=8, seq=64, device="meta")
     elements = sum(p.numel() for p in model.parameters())
     hardware = load("h100")
     whole = 28 * elements / hardware.reached_memory_bytes_per_second

@@ -150,7 +150,7 @@ KINDS = ["equal", "settings", "shared", "shape", "two lists", "parity", "counted
 IN_A_CALL = ["one", "random", "returned", "frozen", "hook"]  # what a trace of five blocks could not know of
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_differs_is_traced_in_full(kind):
     torch.manual_seed(0)
@@ -162,7 +162,7 @@ def test_what_differs_is_traced_in_full(kind):
         assert repeated_blocks_of(model) is None
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", [*IN_A_CALL, *KINDS])
 def test_what_differs_is_differentiated_in_full(kind):
     torch.manual_seed(0)

@@ -111,7 +111,7 @@ def _runs_in_eager(model: Net, x: torch.Tensor) -> bool:
 SEEDS = [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 120))]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_nests(seed):
     torch.manual_seed(seed)

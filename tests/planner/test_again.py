@@ -39,7 +39,7 @@ def options(dual: Dual, e, rematerialization: Rematerialization, made: frozenset
     return {v: k + len(dual.allowed[v]) if v in again else k for v, k in e.choice.items()}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("byte_seconds", PRICE_SECONDS)
 @pytest.mark.parametrize(("model", "mesh", "strategy"), CASES)
 def test_a_set_is_charged_what_it_costs(model, mesh, strategy, byte_seconds):

@@ -19,8 +19,8 @@ from autopar.planner.solver.search import Outcome
 from .planning import counts, make
 
 MODELS = {
-    "gpt": "gpt:hidden=512,layers=6,heads=8,vocab=1024,seq=256",
-    "llama": "llama:hidden=512,layers=6,heads=8,kv_heads=4,ffn=1408,vocab=1024,seq=256",
+    "gpt": "gpt:hidden=512,layers=3,heads=8,vocab=1024,seq=256",
+    "llama": "llama:hidden=512,layers=3,heads=8,kv_heads=4,ffn=1408,vocab=1024,seq=256",
 }
 
 
@@ -103,7 +103,7 @@ def test_meshes_say_which_recipes_there_are():
 
 def test_hsdp_beside_tensor_parallelism_shards_over_the_inner_data_axis():
     mesh = "dp_replicate=2,dp_shard=2,tp=2"
-    plan = make("llama:hidden=32,layers=2,heads=4,kv_heads=2,ffn=64,vocab=64", mesh, strategy="megatron_sp+hsdp")
+    plan = make("llama:hidden=32,layers=1,heads=4,kv_heads=2,ffn=64,vocab=64", mesh, strategy="megatron_sp+hsdp")
     for name, layout in plan.layouts.items():
         if name.endswith("proj.weight"):
             assert "dp_shard:" in layout and "tp:" in layout and "dp_replicate:" not in layout, name

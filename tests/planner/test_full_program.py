@@ -26,7 +26,7 @@ MACHINE = replace(toy(flops=1e11, memory=1e10, latency=1e-6, bucket=1 << 16), ov
 PROGRAM = Search(solver=ILP)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("model", "mesh", "options"), [
     (MLP, "a=4", {}), (MLP, "a=2,b=2", {}), (GPT, "a=2", {}), (GPT, "a=4", {"strategy": "fsdp"}),
     (GPT, "dp=2,tp=2", {"strategy": "megatron_sp"}), (LLAMA, "a=4", {"micro_batches": 2}), (LLAMA, "a=2,b=2", {}),

@@ -91,8 +91,13 @@ def test_encoder_decoders_and_skips_are_cut_evenly(name):
         assert "decoder" in plan.pipeline.costs[0].name or "encoder" in plan.pipeline.costs[1].name
 
 
+@functools.cache
+def eight_micro_batches():
+    return planned(GPT, "pp=4", schedule="1f1b", micro_batches=8)
+
+
 def test_stages_have_names_in_order():
-    names = [c.name for c in planned(GPT, "pp=4", schedule="1f1b", micro_batches=4).plan.pipeline.costs]
+    names = [c.name for c in eight_micro_batches().plan.pipeline.costs]
     assert names[0].startswith("wte to h.") and names[-1].endswith("to lm_head")
 
 
@@ -119,7 +124,7 @@ def test_a_schedule_that_is_asked_for_is_kept(schedule):
 
 
 def test_the_step_is_that_of_the_played_schedule():
-    found = planned(GPT, "pp=4", schedule="1f1b", micro_batches=8)
+    found = eight_micro_batches()
     costs, orders = found.plan.pipeline.costs, found.plan.pipeline.orders
     alone = play(orders, *([getattr(c, f"{kind}_seconds") for c in costs] for kind in ("forward", "input", "weight")),
                  [c.transfer_seconds for c in costs[:-1]]).seconds  # fmt: skip

@@ -55,6 +55,7 @@ def test_ddp_replicates_parameters_and_reduces_gradients(model, mesh):
     assert (memory["parameters"], memory["gradients"], memory["optimizer"]) == (4 * count, 4 * count, 8 * count)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "fsdp"])
 def test_zero_shards_every_parameter(model, strategy):
     """ZeRO, arXiv 1910.02054, figure 1, in fp32: of 16 bytes a parameter, stage 1 keeps 4 + 4 whole, stage 2 the 4 of
@@ -98,6 +99,7 @@ def test_megatron_shards_matrices_over_the_tensor_axis(model, strategy, mesh):
     assert 8 * elements(model) <= state <= 8.5 * elements(model)
 
 
+@pytest.mark.sampled(1)
 def test_the_free_plan_is_not_slower_than_any_expert(model):
     plan = make(model, "dp=2,tp=2", WAITING, baselines=True)
     assert {a.name for a in plan.alternatives} == {*BASELINES, *COMBINED}
@@ -133,6 +135,7 @@ def test_optimizers_and_precisions_have_their_bytes():
 # pins
 
 
+@pytest.mark.sampled(1)
 def test_pins_hold_and_leave_the_rest_free(model):
     name = "h.*.mlp.c_fc.weight" if model.startswith("gpt") else "layers.*.mlp.up_proj.weight"
     plan = make(model, "dp=2,tp=2", WAITING, pin={name: "tp:S(0)"})

@@ -114,7 +114,7 @@ PROGRAMS |= {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @everywhere(PROGRAMS)
 def test_program(name, mesh, precision):
     PROGRAMS[name].check(mesh, precision)

@@ -338,6 +338,7 @@ class Mixed(nn.Module):
         return Output(y.square().mean(), parts)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("gradient", [False, True])
 def test_which_outputs_have_gradients(alone, gradient):
     x, _ = tiny.Regressor.batch()

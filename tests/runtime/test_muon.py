@@ -56,7 +56,7 @@ def _bytes(rank: int, mesh: str, plan: Plan, hidden: int) -> None:
     assert sent.bytes_ == sum(c.wire_bytes for c in plan.collectives if c.phase == "optimizer")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     "mesh, options",
@@ -110,7 +110,7 @@ def _join(weight: torch.Tensor, pieces: list, parts) -> None:
     weight.copy_(torch.cat(rows))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     "mesh, options, parts",

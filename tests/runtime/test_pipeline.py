@@ -129,16 +129,14 @@ def test_training_with_evaluation_and_other_batches():
     assert losses == [losses[0]] * 4
 
 
-def _lora(rank: int) -> int:
+def _lora(rank: int, mesh: str) -> int:
     """Every adapter's gradient is PEFT's on one process, with adapters that do something."""
     import peft
 
     model, batch = tiny.llama(num_hidden_layers=1)
     batch, settings = _uneven(batch), dict(r=4, lora_alpha=12, target_modules=["q_proj", "o_proj", "down_proj"])
     reference = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(**settings))
-    parallel = autopar.compile(
-        model, device_mesh("pp=2,tp=2"), batch, adapt=[autopar.LoRA(**settings)], micro_batches=2
-    )
+    parallel = autopar.compile(model, device_mesh(mesh), batch, adapt=[autopar.LoRA(**settings)], micro_batches=2)
     wanted = {n.removeprefix("base_model.model.").replace(".default", ""): p for n, p in reference.named_parameters()}
     trained = [name for name, p in parallel.named_parameters() if p.requires_grad]
     with torch.no_grad():
@@ -161,9 +159,10 @@ def _lora(rank: int) -> int:
 
 
 @pytest.mark.gloo
-def test_adapters_in_stages():
+@pytest.mark.parametrize("mesh, ranks", [("pp=2", 2), pytest.param("pp=2,tp=2", 4, marks=pytest.mark.slow)])
+def test_adapters_in_stages(mesh, ranks):
     pytest.importorskip("peft")
-    assert min(gloo.run(4, _lora)) > 0
+    assert min(gloo.run(ranks, _lora, mesh)) > 0
 
 
 def _refusals(rank: int) -> bool:
