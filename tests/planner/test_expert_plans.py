@@ -19,8 +19,8 @@ from autopar.planner.solver.search import Outcome
 from .planning import counts, make
 
 MODELS = {
-    "gpt": "gpt:hidden=512,layers=3,heads=8,vocab=1024,seq=256",
-    "llama": "llama:hidden=512,layers=3,heads=8,kv_heads=4,ffn=1408,vocab=1024,seq=256",
+    "gpt": "gpt:hidden=512,layers=6,heads=8,vocab=1024,seq=256",
+    "llama": "llama:hidden=512,layers=6,heads=8,kv_heads=4,ffn=1408,vocab=1024,seq=256",
 }
 
 
