@@ -126,8 +126,7 @@ class CallCompiler:
         def made() -> dict:
             if like is not None:
                 with contextlib.suppress(PlanIncompatible):
-                    samples = samples_of(captured.signature)
-                    plan = replace(like, fingerprint=fingerprint(captured.graph), samples=samples)
+                    plan = _with_decisions(like, captured)
                     plan.check_fits(captured.graph, self.mesh)
                     return plan.to_json()
             if first is None and self.given is not None:
@@ -159,6 +158,18 @@ class CallCompiler:
         pass_manager.planned(agreed)
         move(captured, torch.device(self.device_mesh.device_type))
         return agreed
+
+    def plan_alike(self, traced: Traced, like: Plan) -> Plan:
+        """Return the plan of a traced call with the decisions of the plan of another one. Raises PlanIncompatible."""
+
+        def made() -> Plan:
+            plan = _with_decisions(like, traced.captured)
+            plan.check_fits(traced.captured.graph, self.mesh)
+            return plan
+
+        plan = agree.everywhere(made)
+        move(traced.captured, torch.device(self.device_mesh.device_type))
+        return plan
 
     def lower(self, traced: Traced, plan: Plan) -> RankProgram | PipelineProgram:
         """Return this rank's graphs of a plan, lowered or kept. Raises DesyncError if those of the ranks do not fit
@@ -210,6 +221,10 @@ class CallCompiler:
             fixed=_by_node(captured, known), baselines=False, reduce_dtype=first.reduce_dtype,
             state_dtype=first.state_dtype,
         )  # fmt: skip
+
+
+def _with_decisions(like: Plan, captured: Captured) -> Plan:
+    return replace(like, fingerprint=fingerprint(captured.graph), samples=samples_of(captured.signature))
 
 
 def _example_of(signature: CallSignature) -> tuple[tuple, dict]:

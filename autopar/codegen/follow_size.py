@@ -15,6 +15,7 @@ import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -107,13 +108,19 @@ def line_through(values: Mapping[Sizes, Any]) -> Any:
 def _line(values: Mapping[Sizes, int], kind: str) -> Line:
     """Return the one line through some numbers: a product of sizes if there is one, else one with a line that crosses
     zero elsewhere."""
+    if (line := _only_line(tuple(values.items()), kind)) is not None:
+        return line
+    raise Differs(f"{', '.join(map(str, values.values()))} at sizes {', '.join(map(str, values))} are on no one line")
+
+
+@lru_cache(maxsize=10_000)  # equal blocks have the same numbers
+def _only_line(known: tuple[tuple[Sizes, int], ...], kind: str) -> Line | None:
+    values = dict(known)
     for candidates in (_products, _shifted):
         found = {line for line in candidates(values, kind) if _is_through(line, values)}
-        if len(found) == 1:
-            return found.pop()
         if found:
-            break
-    raise Differs(f"{', '.join(map(str, values.values()))} at sizes {', '.join(map(str, values))} are on no one line")
+            return found.pop() if len(found) == 1 else None
+    return None
 
 
 def _is_through(line: Line, values: Mapping[Sizes, int]) -> bool:

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from .._torch import graph_module, tree_map
+from .._torch import fake_tensor, graph_module, is_fake, tree_map
 from ..ir.graph import values_of
+from ..ops.counter_rng import contiguous_strides
 from .follow_size import Differs, Line, Sizes, follow
 
 
@@ -92,4 +93,7 @@ def _like(value: torch.Tensor, shape: list[int], strides: list[int] | None) -> t
     """Return a value without values of this form, or the one that has it already."""
     if list(value.shape) == shape:
         return value
+    if is_fake(value):
+        strides = contiguous_strides([max(size, 1) for size in shape]) if strides is None else strides
+        return fake_tensor(value.fake_mode, shape, strides, 0, value.dtype, value.device)
     return value.new_empty(shape) if strides is None else value.new_empty_strided(shape, strides)

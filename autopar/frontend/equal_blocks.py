@@ -92,9 +92,7 @@ def _rehearsed(
         )
     except AutoparError:
         return None
-    returns = run.call.returns
-    has_more = returns.effects or returns.buffers or returns.own_buffers or run.entered or run.with_gradient
-    return None if has_more or run.call.signature.open_numbers else run
+    return run if run.is_plain else None
 
 
 def _rehearse(results: dict, mode, call: FlatCall, inputs: list[Tensor]) -> Rehearsal:

@@ -8,6 +8,7 @@ autopar/ir/graph.py says.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -119,6 +120,15 @@ def open_sizes(
     also where the model cannot be traced with a size that is not known."""
     open_dims = [dims.get(n, {}) for n in CallSignature.of(*split_example(example_inputs))[0].tensor_names]
     how = loss_fn, forms, dtype, loss_alone, with_gradients
+
+    def run_open(mode, call, inputs):
+        with _torch.as_if_exported():
+            return _torch.run_open(mode, call, inputs, open_dims)
+
+    with contextlib.suppress(AutoparError):  # what a run alone does not show, or cannot do, an export may
+        run = traced(model, example_inputs, *how, run_open, as_eager, False, _torch.open_mode())
+        if run.is_plain:
+            return run.program
     program = traced(
         model, example_inputs, *how, lambda mode, call, inputs: _torch.export_open(call, inputs, open_dims), as_eager
     ).program
@@ -137,6 +147,13 @@ class Run:
     forms: Forms
     with_gradient: set[str]
     entered: dict
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether all that the call does is to compute outputs from its inputs and the model's tensors."""
+        returns = self.call.returns
+        more = returns.effects or returns.buffers or returns.own_buffers or self.entered or self.with_gradient
+        return not (more or self.call.signature.open_numbers)
 
 
 def _with_open_numbers(model: nn.Module, example_inputs, *how) -> Run:
@@ -160,13 +177,13 @@ def _with_open_numbers(model: nn.Module, example_inputs, *how) -> Run:
 def traced(model: nn.Module, example_inputs, loss_fn: Callable | None, forms: Mapping[str, Form] | None,
            dtype: torch.dtype | None, loss_alone: bool, with_gradients: bool,
            program: Callable[[Any, FlatCall, list[torch.Tensor]], Any] | None = None, as_eager: bool = False,
-           with_values: bool = True) -> Run:  # fmt: skip
-    """Trace a call, or make a `program` of a FlatCall and its inputs, which are of a fake mode; without `with_values`
+           with_values: bool = True, mode: Any = None) -> Run:  # fmt: skip
+    """Trace a call, or make a `program` of a FlatCall and its inputs, which are of a fake `mode`; without `with_values`
     buffers are fake too. Raises what `export` raises."""
     signature, inputs = CallSignature.of(*split_example(example_inputs))
     if not inputs or len(inputs) == len(signature.open_numbers):
         raise InputError("the example call passes no tensor", fix="pass example_inputs with at least one tensor")
-    mode, forms = _torch.fake_mode(), forms if isinstance(forms, Forms) else with_tables(model, forms)
+    mode, forms = mode or _torch.fake_mode(), forms if isinstance(forms, Forms) else with_tables(model, forms)
     differentiated = {*signature.differentiated_names}
     inputs = [  # one each, also for a tensor that is passed twice
         fake(mode, x.shape, x.dtype).requires_grad_(name in differentiated)

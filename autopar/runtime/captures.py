@@ -39,6 +39,7 @@ from ..plans.plan import Plan
 from ..processes import agree, watch
 from ..processes.process_groups import ProcessGroups
 from ..processes.stage_mesh import StageMesh
+from ..utils.gc_pause import paused_collector
 from .accumulation import Accumulation
 from .ambient import Ambient
 from .call import Call
@@ -89,6 +90,9 @@ class Compiler(Protocol):
              like: Plan | None = None) -> Plan:  # fmt: skip
         """Plan a traced call. `first`: the plan of the first capture; `layouts`: of the parameters by name, which the
         plan is to keep; `like`: a plan whose decisions are to be taken if they can be."""
+
+    def plan_alike(self, traced: Traced, like: Plan) -> Plan:
+        """Return the plan of a traced call with the decisions of the plan of another one. Raises PlanIncompatible."""
 
     def lower(self, traced: Traced, plan: Plan) -> RankProgram | PipelineProgram:
         """Return this rank's graphs of a plan. Raises DesyncError if those of the ranks do not fit together."""
@@ -219,6 +223,7 @@ class Captures:
         capture.is_met = True
         return capture, tensors
 
+    @paused_collector()
     def _compile(self, call: str, args: tuple, kwargs: dict, gradients: bool) -> Capture:
         changed = "".join(f", {words}" for _, words in self.last.guards.changed()[:3])
         signature = CallSignature.of(args, kwargs)[0]
@@ -266,6 +271,7 @@ class Captures:
         step = self.step_of(traced, plan, self.compiler.lower(traced, plan))
         return self._add(traced, plan, step, gradients, state[-1], changed, planned_for), True
 
+    @paused_collector()
     def _complete(self, step: Step, inputs: Inputs) -> Step:
         """Return the step of a call in whose program all differentiable outputs have tangents; from now on it serves
         the calls that `step` served, of this size. Called in a backward, on all ranks together."""

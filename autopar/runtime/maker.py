@@ -37,11 +37,8 @@ class Maker:
     def point(self, traced: Traced, like: Plan) -> Point | None:
         """Lower a call by the decisions of a plan; return None if it cannot have them."""
         captures = self.captures
-        first, layouts = captures.table[0].plan, captures.layouts_of_all_stages()
         try:
-            plan = captures.compiler.plan(traced, first, layouts, like)
-            if like.decides_as(plan):
-                return Point(traced, plan, captures.step_of(traced, plan, captures.compiler.lower(traced, plan)))
+            plan = captures.compiler.plan_alike(traced, like)
+            return Point(traced, plan, captures.step_of(traced, plan, captures.compiler.lower(traced, plan)))
         except AutoparError:
-            pass
-        return None
+            return None
