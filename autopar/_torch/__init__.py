@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from .compiling import compiler_errors, in_given_order
 from .regions import no_autocast, without_dispatch_modes
-from .sizes import OpenSizes, export_open, open_mode, open_sizes, run_open
+from .sizes import OpenSizes, export_open, open_mode, open_sizes, plain_size, run_open, size_of
 from .tracing import (
     as_if_eager,
     as_if_exported,
@@ -38,10 +38,9 @@ from .tracing import (
 
 __all__ = [
     "compiler_errors", "in_given_order", "TorchDispatchMode", "tree_flatten", "tree_map", "tree_unflatten",
-    "no_autocast", "without_dispatch_modes", "OpenSizes", "export_open", "open_mode", "open_sizes", "run_open",
-    "as_if_eager",
-    "as_if_exported", "functionalized", "hooks_of_all_modules", "lazy_code", "move_hooks", "moves_of_modules",
-    "plain_checkpoints", "transforms", "without_prints", "without_torch_functions",
+    "no_autocast", "without_dispatch_modes", "OpenSizes", "export_open", "open_mode", "open_sizes", "plain_size",
+    "run_open", "size_of", "as_if_eager", "as_if_exported", "functionalized", "hooks_of_all_modules", "lazy_code",
+    "move_hooks", "moves_of_modules", "plain_checkpoints", "transforms", "without_prints", "without_torch_functions",
 ]  # fmt: skip
 
 aten = torch.ops.aten

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -74,10 +74,11 @@ def open_mode() -> Any:
 
 
 def run_open(
-    mode: Any, module: torch.nn.Module, inputs: Sequence[torch.Tensor], dims: Sequence[Mapping[int, int]]
-) -> OpenSizes:
-    """Run a module on `*tensors` of an open mode with the sizes of these dims of each left open, each with the place of
-    its size among the sizes, and return what the run says of them: what an export does, in a third of its time."""
+    mode: Any, run: Callable[[list[torch.Tensor]], object], inputs: Sequence[torch.Tensor],
+    dims: Sequence[Mapping[int, int]],
+) -> OpenSizes:  # fmt: skip
+    """Run something on tensors of an open mode with the sizes of these dims of each left open, each with the place of
+    its size among the sizes, and return what that says of them: what an export says, in less time."""
     from torch._dispatch.python import enable_python_dispatcher
 
     places = {place: x.shape[dim] for x, of in zip(inputs, dims) for dim, place in of.items()}
@@ -89,11 +90,21 @@ def run_open(
         ]
     seen = _SeenNumbers()
     with enable_python_dispatcher(), mode, seen:  # as an export has it
-        module(*(x.requires_grad_(like.requires_grad) for x, like in zip(opened, inputs)))
+        run([x.requires_grad_(like.requires_grad) for x, like in zip(opened, inputs)])
     found = _said_of([*sizes.items()], seen.numbers)
     here = {symbol: places[place] for symbol, place in found.symbols.items()}
     least = (sympy.Ge(number, LEAST) for number in found.expressions if number.subs(here) >= LEAST)
     return replace(found, guards=(*found.guards, *least))
+
+
+def plain_size(size: Any) -> Any:
+    """Return a size as what can be compared and hashed: the expression of one that is open."""
+    return size if type(size) is int else size.node.expr
+
+
+def size_of(mode: Any, size: Any) -> Any:
+    """Return the size in a mode that `plain_size` has told."""
+    return size if type(size) is int else mode.shape_env.create_symintnode(size, hint=None)
 
 
 def _open_size(env: Any, place: int, size: int) -> torch.SymInt:

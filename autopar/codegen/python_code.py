@@ -12,7 +12,6 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from .._torch import compile_code
 from ..errors import MeshError
 from ..ir.graph import values_of
 from ..ir.layout import Layout
@@ -53,7 +52,6 @@ def boxed(module: fx.GraphModule) -> fx.GraphModule:
     """Put the graph behind `forward(values)`, in place."""
     module.graph.set_codegen(BoxedCodeGen())
     module.recompile()
-    compile_code(module)
     return module
 
 

@@ -8,6 +8,7 @@ time that their export takes.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .._torch import fake_tensor, is_fake, without_torch_functions
+from .._torch import fake_tensor, is_fake, plain_size, size_of, without_torch_functions
 from ..errors import CaptureError
 
+Size = Hashable  # a number, or the expression of one that is open
 Source = tuple  # ("leaf", name), ("call", number, position among its results), or ("other", id) of an unknown tensor
 
 _KNOWN = (
@@ -46,8 +48,8 @@ class _Form:
     """The form of a tensor in the result of a call; `known`: what kind of source a tensor has that was there before."""
 
     kind: type
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
+    shape: tuple[Size, ...]
+    stride: tuple[Size, ...]
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
@@ -127,9 +129,8 @@ class CallRecord(TorchFunctionMode):
         return result
 
     def _made(self, form: _Form) -> Tensor:
-        return fake_tensor(self.mode, form.shape, form.stride, 0, form.dtype, form.device).requires_grad_(
-            form.requires_grad
-        )
+        shape, stride = ([size_of(self.mode, n) for n in sizes] for sizes in (form.shape, form.stride))
+        return fake_tensor(self.mode, shape, stride, 0, form.dtype, form.device).requires_grad_(form.requires_grad)
 
     def _form(self, value: object) -> object:
         """Return the form of a part of a result."""
@@ -146,6 +147,8 @@ class CallRecord(TorchFunctionMode):
         kind = type(value)
         if kind in _KNOWN:
             return kind, value
+        if kind is torch.SymInt:
+            return kind, plain_size(value)
         if kind is float:
             return kind, value.hex()  # -0.0 is not 0.0, and nan is nan
         if kind in (tuple, list, torch.Size):
@@ -159,9 +162,8 @@ class CallRecord(TorchFunctionMode):
 
 
 def _form_of(tensor: Tensor, known: str | None = None) -> _Form:
-    return _Form(
-        type(tensor), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, known
-    )
+    shape, stride = (tuple(map(plain_size, sizes)) for sizes in (tensor.shape, tensor.stride()))
+    return _Form(type(tensor), shape, stride, tensor.dtype, tensor.device, tensor.requires_grad, known)
 
 
 def _result_of(forms: tuple, result: object, args: tuple, given) -> _Result | None:

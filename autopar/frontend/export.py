@@ -23,6 +23,7 @@ from ..ir.compiler_pass import Pass
 from ..ir.graph import RANDOM_STATE, OutputRole, Role, leaf_name, mark_phases, output_node
 from . import expert_loops, moe_in_token_order, refusals
 from .autograd_functions import inline, recorded_backwards
+from .call_record import CallRecord
 from .call_signature import CallSignature, Returns, leaf_names, split_example
 from .fake_parameters import Form, Forms, fake, fake_state, forms_of
 from .flat_call import ROOT, FlatCall
@@ -121,9 +122,14 @@ def open_sizes(
     open_dims = [dims.get(n, {}) for n in CallSignature.of(*split_example(example_inputs))[0].tensor_names]
     how = loss_fn, forms, dtype, loss_alone, with_gradients
 
-    def run_open(mode, call, inputs):
+    def run_open(mode, call: FlatCall, inputs: list[torch.Tensor]) -> _torch.OpenSizes:
+        def run(opened: list[torch.Tensor]) -> None:
+            inputs_by_name = {f"input {at}": x for at, x in enumerate(opened)}
+            with CallRecord(mode, inputs_by_name | dict(call.named_parameters()) | dict(call.named_buffers()), {}):
+                call(*opened)
+
         with _torch.as_if_exported():
-            return _torch.run_open(mode, call, inputs, open_dims)
+            return _torch.run_open(mode, run, inputs, open_dims)
 
     with contextlib.suppress(AutoparError):  # what a run alone does not show, or cannot do, an export may
         run = traced(model, example_inputs, *how, run_open, as_eager, False, _torch.open_mode())

@@ -35,9 +35,14 @@ class LoadedGraph:
         self.load(phase)
 
     def load(self, phase: str) -> None:
-        """Make the module ready to run."""
-        self.module, self.phase = boxed(self.module), phase
-        self.run = _without_autocast(watch.guarded(self.module, phase, self.module.forward))
+        """Make the module ready to run. Its Python is compiled when it first runs: what a program that follows sizes is
+        made of never does."""
+        self.module, self.phase, self.run = boxed(self.module), phase, self._first_run
+
+    def _first_run(self, values: list):
+        _torch.compile_code(self.module)
+        self.run = _without_autocast(watch.guarded(self.module, self.phase, self.module.forward))
+        return self.run(values)
 
     @classmethod
     def following(cls, graphs: Mapping[Sizes, Self]) -> tuple[Self, frozenset[Line]]:

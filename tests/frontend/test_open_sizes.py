@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
+from autopar import _torch
+from autopar.errors import CaptureError
 from autopar.frontend.export import open_sizes
 
 
@@ -26,13 +30,70 @@ class Branches(nn.Module):
         if mode == "loop":
             for _ in range(length):
                 x = x * 1.1
+        if mode == "half":
+            x = x * (length // 2)
+        if mode == "float":
+            x = x * (1.0 / min(length, 12))
+        if mode == "padded":
+            x = F.pad(x[:, 1:], (0, 0, 0, 1))
+        if mode == "written":
+            x = x.clone()
+            x[:, : length // 3] += 1
+        if mode == "values":
+            x = x[:, x[0, :, 0].argsort()]
         return self.linear(x)
 
 
+def _open(mode: str) -> _torch.OpenSizes:
+    return open_sizes(Branches(), dict(x=torch.randn(2, 10, 4), mode=mode), {"x": {1: 0}}, False)
+
+
 def _holds(mode: str) -> list[int]:
-    x = torch.randn(2, 10, 4)
-    holds = open_sizes(Branches(), dict(x=x, mode=mode), {"x": {1: 0}}, False).holds
+    holds = _open(mode).holds
     return [size for size in range(1, 30) if holds([size])]
+
+
+@pytest.fixture
+def by_export(monkeypatch):
+    """Return what makes open_sizes export the model, as it does where a run does not tell enough."""
+
+    def run_open(*given):
+        raise CaptureError("a run does not tell")
+
+    return lambda: monkeypatch.setattr(_torch, "run_open", run_open)
+
+
+@pytest.mark.parametrize(
+    "mode", ["none", "threshold", "parity", "fixed", "loop", "half", "padded", "written", "values"]
+)
+def test_a_run_says_what_an_export_says(mode, by_export):
+    run = _open(mode)
+    by_export()
+    export = _open(mode)
+    for size in range(1, 30):
+        assert export.holds([size]) or not run.holds([size])
+        if size > 3 and export.holds([size]):  # of fewer places a part has none or one
+            assert run.holds([size])
+            assert {*export.numbers([size])} <= {*run.numbers([size])}, (size, export.expressions, run.expressions)
+
+
+def test_numbers_of_the_users_code():
+    assert {5, 10} <= {*_open("half").numbers([10])} and 14 in _open("half").numbers([29])
+    assert _holds("float")[-1] == 12 and 11 in _open("float").numbers([11])
+
+
+def test_one_of_many_equal_blocks_takes_another_way_at_other_sizes():
+    class Block(nn.Module):
+        def __init__(self, index: int):
+            super().__init__()
+            self.linear, self.index = nn.Linear(4, 4), index
+
+        def forward(self, x):
+            return self.linear(x * 2 if self.index == 7 and x.shape[1] > 14 else x)
+
+    model, x = nn.Sequential(*map(Block, range(12))), torch.randn(2, 10, 4)
+    found = open_sizes(model, (x,), {"args[0]": {1: 0}}, False)
+    assert [size for size in range(1, 20) if found.holds([size])] == [*range(2, 15)]
 
 
 def test_sizes_that_take_the_same_way():
