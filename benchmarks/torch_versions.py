@@ -2,7 +2,7 @@
 
     python benchmarks/torch_versions.py                                  # those of VERSIONS
     python benchmarks/torch_versions.py 2.13.0 2.15.0
-    python benchmarks/torch_versions.py 2.13.0 --transformers 5.0.0      # models of Hugging Face folders too
+    python benchmarks/torch_versions.py 2.13.0 --transformers 5.0.0      # with Hugging Face folders, a Trainer
     python benchmarks/torch_versions.py --python ENV/bin/python ...      # environments that exist
 
 Makes an environment for each version (gigabytes where the index has builds for GPUs alone), installs torch, autopar and
@@ -48,6 +48,8 @@ CONFIGS = {  # of models of transformers, by their type
 }  # fmt: skip
 FOLDERS = {f"verify hf:{kind} dp=2,tp=2": ["verify", "--model", f"hf:{kind}", "--mesh", "dp=2,tp=2", "--hardware",
                                            "cpu-gloo", "--batch", "4", "--seq", "12"] for kind in CONFIGS}  # fmt: skip
+TRAINER = {"transformers.Trainer dp=2": ["-m", "torch.distributed.run", "--nproc_per_node", "2",
+                                          str(ROOT / "examples" / "trainer_lora.py")]}  # fmt: skip
 VERSIONS_OF = """
 import importlib.util, torch
 print("torch", torch.__version__, end="")
@@ -63,7 +65,7 @@ def make(version: str, folder: Path, transformers: str | None) -> str:
     python = str(folder / "bin" / "python")
     needs = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     others = [need for need in needs if not need.startswith("torch")]
-    others += [f"transformers=={transformers}"] if transformers else []
+    others += [f"transformers=={transformers}", "accelerate"] if transformers else []
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     for wanted in ([f"torch=={version}", *others], ["--no-deps", str(ROOT)]):
         subprocess.run([python, "-m", "pip", "install", "-q", *wanted], check=True, capture_output=True, text=True)
@@ -76,7 +78,8 @@ def check(python: str) -> int:
     command = [python, "-c", VERSIONS_OF]
     versions = subprocess.run(command, capture_output=True, text=True).stdout.strip()
     print(versions, flush=True)
-    for name, arguments in (CHECKS | FOLDERS if "transformers" in versions else CHECKS).items():
+    for name, arguments in (CHECKS | FOLDERS | TRAINER if "transformers" in versions else CHECKS).items():
+        program = [] if arguments[0] == "-m" else ["-m", "autopar.cli"]
         start = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
             for kind, config in CONFIGS.items():
@@ -84,7 +87,7 @@ def check(python: str) -> int:
                 (Path(folder) / kind / "config.json").write_text(json.dumps({"model_type": kind, **config}))
             try:
                 done = subprocess.run(
-                    [python, "-m", "autopar.cli", *arguments], capture_output=True, text=True, timeout=SECONDS,
+                    [python, *program, *arguments], capture_output=True, text=True, timeout=SECONDS,
                     cwd=folder, env={"AUTOPAR_CACHE": "off", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
                 )  # fmt: skip
                 lines = [line for line in done.stderr.splitlines() if line.strip() and not line.startswith(" ")]
