@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import sympy
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -93,7 +92,7 @@ def run_open(
         run([x.requires_grad_(like.requires_grad) for x, like in zip(opened, inputs)])
     found = _said_of([*sizes.items()], seen.numbers)
     here = {symbol: places[place] for symbol, place in found.symbols.items()}
-    least = (sympy.Ge(number, LEAST) for number in found.expressions if number.subs(here) >= LEAST)
+    least = (number >= LEAST for number in found.expressions if number.subs(here) >= LEAST)
     return replace(found, guards=(*found.guards, *least))
 
 

@@ -95,5 +95,6 @@ def _like(value: torch.Tensor, shape: list[int], strides: list[int] | None) -> t
         return value
     if is_fake(value):
         strides = contiguous_strides([max(size, 1) for size in shape]) if strides is None else strides
-        return fake_tensor(value.fake_mode, shape, strides, 0, value.dtype, value.device)
+        mode = value.fake_mode  # type: ignore[attr-defined]
+        return fake_tensor(mode, shape, strides, 0, value.dtype, value.device)
     return value.new_empty(shape) if strides is None else value.new_empty_strided(shape, strides)
