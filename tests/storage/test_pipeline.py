@@ -19,7 +19,7 @@ from tests.runtime import tiny
 from tests.runtime.parity import assert_close, device_mesh
 
 MESHES = {"pp=2,dp=2": "fsdp", "pp=2,tp=2": "megatron", "pp=4": None, "dp=2,tp=2": "fsdp"}
-MOVED = {"pp=2,dp=2": ["pp=2,dp=2", "dp=2,tp=2"], "dp=2,tp=2": ["pp=4"], "pp=4": ["pp=2,tp=2"]}
+MOVED = {"pp=2,dp=2": [*MESHES], "dp=2,tp=2": ["pp=4"], "pp=4": ["pp=2,tp=2"]}
 
 
 def gpt2():
