@@ -55,6 +55,7 @@ from .passes.distribute.lower_ops import lower_ops
 from .passes.distribute.overlap import overlap
 from .passes.distribute.partition import partition
 from .passes.distribute.recompute import recompute
+from .passes.distribute.tile_loss import tile_loss
 from .passes.pipeline.compute_once import compute_once
 from .passes.pipeline.micro_batch import MicroBatched, micro_batch
 from .passes.pipeline.stages import Stage, cut
@@ -157,6 +158,7 @@ STAGES = (Pass("cut", cut, lambda pipeline: (pipeline.cuts,), takes=CAPTURE),)
 RANK = (
     Pass("localize", localize, _localized),
     Pass("recompute", recompute, lambda here: (here.plan.sharding.again,)),
+    Pass("tile_loss", tile_loss, lambda here: ([t.node for t in here.plan.tiled],)),
     Pass("lower_ops", lower_ops),
     Pass("bucket", bucket, lambda here: (here.plan.bucket_bytes,)),
     Pass("by_tier", by_tier, _tiered, lambda here: bool(here.plan.sharding.hierarchy)),

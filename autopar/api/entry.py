@@ -79,6 +79,7 @@ def plan(
     schedule: words.Schedule | Schedule = "auto",
     stages_per_rank: int | None = None,
     recompute: words.Recompute = "auto",
+    tile: words.Tile = "auto",
     offload: words.Offload = "none",
     fixes: bool = True,
     solver: words.Solver = "dual",
@@ -106,7 +107,9 @@ def plan(
     the fewest that fit without recomputation; None: one, or on a mesh with an axis pp as many as are best). The stages
     along pp follow a `schedule`: a name of autopar/schedule/catalogue.py, a Schedule, or "auto", the best, with so many
     stages a rank. For a number of devices the plan may have stages or not; it has some if a schedule is asked for.
-    `recompute`: "auto", or "none", "selective" or "full" for all blocks. `offload`: whether parameters that train may
+    `recompute`: "auto", or "none", "selective" or "full" for all blocks. `tile`: whether the last linear layer and its
+    loss are computed in blocks, without logits: "loss", "none", or "auto", where memory is short and that is faster
+    (docs/sequences.md). `offload`: whether parameters that train may
     live on the host, with their gradients and optimizer state: "none", "auto" (where memory is short), "optimizer" (all
     of them). `solver`: "dual", the search, or "ilp", which for a small model on a mesh without stages gives the full
     integer program to OR-tools, as a cross-check. With `tokens_per_second` the batch is free: that of `example_inputs`
@@ -118,7 +121,7 @@ def plan(
         reduce_dtype=reduce_dtype, state_dtype=state_dtype, execution=execution, strategy=strategy, pin=pin,
         forbid=forbid, adapt=adapt, passes=passes, loss_fn=loss_fn, strict=strict, baselines=baselines,
         micro_batches=micro_batches, schedule=schedule, stages_per_rank=stages_per_rank, recompute=recompute,
-        offload=offload, fixes=fixes, solver=solver,
+        tile=tile, offload=offload, fixes=fixes, solver=solver,
         tokens_per_second=tokens_per_second, name=name, report=report,
     ).plan  # fmt: skip
 
@@ -130,7 +133,7 @@ def search(
     execution="eager", tokens_per_second=False, **staged,
 ) -> Planned:  # fmt: skip
     """Plan as `plan` does, and return all that the search knows beside the plan. `staged`: micro_batches, schedule,
-    stages_per_rank, recompute, solver, and `refuses=False`, with which what does not fit is planned all the same."""
+    stages_per_rank, recompute, tile, solver, and `refuses=False`, with which what does not fit is planned all the same."""
     check_model(model)
     precision = precision_on(Mesh.of(mesh) if isinstance(mesh, Mapping) else mesh, hardware, precision, model)
     request = PlanRequest.of(
@@ -202,6 +205,7 @@ def compile(
     strict: bool = False,
     micro_batches: words.MicroBatches | None = None,
     offload: words.Offload = "none",
+    tile: words.Tile = "auto",
     schedule: words.Schedule | Schedule = "auto",
     stages_per_rank: int | None = None,
     pad: Padding | None = None,
@@ -256,7 +260,7 @@ def compile(
         precision=precision, reduce_dtype=reduce_dtype, state_dtype=state_dtype, execution=execution,
         strategy=strategy, pin=pin,
         loss_fn=loss_fn, strict=strict, weights=weights, adapt=adaptations, passes=added, micro_batches=micro_batches,
-        offload=offload, schedule=schedule, stages_per_rank=stages_per_rank, pad=pad,
+        offload=offload, tile=tile, schedule=schedule, stages_per_rank=stages_per_rank, pad=pad,
     )  # fmt: skip
     if micro_batches not in (None, AUTO):
         accumulation.check(micro_batches)

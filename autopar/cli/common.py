@@ -98,7 +98,7 @@ def add_search(parser, baselines: bool = False) -> None:
 
 
 def add_passes(parser) -> None:
-    """Add --micro-batches, --micro-batch and --recompute."""
+    """Add --micro-batches, --micro-batch, --tile and --recompute."""
     passes = (
         "parts of the batch, whose gradients are added up; auto: the fewest that fit without recomputation (default 1, "
         "with pp as many as are best)"
@@ -107,6 +107,8 @@ def add_passes(parser) -> None:
     samples = "the same by the samples that a data-parallel replica computes at once: K = batch / (N * replicas)"
     parser.add_argument("--micro-batch", type=count, metavar="N", help=samples)
     level = "what the backward computes again, in every block (default auto: as little as the memory demands)"
+    tile = "the last linear layer and its loss in blocks, without logits (default auto: where memory is short)"
+    parser.add_argument("--tile", choices=("auto", "none", "loss"), default="auto", help=tile)
     parser.add_argument("--recompute", choices=("auto", "none", "selective", "full"), default="auto", help=level)
 
 
@@ -166,7 +168,7 @@ def search(args: argparse.Namespace, report: Report, **options) -> Planned:
     model, inputs = models.build(args.model, batch=args.batch, seq=args.seq)
     asked = dict(
         optimizer=args.optimizer, strict=args.strict, forbid=forbidden(args), adapt=adaptations(args),
-        micro_batches=many, recompute=args.recompute, schedule=getattr(args, "schedule", None) or "auto",
+        micro_batches=many, recompute=args.recompute, tile=args.tile, schedule=getattr(args, "schedule", None) or "auto",
         stages_per_rank=getattr(args, "stages_per_rank", None), baselines=PIPELINES if staged else compares,
     )  # fmt: skip
     return api.search(model, mesh or args.devices, inputs, report=report, **asked | planning(args) | options)

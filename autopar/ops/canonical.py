@@ -8,7 +8,8 @@ kernels and formulas only.
 
 Shapes in the docstrings are those of the call, local or global alike. Products of stacks of matrices, batch norm, fake
 quantization, quantized weights, random numbers, the sums of a cross-entropy and CTC have files of their own:
-autopar/ops/matmul.py, grouped.py, batch_norm.py, fake_quant.py, nf4.py, counter_rng.py, vocab_loss.py and ctc.py.
+autopar/ops/matmul.py, grouped.py, batch_norm.py, fake_quant.py, nf4.py, counter_rng.py, vocab_loss.py,
+linear_loss.py and ctc.py.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from . import (  # noqa: F401  (most for their ops, which they register)
     expert_rows,
     fake_quant,
     grouped,
+    linear_loss,
     matmul,
     nf4,
     vocab_loss,

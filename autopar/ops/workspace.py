@@ -16,6 +16,7 @@ import torch
 
 from . import attention_blocks, attention_gpu, attention_heads, attention_rows
 from .attention_forms import Like, lse_dtype
+from .linear_loss import block_shape
 from .vocab_loss import chunk_rows
 
 SORTED_BYTES = 40  # a row of a grouped product: its place, the sorted places and their order, what the sort works on
@@ -156,6 +157,25 @@ def _chunk(logits: Like, row_max: Like) -> int:
     return 2 * min(rows, chunk_rows(rows, columns)) * columns * row_max.dtype.itemsize
 
 
+def logits_bytes(rows: int, columns: int, hidden: int, dtype: torch.dtype, backward: bool) -> int:
+    """Return the bytes of a block of logits and of what is made of it, where `rows` times a weight (columns, hidden)
+    and its loss are computed in blocks (autopar/ops/linear_loss.py)."""
+    high, width = block_shape(rows, columns, hidden)
+    item, wide = dtype.itemsize, lse_dtype(dtype).itemsize
+    inside = high * width * wide
+    if backward and item < wide:
+        inside = high * hidden * wide + max(inside, high * hidden * item)
+    return high * width * item + inside + high * 48 + rows * 8
+
+
+def _linear_loss(x: Like, weight: Like, target: Like, offset: int) -> int:
+    return logits_bytes(_numel(x) // x.shape[-1], weight.shape[0], x.shape[-1], x.dtype, False)
+
+
+def _linear_loss_bw(grad_sum: Like, grad_picked: Like, x: Like, weight: Like, *rest) -> int:
+    return logits_bytes(_numel(x) // x.shape[-1], weight.shape[0], x.shape[-1], x.dtype, True)
+
+
 def _embedding(weight: Like, index: Like, padding_idx: int, offset: int) -> int:
     return _numel(index) * (weight.shape[1] * weight.dtype.itemsize + 24)
 
@@ -178,6 +198,8 @@ _COUNTS: dict[str, Callable[..., int]] = {
     "autopar.attention_bw.default": _attention_bw,
     "autopar.vocab_loss.default": _vocab_loss,
     "autopar.vocab_loss_bw.default": _vocab_loss_bw,
+    "autopar.linear_loss.default": _linear_loss,
+    "autopar.linear_loss_bw.default": _linear_loss_bw,
     "autopar.grouped_mm.default": _grouped_mm,
     "autopar.grouped_mm_dw.default": _grouped_mm_dw,
     "autopar.embedding.default": _embedding,

@@ -31,6 +31,7 @@ from .pipeline.beside import SCHEDULE, StagedRow
 from .plan import Planned
 from .problem.offload import offloaded, update_seconds
 from .problem.problem import Problem
+from .problem.tiled_loss import told
 from .problem.vertices import STATE
 from .solver.search import Outcome
 
@@ -65,6 +66,7 @@ def describe_plan(planned: Planned) -> Plan:
         pipeline=pipeline, samples=samples, overlaps=options.hardware.overlap_gain > 0,
         meshes=planned.meshes, batches=planned.batches,
         offloaded=offloaded(problem, e), update_seconds=update_seconds(problem, e), reduce_dtype=options.reduce_dtype,
+        tiled=told(problem, e, options.hardware),
         flops=flops_of_step(problem.graph, sum(pipeline.shares), options.hardware),
         state_dtype=options.state_dtype, execution=options.execution,
         outputs=outputs_in(sharding, problem, pricer, planned.captured),

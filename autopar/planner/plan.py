@@ -31,7 +31,7 @@ from ..plans.plan import BatchCandidate, MeshCandidate, Plan
 from ..rules.register import suggestion
 from ..utils.gc_pause import paused_collector
 from . import accumulation as passes
-from . import expert_plans, fixed_recompute
+from . import expert_plans, fixed_recompute, tiling
 from .objective.evaluate import Evaluation
 from .objective.expand import whole_of
 from .objective.memory_timeline import LiveBytes, live_bytes
@@ -56,7 +56,8 @@ if TYPE_CHECKING:
 class PlanOptions:
     """The options of a search. `fixed`: layouts by placeholder name. `forbid`: pairs of a glob and a layout
     that it may not take. `memory_bytes`: None takes the hardware's. `execution`: see `Plan`. `micro_batches`: of a
-    step; the graph that is planned is that of one of them. `recompute`: "auto", or the level of every block;
+    step; the graph that is planned is that of one of them. `recompute`: "auto", or the level of every block; `tile`:
+    "auto", or whether losses are computed in blocks (see autopar/planner/tiling.py);
     `refuses`: what does not fit the memory (else it is planned anyway). `offload`: see
     autopar/planner/problem/offload.py; `on_host`: placeholders of parameters that are on the host already. `styles`:
     the model's own tensor parallelism (see hf_tp_plan.py), one of the baselines. `reduce_dtype`, `state_dtype`: see
@@ -80,6 +81,7 @@ class PlanOptions:
     folded: bool = True
     micro_batches: int = 1
     recompute: str = "auto"
+    tile: str = "auto"
     refuses: bool = True
     offload: str = offload.NONE
     on_host: frozenset[str] = frozenset()
@@ -109,6 +111,7 @@ class PlanOptions:
             raise StrategyError(f"no execution {self.execution!r} is known", fix=f"use {' or '.join(EXECUTIONS)}")
         passes.check(self.micro_batches)
         fixed_recompute.check(self.recompute)
+        tiling.check(self.tile)
         offload.check(self.offload, self.on_host, self.hardware)
         if self.of_state().orthogonalizes and (self.state_dtype or self.offload != offload.NONE):
             raise StrategyError(
@@ -219,10 +222,7 @@ def search(
     report("searching")
     if options.strategy is None:
         starts = [*(one.found[-1] for one in others.values() if isinstance(one, Outcome)), *starts]
-    solver, chosen = fixed_recompute.fastest(
-        passes.solvers_for(solvers, options.strategy), restriction, dict(options.pin), options.recompute,
-        options.refuses, starts,
-    )  # fmt: skip
+    solver, chosen = tiling.fastest(passes.solvers_for(solvers, options.strategy), restriction, options, starts)
     chosen = not_worse(chosen, others, options)
     if options.refuses:
         offload.check_host(solver.problem, chosen.evaluation)

@@ -40,14 +40,14 @@ class PlanRequest:
 
     @staticmethod
     def of(mesh, name: str, *, micro_batches: int | str | None = None, schedule: str | Schedule = ANY_SCHEDULE,
-           stages_per_rank: int | None = None, recompute: str = "auto", refuses: bool = True, solver: str = "dual",
+           stages_per_rank: int | None = None, recompute: str = "auto", tile: str = "auto", refuses: bool = True, solver: str = "dual",
            styles=None, **options) -> PlanRequest:  # fmt: skip
         """Read the arguments of `autopar.plan` and `compile`, checked as far as they can be without a model; `options`
         are those of `options_of`. Raises subclasses of AutoparError for what cannot be right."""
         is_count = isinstance(mesh, int) and not isinstance(mesh, bool)
         read = Mesh(("dp",), (mesh,)) if is_count else Mesh.of(mesh)
         asked = options_of(mesh, **options)
-        asked = replace(asked, recompute=recompute, refuses=refuses, styles=styles or {},
+        asked = replace(asked, recompute=recompute, tile=tile, refuses=refuses, styles=styles or {},
                         search=replace(asked.search, solver=solver))  # fmt: skip
         request = PlanRequest(mesh if is_count else read, asked, name, micro_batches, schedule, stages_per_rank)
         if not request.has_stages and micro_batches not in (None, AUTO):

@@ -17,6 +17,7 @@ from ..ir.casts import CAST, own_casts
 from ..ir.graph import PARTNERS, describe, is_op, outputs_of, tensor_arguments, tensor_of, values_of
 from ..ir.layout import Layout, is_even, is_legal
 from ..ir.mesh import Mesh
+from ..rules.loss_regions import loss_regions
 from ..rules.rule import Strategy
 from .sharding import NodeSharding, Sharding
 
@@ -58,6 +59,16 @@ def check_decisions(graph: fx.Graph, sharding: Sharding) -> None:
         ):
             raise _wrong(nodes[name], f"the plan keeps {name} as {layout}, which it cannot be")
     _check_outputs(graph, sharding)
+
+
+def check_tiled(graph: fx.Graph, layers: Sequence[str]) -> None:
+    """Raise PlanIncompatible if one of these is no last linear layer whose logits a loss alone reads."""
+    known = {region.linear.name for region in loss_regions(graph)}
+    if unknown := sorted(set(layers) - known):
+        raise PlanIncompatible(
+            f"the plan computes a loss without the logits of {unknown[0]:.80}, which is no last layer of one",
+            fix="plan again",
+        )
 
 
 def _check_partial(graph: fx.Graph, sharding: Sharding) -> None:

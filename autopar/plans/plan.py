@@ -21,6 +21,7 @@ from .pipeline import Pipeline, StageCost
 from .program import DecidedProgram
 from .sharding import Sharding
 from .sharding_data import sharding_from_json, sharding_to_json
+from .tiled import TiledLoss
 
 if TYPE_CHECKING:
     from torch import fx
@@ -194,6 +195,7 @@ class Plan:
     execution: str = "eager"  # or "compiled": fused by torch.compile, launches hidden (autopar/cost/compute.py)
     reduce_dtype: str | None = None  # gradients are added up over devices in this type if it is narrower than theirs
     outputs: tuple[Output, ...] = ()  # empty if all are whole on every device
+    tiled: tuple[TiledLoss, ...] = ()  # last layers whose logits are never whole
     pipeline: Pipeline = Pipeline()  # the sharding is of one micro-batch, on the mesh of a stage
     planning_seconds: float = field(default=0.0, compare=False)
 
@@ -208,7 +210,7 @@ class Plan:
             "mesh": str(self.mesh), "sharding": sharding_to_json(self.sharding), "version": VERSION,
         }  # fmt: skip
         values.pop("planning_seconds")
-        for name in ("reduce_dtype", "state_dtype", "outputs", "batches"):
+        for name in ("reduce_dtype", "state_dtype", "outputs", "batches", "tiled"):
             if not values[name]:
                 values.pop(name)
         data: Json = json.loads(json.dumps(values, default=asdict))  # lists for tuples
@@ -281,6 +283,7 @@ class Plan:
                 "recomputed_kinds": tuple(fields["recomputed_kinds"]),
                 "warnings": tuple(fields["warnings"]),
                 "outputs": tuple(Output(**(o | {"shape": tuple(o["shape"])})) for o in fields.get("outputs", ())),
+                "tiled": tuple(TiledLoss(**t) for t in fields.get("tiled", ())),
                 "offloaded": Offloaded(**fields["offloaded"]),
                 "flops": Flops(**fields.get("flops", {})),
                 "program": DecidedProgram(**fields.get("program", {})),
@@ -298,7 +301,7 @@ class Plan:
         """Raise PlanIncompatible if the plan was made for another mesh or another graph, or takes a decision that the
         graph does not allow."""
         from ..ir.graph import fingerprint  # of torch, which a plan is read and printed without
-        from .check import check_decisions
+        from .check import check_decisions, check_tiled
 
         if self.mesh != mesh:
             raise PlanIncompatible(
@@ -315,6 +318,7 @@ class Plan:
             )
         if self.micro_batches == 1:  # else they are about the graph of a micro-batch (see autopar/compiler.py)
             check_decisions(graph, self.sharding)
+            check_tiled(graph, [t.node for t in self.tiled])
 
 
 def _pipeline_from_json(data: Json, mesh: Mesh) -> Pipeline:

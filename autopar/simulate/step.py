@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
@@ -20,6 +20,7 @@ from ..compiler import lower
 from ..frontend.export import Captured
 from ..ir.graph import output_node
 from ..plans.plan import Plan
+from ..rules.loss_regions import unmade_outputs
 from .collectives import Simulator, assemble, local_inputs
 from .collectives import simulate_step as run_parts
 from .oracle import sorted_results
@@ -62,7 +63,12 @@ def simulate_step(captured: Captured, plan: Plan, values: Mapping[str, Tensor]) 
     is_forward = [r.is_forward for r in roles]
     order = sorted(range(len(roles)), key=lambda i: not is_forward[i])  # as the parts return them
     whole: dict[int, Tensor] = {}
+    unmade = unmade_outputs(captured.graph, [t.node for t in plan.tiled])
+    made = simulate_step(captured, replace(plan, tiled=()), values).outputs if unmade else ()  # as when they are read
     for position, i in enumerate(order):
+        if roles[i].kind == "output" and roles[i].name in unmade:
+            whole[i] = made[int(roles[i].name)]
+            continue
         blocks, shape = [values[position] for values in ranks], output.args[0][i].meta["val"].shape
         whole[i] = assemble(blocks, plan.sharding.outputs[i], mesh, shape)
     found = sorted_results([whole[i] for i in range(len(roles))], roles)

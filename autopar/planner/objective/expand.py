@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ...ir.graph import output_node
+from ...rules.loss_regions import LossRegion, loss_regions
 from ..problem.problem import Problem
 from ..problem.vertices import STATE, vertices_of
 from .checkpoint_blocks import taking
@@ -69,6 +70,13 @@ def _without_recomputation(evaluation: Evaluation) -> Evaluation:
     )
 
 
+def _tiled(small: Problem, first: int) -> tuple[LossRegion, ...]:
+    """Return the losses in blocks of the whole graph, given those of the compact graph; for `first` see
+    `Problem.copies`."""
+    layers = {node for region in small.tiled for node in small.whole_nodes(region.linear, first)}
+    return tuple(region for region in loss_regions(small.whole) if region.linear in layers)
+
+
 class _Writer:
     def __init__(self, small: Problem, evaluation: Evaluation):
         self.small, self.evaluation = small, evaluation
@@ -90,6 +98,7 @@ class _Writer:
             small, vertices=vertices, uses=uses, graph=small.whole, compact=None,
             tensor_bytes={(t, o): small.tensor_bytes[v, o] for v, o in small.tensor_bytes for t in self.unrolled[v]},
             rule_of={t: rule for v, rule in small.rule_of.items() for t in self.unrolled[v]},
+            tiled=_tiled(small, evaluation.first),
             output_uses=uses[len(uses) - len(output_node(small.whole).args[0]) :],
         )  # fmt: skip
         self.reads = {  # by block and vertex, a vertex of the block that reads it, and as which of its inputs

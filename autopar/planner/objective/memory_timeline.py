@@ -145,6 +145,8 @@ class _Lives:
         return self._strategy(vertex).outputs[output]
 
     def _bytes(self, vertex: int, output: int, layout) -> float:
+        if vertex in self.problem.never_made:
+            return 0.0
         return self.pricer.bytes_of(self.problem.vertices[vertex].values[output], layout)
 
     def _is_view(self, vertex: int) -> bool:

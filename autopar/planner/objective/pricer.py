@@ -107,6 +107,8 @@ class Pricer:
 
     def local_bytes(self, producer: int, output: int, layout: Layout) -> float:
         """Return the bytes on the device that holds most of a tensor in this layout."""
+        if producer in self.problem.never_made:
+            return 0.0
         return self.bytes_of(self.problem.vertices[producer].values[output], layout)
 
     def bytes_of(self, value: torch.Tensor, layout: Layout) -> float:

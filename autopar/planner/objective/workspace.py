@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
+from ...ir.graph import tensor_arguments
 from ...ir.layout import local_shape
-from ...ops.workspace import workspace_bytes
+from ...ops.workspace import logits_bytes, workspace_bytes
 from ...rules import Strategy
 from ..problem.problem import Problem
 from ..problem.vertices import Vertex
@@ -28,6 +30,12 @@ def inside_bytes(problem: Problem, vertex: Vertex, strategy: Strategy) -> float:
     if vertex.kind != "op" or not problem.is_for_gpus:
         return 0.0
     first = dict.fromkeys(problem.mesh.names, 0)
+    if vertex.cls in problem.in_blocks:  # which decides for itself, and is of the planned graph
+        vertex = problem.vertices[vertex.cls]
+        value = tensor_arguments(vertex.node)[0].meta["val"]
+        *rows, columns = local_shape(tuple(value.shape), strategy.inputs[0], problem.mesh, first)
+        hidden = next(r for r in problem.tiled if vertex.node in (r.sums, r.dx, r.dw)).hidden
+        return float(logits_bytes(math.prod(rows), columns, hidden, value.dtype, vertex.phase == "backward"))
     layouts = iter(strategy.inputs)
 
     def local(argument: fx.Node) -> Any:

@@ -26,6 +26,7 @@ from ...ir.graph import bytes_of, output_node, values_of
 from ...ir.layout import Layout
 from ...ir.mesh import Mesh
 from ...rules import Rule
+from ...rules.loss_regions import LossRegion
 from .offload import Offload
 from .strategies import Choices, choices_of, in_memory
 from .vertices import Use, Vertex, vertices_of
@@ -55,6 +56,7 @@ class Problem:
         default_factory=dict
     )  # by class, strategies that another graph allows (see overlay.py)
     orthogonalize: OrthogonalizeCost | None = None
+    tiled: tuple[LossRegion, ...] = ()  # computed in blocks, see tiled_loss.py
     _copies: dict[int, Sequence[int]] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -79,6 +81,18 @@ class Problem:
         for use in self.uses:
             found.setdefault((use.producer, use.output), []).append(use)
         return found
+
+    @cached_property
+    def never_made(self) -> frozenset[int]:
+        """Return the vertices whose tensor is never whole, as the loss that reads it is computed in blocks."""
+        nodes = {node for region in self.tiled for node in region.never_made}
+        return frozenset(v.index for v in self.vertices if v.node in nodes and v.kind == "op")
+
+    @cached_property
+    def in_blocks(self) -> frozenset[int]:
+        """Return the vertices during which blocks of logits take memory."""
+        nodes = {node for region in self.tiled for node in (region.sums, region.dx, region.dw)}
+        return frozenset(v.index for v in self.vertices if v.node in nodes and v.kind == "op")
 
     def whole_nodes(self, node: fx.Node, first: int) -> list[fx.Node]:
         """Return the nodes of the whole graph that a node of the planned graph stands for; for `first` see `copies`."""

@@ -51,6 +51,7 @@ class Outcome:
     pricer: Pricer
     found: Starts = ()  # choices by class that the search found on its way, the later the better
     program: DecidedProgram = DecidedProgram()  # what the integer program decided at the end
+    is_limited: bool = False  # whether the fastest plan of all did not fit
 
     @cached_property
     def seconds(self) -> float:

@@ -67,7 +67,7 @@ class Solver:
         if none does, and BeyondCutoff if none takes less than the cutoff."""
         run = self.run(restriction, pins, starts)
         first = self._first(run)
-        return first if first.fits else WithinLimit(run, first).outcome()
+        return first if first.fits else replace(WithinLimit(run, first).outcome(), is_limited=True)
 
     def _first(self, run: Run) -> Outcome:
         """Return the fastest plan as it is if it fits, or if it is to be one of a strategy, whose shardings hardly
