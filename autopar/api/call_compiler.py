@@ -216,11 +216,12 @@ class CallCompiler:
         asked = {k: self.options[k] for k in ("hardware", "optimizer", "precision", "execution", "strategy", "strict")}
         if self.given is not None:
             asked["strategy"] = first.strategy
-        return options_of(
+        asked_again = options_of(
             self.device_mesh, **asked, memory=first.memory_limit_bytes - held, pin=None, on_host=here,
             fixed=_by_node(captured, known), baselines=False, reduce_dtype=first.reduce_dtype,
             state_dtype=first.state_dtype,
         )  # fmt: skip
+        return replace(asked_again, tile=self.options["tile"])
 
 
 def _with_decisions(like: Plan, captured: Captured) -> Plan:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
+aten = torch.ops.aten
 MOST_ROWS, FEWEST_ROWS = 2**12, 2**8
 MOST_NUMEL, FEWEST_NUMEL = 2**24, 2**16  # of a block of logits
 
@@ -46,16 +47,17 @@ def linear_loss(x: Tensor, weight: Tensor, target: Tensor, offset: int) -> tuple
     lowest = torch.finfo(x.dtype).min  # not -inf: it is subtracted from logits that may be
     top = torch.full_like(flat, lowest, dtype=x.dtype)
     total, picked = (torch.zeros_like(flat, dtype=wide) for _ in range(2))
-    for start, end in _cuts(rows.shape[0], _high(x, weight)):
-        for left, right in _cuts(weight.shape[0], _wide_of(x, weight)):
-            logits = rows[start:end] @ weight[left:right].t()
-            column, inside = _columns(flat[start:end] - offset, left, right)
-            picked[start:end] += logits.gather(-1, column).squeeze(-1).to(wide) * inside
-            before = top[start:end]
-            higher = torch.maximum(before, logits.amax(-1))
-            scale = torch.sub(before.to(wide), higher).exp_()
-            total[start:end] = total[start:end] * scale + _exp(logits, higher.to(wide)).sum(-1)
-            top[start:end] = higher
+    high, width = block_shape(rows.shape[0], *weight.shape)
+    for start, end in _cuts(rows.shape[0], high):
+        here, own, highest, sums, found = (_cut(t, start, end) for t in (rows, flat, top, total, picked))
+        for left, right in _cuts(weight.shape[0], width):
+            logits = here @ _cut(weight, left, right).t()
+            column, inside = _columns(own - offset, left, right)
+            found.add_(logits.gather(-1, column).squeeze(-1).to(wide) * inside)
+            higher = torch.maximum(highest, logits.amax(-1))
+            sums.mul_(torch.sub(highest.to(wide), higher).exp_()).add_(_exp(logits, higher.to(wide)).sum(-1))
+            aten.copy_(highest, higher)
+            del logits
     return top.view(target.shape), total.view(target.shape), picked.view(target.shape)
 
 
@@ -66,30 +68,29 @@ def linear_loss_bw(
     """Return the gradients of x and of the weight, where that of the logits is grad_sum * exp(logits - row_max), plus
     grad_picked at the target's column."""
     rows, flat = _rows(x), target.reshape(-1)
-    factor, added, tops = (t.reshape(-1) for t in (grad_sum, grad_picked, row_max))
-    dx, dw = torch.zeros_like(rows, memory_format=torch.contiguous_format), torch.empty_like(
-        weight, memory_format=torch.contiguous_format
-    )
-    if not rows.shape[0]:
-        dw.zero_()
+    given = flat, *(t.reshape(-1) for t in (grad_sum, grad_picked, row_max))
+    dx = torch.zeros_like(rows, memory_format=torch.contiguous_format)
+    dw = torch.zeros_like(weight, memory_format=torch.contiguous_format)
     is_wide = x.dtype == _wide(x.dtype)
-    for start, end in _cuts(rows.shape[0], _high(x, weight)):
-        here = dx[start:end] if is_wide else torch.zeros_like(dx[start:end], dtype=torch.float32)
-        for left, right in _cuts(weight.shape[0], _wide_of(x, weight)):
-            part = weight[left:right]
-            grad = rows[start:end] @ part.t()
-            column, inside = _columns(flat[start:end] - offset, left, right)
-            exact = _exp(grad, tops[start:end]).mul_(factor[start:end].unsqueeze(-1))
-            exact.scatter_add_(-1, column, (added[start:end] * inside).unsqueeze(-1))
-            grad.copy_(exact)
+    high, width = block_shape(rows.shape[0], *weight.shape)
+    for start, end in _cuts(rows.shape[0], high):
+        here, own, factor, added, top = (_cut(t, start, end) for t in (rows, *given))
+        of_rows = _cut(dx, start, end)
+        total = of_rows if is_wide else torch.zeros_like(of_rows, dtype=torch.float32)
+        for left, right in _cuts(weight.shape[0], width):
+            part = _cut(weight, left, right)
+            grad = here @ part.t()
+            column, inside = _columns(own - offset, left, right)
+            exact = _exp(grad, top).mul_(factor.unsqueeze(-1))
+            exact.scatter_add_(-1, column, (added * inside).unsqueeze(-1))
+            aten.copy_(grad, exact)
             del exact
-            if start:
-                dw[left:right].addmm_(grad.t(), rows[start:end])
-            else:
-                torch.mm(grad.t(), rows[start:end], out=dw[left:right])
-            here.addmm_(grad, part) if is_wide else here.add_(grad @ part)
+            _cut(dw, left, right).addmm_(grad.t(), here)
+            total.addmm_(grad, part) if is_wide else total.add_(grad @ part)
+            del grad
         if not is_wide:
-            dx[start:end] = here
+            aten.copy_(of_rows, total)
+        del total
     return dx.view(x.shape), dw
 
 
@@ -101,12 +102,8 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(x.numel() // max(1, x.shape[-1]), x.shape[-1])
 
 
-def _high(x: Tensor, weight: Tensor) -> int:
-    return block_shape(x.numel() // max(1, x.shape[-1]), *weight.shape)[0]
-
-
-def _wide_of(x: Tensor, weight: Tensor) -> int:
-    return block_shape(x.numel() // max(1, x.shape[-1]), *weight.shape)[1]
+def _cut(x: Tensor, start: int, end: int) -> Tensor:
+    return x.narrow(0, start, end - start)
 
 
 def _cuts(size: int, step: int) -> Iterator[tuple[int, int]]:

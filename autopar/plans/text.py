@@ -17,8 +17,8 @@ MOST_KINDS = 6  # that a line names
 def plan_text(plan: Plan) -> str:
     """Return all of a plan, in sections: result, pipeline, modules, collectives, outputs, memory, recomputation,
     offload, alternatives, meshes, batches, warnings."""
-    sections = (_result, pipeline_lines, _modules, _collectives, _outputs, _memory, recomputed_lines, offloaded_lines,
-                _alternatives, _meshes, _batches, _warnings)  # fmt: skip
+    sections = (_result, pipeline_lines, _modules, _collectives, _outputs, _memory, recomputed_lines, tiled_lines,
+                offloaded_lines,                 _alternatives, _meshes, _batches, _warnings)  # fmt: skip
     return "\n\n".join("\n".join(lines) for section in sections if (lines := section(plan))) + "\n"
 
 
@@ -212,6 +212,15 @@ def recomputed_lines(plan: Plan) -> list[str]:
                 f"recomputed in the backward: {what}{len(blocks)} block{'s' if len(blocks) > 1 else ''}: {few}"
             )
     return lines
+
+
+def tiled_lines(plan: Plan) -> list[str]:
+    """Return a line on each last layer and loss in blocks, without logits."""
+    return [
+        f"loss of {t.layer or t.node} in blocks: {size(t.bytes_)} of logits a device are never whole, nor their "
+        f"gradient; the backward makes them again, {ms(t.seconds)} more of compute"
+        for t in plan.tiled
+    ]
 
 
 def offloaded_lines(plan: Plan) -> list[str]:

@@ -285,9 +285,8 @@ class Captures:
         with around[0], around[1], around[2], capture.guards.installed():
             traced = self.compiler.retrace(capture.traced, capture.flags[-1], self.by_name(capture.trainable))
         # the parts of the tensors that the first forward had serve both programs
-        plan = self.compiler.plan(
-            replace(traced, fixed=capture.inputs.layouts), self.table[0].plan, self.layouts_of_all_stages()
-        )
+        given = replace(traced, fixed=capture.inputs.layouts)
+        plan = self.compiler.plan(given, self.table[0].plan, self.layouts_of_all_stages())
         whole = self.step_of(traced, plan, self.compiler.lower(traced, plan))
         whole.is_complete = True
         for other in self.table if not capture.follows_size else (capture,):
@@ -296,6 +295,15 @@ class Captures:
         if self.groups.rank == 0:
             _log.info("%s: compiled in %.1f s", call, time.perf_counter() - start)
         return whole
+
+    def _whole(self, step: Step, inputs: Inputs) -> Step:
+        """Return the step of a call that also makes the logits that the plan leaves out. Called on all ranks."""
+        capture = next(c for c in self.table if c.inputs is inputs)
+        if capture.step is not step or capture.follows_size:
+            return self._complete(step, inputs)
+        self._rendezvous(f"{capture.call}; logits that are read, by a second forward each time")
+        traced, plan = capture.traced, replace(capture.plan, tiled=())
+        return self.step_of(traced, plan, self.compiler.lower(traced, plan))
 
     def layouts_of_all_stages(self) -> dict[str, Layout]:
         """Return the layouts, by name, of the parameters of the first capture, whoever has them, and of all that this
@@ -322,7 +330,7 @@ class Captures:
                                 trains, self.outputs == "everywhere", forms)  # fmt: skip
         else:
             step = Step(program, traced.captured, plan, self.module, self.device_mesh, self.groups, self.accumulation,
-                        self._complete, forms)  # fmt: skip
+                        self._complete, forms, self._whole)  # fmt: skip
         if self.compile_options is not None:
             step.compile(self.compile_options)
         if self.accumulation.is_deferring:

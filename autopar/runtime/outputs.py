@@ -38,8 +38,8 @@ from .lengths import OwnLengths
 
 Kind = Literal["global", "local", "sharded"]
 # What an output answers without being gathered: its form, its place in autograd, and all that makes it a DTensor.
-_OF_SHAPE = frozenset("shape size dim ndim ndimension numel nelement nbytes __len__ stride is_contiguous".split())
-_AS_IT_IS = _OF_SHAPE.union(
+OF_SHAPE = frozenset("shape size dim ndim ndimension numel nelement nbytes __len__ stride is_contiguous".split())
+_AS_IT_IS = OF_SHAPE.union(
     """dtype device layout requires_grad grad_fn is_leaf is_floating_point is_complex is_cuda is_meta is_sparse
     is_quantized element_size itemsize output_nr _version __hash__ names is_inference type placements device_mesh
     full_tensor to_local redistribute _local_tensor _spec __class__ __dict__""".split()
@@ -54,7 +54,7 @@ class GlobalTensor(DTensor):
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if _name_of(function) in _AS_IT_IS or torch.compiler.is_compiling() or _is_with_dtensors(args, kwargs):
+        if name_of(function) in _AS_IT_IS or torch.compiler.is_compiling() or _is_with_dtensors(args, kwargs):
             with _torch.without_torch_function():
                 return function(*args, **kwargs)
         return function(*tree_map(plain, args), **tree_map(plain, kwargs))
@@ -79,7 +79,7 @@ class ZigzagTensor(GlobalTensor):
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if _name_of(function) in _AS_IT_IS - _OF_PARTS:
+        if name_of(function) in _AS_IT_IS - _OF_PARTS:
             with _torch.without_torch_function():
                 return function(*args, **kwargs)
         return function(*tree_map(plain, args), **tree_map(plain, kwargs))
@@ -106,7 +106,7 @@ class LocalTensor(GlobalTensor):
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if _name_of(function) in _OF_SHAPE:
+        if name_of(function) in OF_SHAPE:
             return function(*tree_map(_example, args), **tree_map(_example, kwargs))
         if _is_with_dtensors(args, kwargs):
             raise InputError(
@@ -121,7 +121,7 @@ def _example(value: Any) -> Any:
     return value._own.shortened(value._own.example) if isinstance(value, LocalTensor) else value
 
 
-def _name_of(function) -> str:
+def name_of(function) -> str:
     """Return the name of a function, or of the attribute that it reads."""
     name = getattr(function, "__name__", "")
     return getattr(function.__self__, "__name__", "") if name == "__get__" else name

@@ -18,6 +18,12 @@ from ..errors import InputError
 from ..ir.graph import PARTNERS, Role, output_node
 
 
+FIXES = {
+    "backward": "call backward() before optimizer.step() and other writes, or call the model again",
+    "output": 'read it before optimizer.step() and other writes, or pass tile="none" to keep it from the forward on',
+}
+
+
 class SavedCall:
     """A record of one forward: how often its tensors had been written to, and the `values` of its placeholders if a
     second one may need them, else None. `owners`: for each placeholder the tensor that counts the writes, a DTensor if
@@ -29,17 +35,18 @@ class SavedCall:
         self.owners = [owners[i] for i in watched]
         self.versions = [tensor._version for tensor in self.owners]
 
-    def check(self, needed: Collection[int]) -> None:
-        """Raise InputError if a tensor at one of the positions `needed` was written to since."""
+    def check(self, needed: Collection[int], reader: str = "backward") -> None:
+        """Raise InputError if a tensor at one of the positions `needed` was written to since. `reader`: what needs it,
+        a backward or an output that is made when it is read."""
         now = [tensor._version for tensor in self.owners]
         if now == self.versions:
             return
         for i, old, new in zip(self.watched, self.versions, now):
             if old != new and i in needed:
                 raise InputError(
-                    f"the {self.roles[i].kind} {self.roles[i].name}, which this backward needs, has been modified by "
+                    f"the {self.roles[i].kind} {self.roles[i].name}, which this {reader} needs, has been modified by "
                     "an inplace operation since the forward",
-                    fix="call backward() before optimizer.step() and other writes, or call the model again",
+                    fix=FIXES[reader],
                 )
 
     def values_for(self, roles: Sequence[Role]) -> list[torch.Tensor]:

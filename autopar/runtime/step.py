@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import fx, nn
@@ -24,6 +25,7 @@ from ..frontend.user_lines import located
 from ..ir.graph import output_node
 from ..plans.plan import Plan
 from ..processes.process_groups import ProcessGroups
+from ..rules.loss_regions import unmade_outputs
 from ..schedule.played import Played
 from .accumulation import Accumulation
 from .backward import Backward, changes_explained, refuse_second_derivatives
@@ -32,6 +34,7 @@ from .inputs import Inputs
 from .loaded import LoadedGraph
 from .outputs import OutputForm, OutputForms
 from .parameters import table_of
+from .unmade import unmade
 from .saved_call import SavedCall, read_by_backward, read_by_outputs, written_by
 
 
@@ -39,16 +42,18 @@ class Step:
     """Runs the graphs on the parameters and buffers of `module`. What a step needs of them is looked up once, here.
 
     `complete` gives, for a step and the inputs of a call, the step in whose program all differentiable outputs have
-    tangents, for a backward that comes from one that has none here; all ranks call it together. `forms`: of the
-    outputs."""
+    tangents, for a backward that comes from one that has none here; `make_whole` the one that also makes the outputs
+    that this one leaves out. All ranks call them together. `forms`: of the outputs."""
 
     takes = Inputs
     runs_layers = True  # by themselves, as calls of their own
 
     def __init__(self, program: RankProgram, captured: Captured, plan: Plan, module: nn.Module, device_mesh,
                  groups: ProcessGroups, accumulation: Accumulation, complete: Callable[[Step, Inputs], Step],
-                 forms: OutputForms):  # fmt: skip
+                 forms: OutputForms, make_whole: Callable[[Step, Inputs], Step]):  # fmt: skip
         self.returns, self.saved, self.complete = captured.returns, program.parts.saved, complete
+        self.make_whole, self.whole = make_whole, None  # see `made`
+        self.unmade = unmade_outputs(captured.graph, [t.node for t in plan.tiled])
         self.is_complete = False  # whether it was made for gradients of all outputs
         self.roles = [
             n.meta["role"] for n in captured.graph.nodes if n.op == "placeholder" and n.meta["role"].kind != "tangent"
@@ -90,7 +95,7 @@ class Step:
         written = written_by(graph)  # of which the backward has copies
         late = read_by_backward(graph, self.saved) - written
         self.checked = {i for i, key in enumerate(keys) if key in late and key[0] in ("parameter", "input")}
-        early = read_by_outputs(graph) if self.without_tangent else set()
+        early = read_by_outputs(graph) if self.without_tangent or self.unmade else set()
         self.sources = {i for i, key in enumerate(keys) if key in early and key not in written and key[0] != "random"}
         self.overwritten = [i for i, key in enumerate(keys) if key in early and key in written]
         self.watched = sorted(self.checked | self.sources)
@@ -167,8 +172,10 @@ class Step:
             outputs = _Bridge.apply(self, call, inputs, *[inputs[i] for i in self.differentiated], *parameters)
         else:
             with torch.no_grad():
-                outputs, _ = self.forward(self.leaves(inputs, parameters, call.sizes), call)
-                outputs = self.shown(outputs, call)
+                values = self.leaves(inputs, parameters, call.sizes)
+                saved_call = self.save_call(values, parameters, call) if self.unmade else None
+                outputs, _ = self.forward(values, call)
+                outputs = self.shown(outputs, call, saved_call)
         return call.returns.rebuild(outputs)
 
     def _check(self, parameters: list[nn.Parameter]) -> None:
@@ -206,13 +213,29 @@ class Step:
             self._write(results, call)
         return [results[at] for at in self.outputs], list(results[self.forward_count :])
 
-    def shown(self, outputs: list[torch.Tensor], call: Call) -> list[torch.Tensor]:
-        """Return local outputs as the user gets them."""
+    def shown(
+        self, outputs: list[torch.Tensor], call: Call, saved_call: SavedCall | None = None
+    ) -> list[torch.Tensor]:
+        """Return local outputs as the user gets them; `saved_call` makes those that this program leaves out."""
         sizes = call.sizes
         if sizes not in self.forms_by_size and sizes is not None and self.forms_at is not None:
             self.forms_by_size[sizes] = self.forms_at(sizes).of(self.layouts)
         # a number is given as an object of its own: the graph may return one tensor as two outputs
-        return [form.of(output, call.lengths) for form, output in zip(self.forms_by_size[sizes], outputs)]
+        forms = self.forms_by_size[sizes]
+        shown = [form.of(output, call.lengths) for form, output in zip(forms, outputs)]
+        for at, name in enumerate(self.layouts):
+            if name in self.unmade:
+                make = partial(self.made, at, call.inputs, call.lengths, saved_call)
+                shown[at] = unmade(forms[at], outputs[at], call.lengths, make)
+        return shown
+
+    def made(self, at: int, inputs: Inputs, lengths, saved_call: SavedCall) -> torch.Tensor:
+        """Return an output that this program leaves out, from a second forward of one that makes it."""
+        saved_call.check(self.sources, "output")
+        whole = self.whole = self.whole or self.make_whole(self, inputs)
+        (form,) = whole.output_forms.of({name: x for i, (name, x) in enumerate(whole.layouts.items()) if i == at})
+        outputs, _ = whole.forward(saved_call.values_for(whole.roles), None)
+        return form.of(outputs[at], lengths)
 
     def _write(self, results, call: Call) -> None:
         for at, (table, leaf) in self.mutated:
@@ -231,7 +254,7 @@ class Step:
         for at, i in zip(self.inputs_at, self.read):
             if isinstance(call.tensors[i], DTensor) or i not in written:
                 owners[at] = call.tensors[i]
-        values = list(leaves) if self.without_tangent else None
+        values = list(leaves) if self.without_tangent or self.unmade else None
         for at in self.overwritten:
             values[at] = leaves[at].clone()
         return SavedCall(self.roles, owners, self.watched, values)
@@ -260,7 +283,7 @@ class _Bridge(torch.autograd.Function):
         outputs, saved = step.forward(values, call)
         ctx.step, ctx.inputs, ctx.sizes = step, call.inputs, call.sizes
         ctx.empty = [output.to("meta") for output in outputs]
-        outputs = step.shown(outputs, call)
+        outputs = step.shown(outputs, call, ctx.saved_call)
         ctx.others = [None if isinstance(s, torch.Tensor) else (s,) for s in saved]
         ctx.save_for_backward(*[s for s in saved if isinstance(s, torch.Tensor)])
         ctx.mark_non_differentiable(*[o for at, o in enumerate(outputs) if at not in step.differentiable])

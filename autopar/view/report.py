@@ -19,6 +19,7 @@ from ..plans.text import (
     meshes_table,
     offloaded_lines,
     recomputed_lines,
+    tiled_lines,
     without_price,
 )
 from ..plans.wording import wording
@@ -158,7 +159,8 @@ def _step(planned: Planned, timeline: Timeline) -> Html:
         for (name, seconds), milliseconds in zip(timeline.busy_seconds.items(),
                                                  column([1e3 * s for s in timeline.busy_seconds.values()]))
     ], left=2, bars=1)  # fmt: skip
-    notes = joined(tag("p", f"{line[0].upper()}{line[1:]}", class_="note") for line in recomputed_lines(planned.plan))
+    lines = recomputed_lines(planned.plan) + tiled_lines(planned.plan)
+    notes = joined(tag("p", f"{line[0].upper()}{line[1:]}", class_="note") for line in lines)
     controls = tag(
         "div", legend_of([k for k in kinds if k[0] in found]), tag("span", *buttons, class_="zoom"), class_="controls"
     )

@@ -64,9 +64,9 @@ def _tile(graph: fx.Graph, region: LossRegion) -> None:
     _tile_backward(graph, builder, region)
     for view in region.logits:
         for user in [u for u in view.users if u.op == "output"]:
-            with graph.inserting_after(made):
+            with graph.inserting_before(region.linear):
                 builder.meta = _origin(region.linear)
-                user.replace_input_with(view, builder.call(aten.new_empty.default, x, [0]))
+                user.replace_input_with(view, _without_values(builder, x, view))
 
 
 def _tile_backward(graph: fx.Graph, builder: Builder, region: LossRegion) -> None:
@@ -84,6 +84,12 @@ def _tile_backward(graph: fx.Graph, builder: Builder, region: LossRegion) -> Non
         for i, node in enumerate((region.dx, region.dw)):
             builder.meta = _origin(node) | {k: node.meta[k] for k in ("global", "layout") if k in node.meta}
             _replace(node, builder.call(operator.getitem, made, i))
+
+
+def _without_values(builder: Builder, x: fx.Node, logits: fx.Node) -> fx.Node:
+    """Return what has the form of the logits, no memory, and NaN for whoever reads it all the same."""
+    number = builder.call(aten.new_full.default, x, [1] * logits.meta["val"].dim(), float("nan"))
+    return builder.call(aten.expand.default, number, list(logits.meta["val"].shape))
 
 
 def _origin(node: fx.Node) -> dict:

@@ -1,0 +1,96 @@
+"""Outputs that a program leaves out: logits of a loss that is computed in blocks (passes/distribute/tile_loss.py).
+
+Whoever reads one gets it from a second forward, on the tensors of the call, of the same plan with whole logits. All
+ranks read it together, as any output that is gathered. What the forward read must not have been written to since. A
+gradient for it goes the way of any other output beside a loss (autopar/runtime/step.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from .. import _torch
+from .outputs import OF_SHAPE, GlobalTensor, OutputForm, name_of, plain
+
+_AS_IT_IS = OF_SHAPE.union(
+    """dtype device layout requires_grad grad_fn is_leaf is_floating_point is_complex is_cuda element_size itemsize
+    output_nr _version __hash__ __class__ __dict__ _spec _local_tensor""".split()
+)
+
+
+class UnmadeTensor(GlobalTensor):
+    """An output that is made when it is read. `_shown` answers for its form, `_make` gives the output itself."""
+
+    _shown: Tensor
+    _make: Callable[[], Tensor]
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        kwargs, name = kwargs or {}, name_of(function)
+        if name in OF_SHAPE:
+            args, kwargs = _torch.tree_map(_shown, (args, kwargs))
+            return function(*args, **kwargs)
+        if name in _AS_IT_IS:
+            with _torch.without_torch_function():
+                return function(*args, **kwargs)
+        args, kwargs = _torch.tree_map(made, (args, kwargs))
+        return function(*args, **kwargs)
+
+    def full_tensor(self, **options):
+        return cast(Any, made(self)).full_tensor(**options)
+
+    def to_local(self, **options):
+        return cast(Any, made(self)).to_local(**options)
+
+    def redistribute(self, *args, **options):
+        return cast(Any, made(self)).redistribute(*args, **options)
+
+    def tolist(self):
+        return plain(made(self)).tolist()
+
+    def numpy(self, **options):
+        return plain(made(self)).numpy(**options)
+
+    def __format__(self, form: str) -> str:
+        return format(plain(made(self)), form)
+
+
+def _shown(value: Any) -> Any:
+    return value._shown if isinstance(value, UnmadeTensor) else value
+
+
+def made(value: Any) -> Any:
+    """Return the output that an unmade one stands for, made once; anything else as it is."""
+    if not isinstance(value, UnmadeTensor):
+        return value
+    with _torch.without_torch_function():
+        known = value.__dict__.get("_made")
+        if known is None or (torch.is_grad_enabled() and value.requires_grad and not known.requires_grad):
+            known = value.__dict__["_made"] = _Made.apply(value)
+    return known
+
+
+class _Made(torch.autograd.Function):
+    """Makes an output. Its gradient is one of the unmade output."""
+
+    @staticmethod
+    def forward(ctx, value: Any) -> Tensor:
+        ctx.spec = value._spec
+        with torch.no_grad():
+            return value._make()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        return gradient if isinstance(gradient, DTensor) else _torch.as_dtensor(gradient.contiguous(), ctx.spec)
+
+
+def unmade(form: OutputForm, local: Tensor, lengths, make: Callable[[], Tensor]) -> Tensor:
+    """Return an output of a form that `make` makes when it is read; `local` has its local form and no values."""
+    output = cast(UnmadeTensor, _torch.as_dtensor(local, form.spec, UnmadeTensor))
+    output._shown, output._make = form.of(local, lengths), make
+    return output
