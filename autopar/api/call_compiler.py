@@ -38,11 +38,13 @@ from ..planner.options import options_of
 from ..planner.pipeline.replan import plan_same_stages, with_owners
 from ..planner.plan import PlanOptions
 from ..planner.problem.hf_tp_plan import styles_of
+from ..planner.problem.tiled_loss import AUTO
 from ..planner.remedies import planned_or_fixes
 from ..planner.request import PlanRequest
 from ..plans.pipeline import axis_of
 from ..plans.plan import Plan
 from ..processes import agree
+from ..rules.loss_regions import loss_regions
 from ..runtime.capture import Traced
 from ..runtime.inputs import global_example
 from ..storage.compile_cache import CompileCache
@@ -221,7 +223,7 @@ class CallCompiler:
             fixed=_by_node(captured, known), baselines=False, reduce_dtype=first.reduce_dtype,
             state_dtype=first.state_dtype,
         )  # fmt: skip
-        return replace(asked_again, tile=self.options["tile"])
+        return replace(asked_again, tile=self.options["tile"] if loss_regions(captured.graph) else AUTO)
 
 
 def _with_decisions(like: Plan, captured: Captured) -> Plan:

@@ -37,9 +37,7 @@ def fastest(solvers: Sequence[Solver], restriction: Restriction, options: PlanOp
     what `fixed_recompute.fastest` raises, and StrategyError if blocks are asked for and there is no loss for them."""
 
     def search(some: Sequence[Solver], starts: Starts) -> Found:
-        return fixed_recompute.fastest(
-            some, restriction, dict(options.pin), options.recompute, options.refuses, starts
-        )
+        return fixed_recompute.fastest(some, restriction, dict(options.pin), options.recompute, options.refuses, starts)
 
     if options.tile == LOSS:
         return _tiled_alone(search(_in_blocks(solvers, options, is_asked=True), starts))

@@ -17,7 +17,6 @@ from torch import fx
 from ..errors import InputError
 from ..ir.graph import PARTNERS, Role, output_node
 
-
 FIXES = {
     "backward": "call backward() before optimizer.step() and other writes, or call the model again",
     "output": 'read it before optimizer.step() and other writes, or pass tile="none" to keep it from the forward on',

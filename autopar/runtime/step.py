@@ -34,8 +34,8 @@ from .inputs import Inputs
 from .loaded import LoadedGraph
 from .outputs import OutputForm, OutputForms
 from .parameters import table_of
-from .unmade import unmade
 from .saved_call import SavedCall, read_by_backward, read_by_outputs, written_by
+from .unmade import unmade
 
 
 class Step:
@@ -213,9 +213,7 @@ class Step:
             self._write(results, call)
         return [results[at] for at in self.outputs], list(results[self.forward_count :])
 
-    def shown(
-        self, outputs: list[torch.Tensor], call: Call, saved_call: SavedCall | None = None
-    ) -> list[torch.Tensor]:
+    def shown(self, outputs: list[torch.Tensor], call: Call, saved_call: SavedCall | None = None) -> list[torch.Tensor]:
         """Return local outputs as the user gets them; `saved_call` makes those that this program leaves out."""
         sizes = call.sizes
         if sizes not in self.forms_by_size and sizes is not None and self.forms_at is not None:
@@ -232,7 +230,8 @@ class Step:
     def made(self, at: int, inputs: Inputs, lengths, saved_call: SavedCall) -> torch.Tensor:
         """Return an output that this program leaves out, from a second forward of one that makes it."""
         saved_call.check(self.sources, "output")
-        whole = self.whole = self.whole or self.make_whole(self, inputs)
+        whole = self.whole or self.make_whole(self, inputs)
+        self.whole = None if self.follows_size else whole  # then one of each size
         (form,) = whole.output_forms.of({name: x for i, (name, x) in enumerate(whole.layouts.items()) if i == at})
         outputs, _ = whole.forward(saved_call.values_for(whole.roles), None)
         return form.of(outputs[at], lengths)

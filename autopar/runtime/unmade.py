@@ -42,13 +42,13 @@ class UnmadeTensor(GlobalTensor):
         return function(*args, **kwargs)
 
     def full_tensor(self, **options):
-        return cast(Any, made(self)).full_tensor(**options)
+        return _dtensor(self).full_tensor(**options)
 
     def to_local(self, **options):
-        return cast(Any, made(self)).to_local(**options)
+        return _dtensor(self).to_local(**options)
 
     def redistribute(self, *args, **options):
-        return cast(Any, made(self)).redistribute(*args, **options)
+        return _dtensor(self).redistribute(*args, **options)
 
     def tolist(self):
         return plain(made(self)).tolist()
@@ -70,23 +70,45 @@ def made(value: Any) -> Any:
         return value
     with _torch.without_torch_function():
         known = value.__dict__.get("_made")
-        if known is None or (torch.is_grad_enabled() and value.requires_grad and not known.requires_grad):
-            known = value.__dict__["_made"] = _Made.apply(value)
+        if known is not None and (known.requires_grad or not (torch.is_grad_enabled() and value.requires_grad)):
+            return known
+    with torch.no_grad():
+        found = [value._make() if known is None else known.detach()]
+    with _torch.without_torch_function():
+        known = value.__dict__["_made"] = _Made.apply(value, found)
     return known
 
 
+def _dtensor(value: UnmadeTensor) -> Any:
+    """Return the made output as a DTensor, which it is unless every rank has all of it."""
+    known = made(value)
+    return known if isinstance(known, DTensor) else _Spread.apply(known, value._spec)
+
+
+class _Spread(torch.autograd.Function):
+    """A tensor that every rank has as a DTensor."""
+
+    @staticmethod
+    def forward(ctx, whole: Tensor, spec: Any) -> Tensor:
+        return _torch.as_dtensor(whole, spec)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient, None
+
+
 class _Made(torch.autograd.Function):
-    """Makes an output. Its gradient is one of the unmade output."""
+    """Puts what was made in the place of an output. Its gradient is one of the unmade output."""
 
     @staticmethod
-    def forward(ctx, value: Any) -> Tensor:
+    def forward(ctx, value: Any, found: list[Tensor]) -> Tensor:
         ctx.spec = value._spec
-        with torch.no_grad():
-            return value._make()
+        return found.pop()
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> Tensor:
-        return gradient if isinstance(gradient, DTensor) else _torch.as_dtensor(gradient.contiguous(), ctx.spec)
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        is_spread = isinstance(gradient, DTensor)
+        return gradient if is_spread else _torch.as_dtensor(gradient.contiguous(), ctx.spec), None
 
 
 def unmade(form: OutputForm, local: Tensor, lengths, make: Callable[[], Tensor]) -> Tensor:

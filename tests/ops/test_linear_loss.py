@@ -68,7 +68,7 @@ CASES = [  # rows, vocabulary, hidden
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("rows, vocabulary, hidden", CASES)
 def test_memory(rows, vocabulary, hidden, device):
-    """Beside what it gives, neither way holds more than 1.2 times the gradient of the weight, and as much as is said."""
+    """Beside what it gives, neither way holds more than 1.2 times the weight's gradient, nor more than is said."""
 
     def of(*shape, dtype=torch.bfloat16):
         return torch.empty(shape, dtype=dtype, device=device)

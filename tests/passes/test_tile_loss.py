@@ -72,9 +72,7 @@ def simulated(model, inputs, mesh, strategy=None, precision="fp32", **options):
     plan, captured = plan_and_capture(
         model, mesh, inputs, strategy=strategy, precision=precision, tile="loss", **CPU | options
     )
-    assert plan.tiled and not any(
-        "vocab_loss" in str(n.target) for n in lower(captured, plan, 0).local.graph.nodes
-    )
+    assert plan.tiled and not any("vocab_loss" in str(n.target) for n in lower(captured, plan, 0).local.graph.nodes)
     return plan, captured, simulate_step(captured, plan, global_values(captured, model, inputs))
 
 

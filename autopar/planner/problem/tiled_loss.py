@@ -102,5 +102,3 @@ def moves_none(problem: Problem, evaluation: Evaluation) -> bool:
     """Return whether a plan moves no logits between the layer and its loss."""
     never = {v.index for v in problem.vertices for region in problem.tiled if v.node in region.never_made}
     return not any(t.producer in never for t in evaluation.every_transfer)
-
-
