@@ -133,7 +133,8 @@ def search(
     execution="eager", tokens_per_second=False, **staged,
 ) -> Planned:  # fmt: skip
     """Plan as `plan` does, and return all that the search knows beside the plan. `staged`: micro_batches, schedule,
-    stages_per_rank, recompute, tile, solver, and `refuses=False`, with which what does not fit is planned all the same."""
+    stages_per_rank, recompute, tile, solver, and `refuses=False`, with which what does not fit is planned all the
+    same."""
     check_model(model)
     precision = precision_on(Mesh.of(mesh) if isinstance(mesh, Mapping) else mesh, hardware, precision, model)
     request = PlanRequest.of(

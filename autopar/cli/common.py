@@ -168,7 +168,8 @@ def search(args: argparse.Namespace, report: Report, **options) -> Planned:
     model, inputs = models.build(args.model, batch=args.batch, seq=args.seq)
     asked = dict(
         optimizer=args.optimizer, strict=args.strict, forbid=forbidden(args), adapt=adaptations(args),
-        micro_batches=many, recompute=args.recompute, tile=args.tile, schedule=getattr(args, "schedule", None) or "auto",
+        micro_batches=many, recompute=args.recompute, tile=args.tile,
+        schedule=getattr(args, "schedule", None) or "auto",
         stages_per_rank=getattr(args, "stages_per_rank", None), baselines=PIPELINES if staged else compares,
     )  # fmt: skip
     return api.search(model, mesh or args.devices, inputs, report=report, **asked | planning(args) | options)

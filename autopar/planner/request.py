@@ -40,8 +40,8 @@ class PlanRequest:
 
     @staticmethod
     def of(mesh, name: str, *, micro_batches: int | str | None = None, schedule: str | Schedule = ANY_SCHEDULE,
-           stages_per_rank: int | None = None, recompute: str = "auto", tile: str = "auto", refuses: bool = True, solver: str = "dual",
-           styles=None, **options) -> PlanRequest:  # fmt: skip
+           stages_per_rank: int | None = None, recompute: str = "auto", tile: str = "auto", refuses: bool = True,
+           solver: str = "dual", styles=None, **options) -> PlanRequest:  # fmt: skip
         """Read the arguments of `autopar.plan` and `compile`, checked as far as they can be without a model; `options`
         are those of `options_of`. Raises subclasses of AutoparError for what cannot be right."""
         is_count = isinstance(mesh, int) and not isinstance(mesh, bool)

@@ -1,8 +1,8 @@
 """The problem of a graph whose last linear layers and losses are computed in blocks, without logits.
 
 It has the vertices of the graph itself, at other prices: logits and their gradient take no memory and are never
-redistributed, both products of the backward read all of what a row of logits is made of, what the blocks need is taken while the two products of the backward run, and the backward also makes
-the logits again (passes/distribute/tile_loss.py is what then runs).
+redistributed, both products of the backward read all of what a row of logits is made of, what the blocks need is taken
+while these two run, and the backward also makes the logits again (passes/distribute/tile_loss.py is what then runs).
 """
 
 from __future__ import annotations
