@@ -10,14 +10,15 @@ is read. A joint graph is searched, or one device's, in which a redistribution o
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
-from ..ir.graph import outputs_of
+from ..ir.graph import operand, outputs_of
 from ..ops import autopar
+from .reading import bound
 
 aten = torch.ops.aten
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.alias.default)
@@ -43,7 +44,7 @@ class LossRegion:
     @property
     def hidden(self) -> int:
         """Return the size of what the layer multiplies a row of."""
-        return int(self.linear.args[1].meta["val"].shape[1])
+        return int(operand(self.linear, 1).meta["val"].shape[1])
 
     @property
     def never_made(self) -> tuple[fx.Node, ...]:
@@ -67,7 +68,8 @@ def region_of(linear: fx.Node) -> LossRegion | None:
     products = _sorted(readers, (autopar.linear_dx.default, autopar.linear_dw.default))
     if products is None or any(node.args[0] not in grads for node in products):
         return None
-    return LossRegion(tuple(logits), *found, tuple(grads), *products)
+    (top, sums, back), (dx, dw) = found, products
+    return LossRegion(tuple(logits), top, sums, back, tuple(grads), dx, dw)
 
 
 def unmade_outputs(graph: fx.Graph, tiled: Collection[str]) -> frozenset[str]:
@@ -91,7 +93,7 @@ def _views(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
     return found, readers
 
 
-def _sorted(readers: list[fx.Node], targets: tuple) -> list[fx.Node] | None:
+def _sorted(readers: list[fx.Node], targets: Sequence[object]) -> list[fx.Node] | None:
     """Return the readers in the order of `targets`, None unless there is one of each and no other."""
     by_target = {node.target: node for node in readers}
     if len(readers) != len(targets) or set(by_target) != set(targets):
@@ -101,6 +103,5 @@ def _sorted(readers: list[fx.Node], targets: tuple) -> list[fx.Node] | None:
 
 def _over_last(top: fx.Node) -> bool:
     """Return whether a maximum is that over the last dim, which is dropped."""
-    dims = top.args[1] if len(top.args) > 1 else []
-    keeps = bool(top.args[2]) if len(top.args) > 2 else bool(top.kwargs.get("keepdim", False))
-    return [d % top.args[0].meta["val"].dim() for d in dims] == [top.args[0].meta["val"].dim() - 1] and not keeps
+    value = operand(top).meta["val"]
+    return bool(top.meta["val"].shape == value.shape[:-1]) and list(bound(top)["dim"]) in ([-1], [value.dim() - 1])

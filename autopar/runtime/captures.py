@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -303,7 +303,7 @@ class Captures:
             return self._complete(step, inputs)
         self._rendezvous(f"{capture.call}; logits that are read, by a second forward each time")
         traced, plan = capture.traced, replace(capture.plan, tiled=())
-        return self.step_of(traced, plan, self.compiler.lower(traced, plan))
+        return cast(Step, self.step_of(traced, plan, self.compiler.lower(traced, plan)))
 
     def layouts_of_all_stages(self) -> dict[str, Layout]:
         """Return the layouts, by name, of the parameters of the first capture, whoever has them, and of all that this

@@ -52,7 +52,8 @@ class Step:
                  groups: ProcessGroups, accumulation: Accumulation, complete: Callable[[Step, Inputs], Step],
                  forms: OutputForms, make_whole: Callable[[Step, Inputs], Step]):  # fmt: skip
         self.returns, self.saved, self.complete = captured.returns, program.parts.saved, complete
-        self.make_whole, self.whole = make_whole, None  # see `made`
+        self.make_whole = make_whole
+        self.whole: Step | None = None  # see `made`
         self.unmade = unmade_outputs(captured.graph, [t.node for t in plan.tiled])
         self.is_complete = False  # whether it was made for gradients of all outputs
         self.roles = [
@@ -222,7 +223,7 @@ class Step:
         forms = self.forms_by_size[sizes]
         shown = [form.of(output, call.lengths) for form, output in zip(forms, outputs)]
         for at, name in enumerate(self.layouts):
-            if name in self.unmade:
+            if name in self.unmade and saved_call is not None:
                 make = partial(self.made, at, call.inputs, call.lengths, saved_call)
                 shown[at] = unmade(forms[at], outputs[at], call.lengths, make)
         return shown

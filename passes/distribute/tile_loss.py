@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from ...errors import VerifyError
-from ...ir.graph import describe
+from ...ir.graph import describe, operand
 from ...ops import autopar
 from ...rules.loss_regions import LossRegion, region_of
 from .emit import Builder
@@ -46,8 +46,8 @@ def tile_loss(local: fx.GraphModule, layers: Collection[str]) -> fx.GraphModule:
 
 def _tile(graph: fx.Graph, region: LossRegion) -> None:
     builder = Builder(graph, region.linear.meta["val"].fake_mode)
-    x, weight = region.linear.args
-    _, target, row_max, offset = region.sums.args
+    x, weight = operand(region.linear), operand(region.linear, 1)
+    target, row_max, offset = operand(region.sums, 1), operand(region.sums, 2), region.sums.args[3]
     _move_before(region.top, target)
     with graph.inserting_before(region.top):
         builder.meta = _origin(region.linear)
@@ -60,7 +60,7 @@ def _tile(graph: fx.Graph, region: LossRegion) -> None:
             scale = builder.call(aten.exp.default, builder.call(aten.sub.Tensor, top, row_max))
             total = builder.call(aten.mul.Tensor, total, scale)
     for item in list(region.sums.users):
-        _replace(item, (total, picked)[item.args[1]])
+        _replace(item, picked if item.args[1] else total)
     _tile_backward(graph, builder, region)
     for view in region.logits:
         for user in [u for u in view.users if u.op == "output"]:
@@ -72,7 +72,7 @@ def _tile(graph: fx.Graph, region: LossRegion) -> None:
 def _tile_backward(graph: fx.Graph, builder: Builder, region: LossRegion) -> None:
     """Put one op in the place of the gradient of the logits and the two products with it."""
     grad_sum, grad_picked, _, target, row_max, offset = region.back.args
-    x, weight = region.dw.args[1], region.dx.args[1]
+    x, weight = operand(region.dw, 1), operand(region.dx, 1)
     order = {node: i for i, node in enumerate(graph.nodes)}
     late = min(region.dx, region.dw, key=order.__getitem__)
     for argument in (x, weight):
@@ -105,7 +105,7 @@ def _replace(old: fx.Node, new: fx.Node) -> None:
 def _is_own(row_max: fx.Node, top: fx.Node) -> bool:
     """Return whether a maximum is that of the columns that are here, in any type."""
     while row_max.target is aten._to_copy.default:
-        row_max = row_max.args[0]
+        row_max = operand(row_max)
     return row_max is top
 
 

@@ -75,7 +75,7 @@ class _Price:
 
     def seconds(self, region: LossRegion, strategy: Strategy) -> float:
         """Return the seconds that a strategy of the logits' gradient takes more."""
-        value, hidden = region.back.meta["val"], region.linear.args[1].meta["val"].shape[1]
+        value, hidden = region.back.meta["val"], region.hidden
         *leading, columns = _largest(value, strategy.outputs[0], self.problem.mesh)
         rows, item = math.prod(leading), value.element_size()
         peak = self.hardware.peak_flops_per_second(DTYPE_NAMES.get(value.dtype, "fp32"))
