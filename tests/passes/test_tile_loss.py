@@ -44,6 +44,8 @@ class Head(nn.Module):
         options = {"label_smoothing": 0.1} if self.kind == "smoothing" else {}
         if self.kind == "sum":
             options["reduction"] = "sum"
+        if self.kind == "weights":
+            options["weight"] = torch.arange(1.0, logits.shape[-1] + 1, dtype=logits.dtype)
         loss = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=3, **options)
         if self.kind == "read twice":
             loss = loss + logits.square().mean()
@@ -82,7 +84,7 @@ MESHES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["", "tied", "output", "sum"])
+@pytest.mark.parametrize("kind", ["", "tied", "output", "sum", "weights"])
 @pytest.mark.parametrize("mesh, strategy", MESHES)
 def test_gradients_are_those_of_eager(mesh, strategy, kind):
     """In fp64, with sizes that no mesh divides, and labels that are left out."""
