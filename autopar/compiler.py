@@ -158,7 +158,7 @@ STAGES = (Pass("cut", cut, lambda pipeline: (pipeline.cuts,), takes=CAPTURE),)
 RANK = (
     Pass("localize", localize, _localized),
     Pass("recompute", recompute, lambda here: (here.plan.sharding.again,)),
-    Pass("tile_loss", tile_loss, lambda here: ([t.node for t in here.plan.tiled],)),
+    Pass("tile_loss", tile_loss, lambda here: ([t.node for t in here.plan.tiled],), lambda here: bool(here.plan.tiled)),
     Pass("lower_ops", lower_ops),
     Pass("bucket", bucket, lambda here: (here.plan.bucket_bytes,)),
     Pass("by_tier", by_tier, _tiered, lambda here: bool(here.plan.sharding.hierarchy)),
