@@ -26,9 +26,8 @@ class Local:
 
 
 def inside_bytes(problem: Problem, vertex: Vertex, strategy: Strategy) -> float:
-    """Return the bytes of an op on GPUs under a strategy; 0 on CPUs, whose kernels are others."""
-    if vertex.kind != "op" or not problem.is_for_gpus:
-        return 0.0
+    """Return the bytes of an op under a strategy; 0 on CPUs, whose kernels are others, but for losses in
+    blocks."""
     first = dict.fromkeys(problem.mesh.names, 0)
     if vertex.cls in problem.in_blocks:  # which decides for itself, and is of the planned graph
         vertex = problem.vertices[vertex.cls]
@@ -36,6 +35,8 @@ def inside_bytes(problem: Problem, vertex: Vertex, strategy: Strategy) -> float:
         *rows, columns = local_shape(tuple(value.shape), strategy.inputs[0], problem.mesh, first)
         hidden = next(r for r in problem.tiled if vertex.node in (r.sums, r.dx, r.dw)).hidden
         return float(logits_bytes(math.prod(rows), columns, hidden, value.dtype, vertex.phase == "backward"))
+    if vertex.kind != "op" or not problem.is_for_gpus:
+        return 0.0
     layouts = iter(strategy.inputs)
 
     def local(argument: fx.Node) -> Any:
