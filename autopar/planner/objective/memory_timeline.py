@@ -165,7 +165,7 @@ class _Lives:
     def spans(self):
         """Iterate over (kind, first run, last run, bytes) of everything that does not stay."""
         e = self.evaluation
-        arrival = {(t.transfer.producer, t.transfer.output, t.transfer.target): t.start
+        arrival = {(t.transfer.producer, t.transfer.output, t.transfer.target): t.held
                    for t in self.order.travels if t.phase == "forward"}  # fmt: skip
         for (v, o, layout), bytes_ in e.saved.items():
             first = arrival.get((v, o, layout), self.run_of.get((v, False), 0))
@@ -222,7 +222,7 @@ class _Lives:
             for producer, output in self.problem.vertices[run.vertex].inputs:
                 asked[self._base(producer, output)[0]].append(i)
         for travel in self.order.travels:
-            asked[travel.transfer.producer].append(min(travel.start, len(self.order.runs) - 1))
+            asked[travel.transfer.producer].append(min(travel.held, len(self.order.runs) - 1))
         for v in self.problem.vertices:
             if v.kind == "parameter" and 0 in v.casts and asked[v.index] and not self._strategy(v.index).on_host:
                 bytes_ = self._bytes(v.index, 0, self._layout(v.index, 0)) * self.copies[v.index]
@@ -283,7 +283,7 @@ class _Lives:
             return None
         is_parameter = self.problem.vertices[t.producer].kind == "parameter"
         kind = RECOMPUTED if travel.recomputed and not is_parameter else GATHERED if is_parameter else PASSING
-        return kind, travel.start, travel.last, self._bytes(*key)
+        return kind, travel.held, travel.last, self._bytes(*key)
 
     def _collective_buffers(self):
         """Iterate over the spans of what collectives of tensors that are in no bucket hold beside the tensor before and
@@ -304,7 +304,7 @@ class _Lives:
         """Return the run before which a tensor leaves: what is not gathered ahead leaves where its copy is first
         wanted."""
         is_late = not travel.transfer.is_hidden and travel.first < len(self.order.runs)
-        return travel.first if is_late else travel.start
+        return travel.first if is_late else travel.held
 
 
 def _is_packed(step: MoveStep) -> bool:

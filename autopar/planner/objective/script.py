@@ -16,9 +16,7 @@ from itertools import groupby
 from ...cost.redistribute import MoveStep
 from ..problem.multipliers import PHASES
 from ..problem.problem import Problem
-from .checkpoint_blocks import block_of
 from .evaluate import Evaluation, Transfer
-from .module_table import module_of
 from .step_order import Execution, StepOrder, Travel, step_order
 
 COMPUTES = 0  # the stream; collectives are on those of their classes of links, from 1 on
@@ -106,7 +104,7 @@ class _Writer:
         self.copies, self.passes = problem.copies(e.first), e.passes
         own = [i for i, run in enumerate(order.runs) if run.phase == phase]
         self.begin, self.end = (own[0], own[-1] + 1) if own else (len(order.runs), len(order.runs))
-        self.runs = order.runs[self.begin : self.end]
+        self.runs, self.blocks = order.runs[self.begin : self.end], order.blocks[self.begin : self.end]
         self.travels = [t for t in order.travels if t.phase == phase]
         self.again = {v: n for levels in e.recomputed.values() for step, n in levels.values() for v in step.recomputed}
 
@@ -126,7 +124,7 @@ class _Writer:
 
     def _segments(self) -> list[_Segment]:
         """Return the segments of the phase, with their pieces."""
-        grouped = [[i for i, _ in group] for _, group in groupby(enumerate(self.runs), self._group)]
+        grouped = [list(group) for _, group in groupby(range(len(self.runs)), self.blocks.__getitem__)]
         of_run = [s for s, positions in enumerate(grouped) for _ in positions]
         segments = [_Segment(self._copies_of(positions)) for positions in grouped] or [_Segment(1)]
         of_run = of_run or [0]
@@ -186,10 +184,6 @@ class _Writer:
     def _local(self, travel: Travel, seconds: float) -> list[Piece]:
         before, _, after = self.streams.pieces(travel, seconds)
         return [*before, *after]
-
-    def _group(self, item: tuple[int, Execution]) -> str:
-        module = module_of(self.problem.vertices[item[1].vertex])
-        return block_of(module) or module
 
     def _copies_of(self, positions: Sequence[int]) -> int:
         return self.copies[self.runs[positions[0]].vertex]

@@ -3,7 +3,8 @@
 Ops run in graph order, forward then backward; those of recomputed blocks run again just before the backward first reads
 them. A copy that both the backward and what runs again read travels once.
 A transfer may start once its source is made, but at most one block ahead of its first reader: a block's gathered
-parameters arrive while the block before it computes, and never those of the whole model at once.
+parameters arrive while the block before it computes, and never those of the whole model at once. Buckets of them are
+sent one after the other (passes/distribute/overlap.py), so that most copies of a backward are there later than that.
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ class Execution:
 
 @dataclass(frozen=True)
 class Travel:
-    """One execution of a transfer, by positions in `StepOrder.runs`: it may start before run `start`, and `first` and
-    `last` read it (both the number of runs if it only leaves the step)."""
+    """One execution of a transfer, by positions in `StepOrder.runs`: it may start before run `start`, its copy takes
+    memory from run `held` on, and `first` and `last` read it (both the number of runs if it only leaves the step)."""
 
     transfer: Transfer
     phase: str
     start: int
+    held: int
     first: int
     last: int
     recomputed: bool = False
@@ -46,10 +48,11 @@ class Travel:
 @dataclass(frozen=True)
 class StepOrder:
     """Ops in the order in which they run, transfers in the order in which they may start; of those that may start
-    together the one that is read first comes first."""
+    together the one that is read first comes first. `blocks`: by run the block that it belongs to."""
 
     runs: tuple[Execution, ...]
     travels: tuple[Travel, ...]
+    blocks: tuple[str, ...]
 
 
 def step_order(problem: Problem, evaluation: Evaluation) -> StepOrder:
@@ -58,7 +61,9 @@ def step_order(problem: Problem, evaluation: Evaluation) -> StepOrder:
     runs = tuple(_runs(problem, recomputed))
     index = {(run.vertex, run.recomputed): i for i, run in enumerate(runs)}
     first_backward = next((i for i, run in enumerate(runs) if run.phase == "backward"), len(runs))
-    one_block_ahead = _one_block_ahead(problem, runs)
+    modules = _modules(problem, runs)
+    blocks = _blocks(runs, modules)
+    one_block_ahead, one_module_ahead = _one_ahead(runs, blocks), _one_ahead(runs, modules)
 
     def travel(transfer: Transfer, readers: list[tuple[int, bool]], recomputed: bool = False) -> Travel:
         producer, phase = transfer.producer, transfer.phase
@@ -67,8 +72,8 @@ def step_order(problem: Problem, evaluation: Evaluation) -> StepOrder:
             made = first_backward - 1
         read = [index[r] for r in readers if r in index]
         first, last = (min(read), max(read)) if read else (len(runs), len(runs))
-        start = max(made + 1, one_block_ahead[first] if read else 0)
-        return Travel(transfer, phase, start, first, last, recomputed)
+        start, held = (max(made + 1, ahead[first] if read else 0) for ahead in (one_block_ahead, one_module_ahead))
+        return Travel(transfer, phase, start, held, first, last, recomputed)
 
     second: dict[tuple, list[tuple[int, bool]]] = defaultdict(list)  # what runs again, by the copy that it reads
     for t in evaluation.transfers:
@@ -81,7 +86,7 @@ def step_order(problem: Problem, evaluation: Evaluation) -> StepOrder:
     for t in evaluation.recompute_transfers:
         readers = [(c, False) for c in _backward_readers(problem, evaluation, t)]
         travels.append(travel(t, second[key_of(t)] + readers, True))
-    return StepOrder(runs, tuple(sorted(travels, key=lambda t: (t.start, t.first))))
+    return StepOrder(runs, tuple(sorted(travels, key=lambda t: (t.start, t.first))), blocks)
 
 
 def _backward_readers(problem: Problem, e: Evaluation, t: Transfer) -> Iterator[int]:
@@ -106,16 +111,27 @@ def _runs(problem: Problem, recomputed: dict[int, str]) -> Iterator[Execution]:
             yield Execution(v.index, "backward")
 
 
-def _one_block_ahead(problem: Problem, runs: tuple[Execution, ...]) -> list[int]:
-    """Return, by position, where the block before that of the run begins; outside of blocks a module counts as one."""
+def _modules(problem: Problem, runs: tuple[Execution, ...]) -> tuple[str, ...]:
+    """Return, by run, the block of its module, or the module itself outside of blocks; "" for what is in no module."""
+    modules = [module_of(problem.vertices[run.vertex]) for run in runs]
+    return tuple(block_of(module) or module for module in modules)
 
-    def phase_and_block(item: tuple[int, Execution]) -> tuple[str, str]:
-        module = module_of(problem.vertices[item[1].vertex])
-        return item[1].phase, block_of(module) or module
 
+def _blocks(runs: tuple[Execution, ...], modules: tuple[str, ...]) -> tuple[str, ...]:
+    """Return, by run, the block that it belongs to: in the backward what is in no module, as are sums of gradients,
+    belongs to the block whose backward it follows."""
+    result: list[str] = []
+    for i, (run, module) in enumerate(zip(runs, modules)):
+        follows = not module and i > 0 and run.phase == runs[i - 1].phase == "backward"
+        result.append(result[-1] if follows else module)
+    return tuple(result)
+
+
+def _one_ahead(runs: tuple[Execution, ...], names: tuple[str, ...]) -> list[int]:
+    """Return, by position, where what has another name begins that comes before that of the run."""
     result, before = [], 0
-    for _, block in groupby(enumerate(runs), phase_and_block):
-        positions = [i for i, _ in block]
+    for _, group in groupby(range(len(runs)), lambda i: (runs[i].phase, names[i])):
+        positions = list(group)
         result += [before] * len(positions)
         before = positions[0]
     return result
