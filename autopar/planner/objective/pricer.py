@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ...cost.transfer_prices import IMPOSSIBLE, TransferPrices
+from ...cost.transfer_prices import TransferPrices
 from ...ir.graph import operand
 from ...ir.layout import Layout, largest_local_numel
 from ..problem.problem import Problem
@@ -27,6 +27,7 @@ class Pricer:
         self.micro_batches, self.reduces_once, self.gathers_once = micro_batches, reduces_once, gathers_once
         self._local: dict[tuple, float] = {}
         self._inside: dict[tuple[int, int], float] = {}
+        self._tables: dict[float, np.ndarray] = {}
         self._shares_of: dict[tuple[int, float], tuple[float, ...]] = {}
 
     def is_bucketed(self, producer: int, slots) -> bool:
@@ -91,19 +92,16 @@ class Pricer:
             self._shares_of[row, bytes_] = tuple((seconds / seconds.sum()).tolist())
         return self._shares_of[row, bytes_]
 
-    def split(
-        self, sources: tuple[Layout, ...], targets: tuple[Layout, ...], bytes_: int, bucketed: bool
-    ) -> np.ndarray:
-        """Return the seconds by stream for every (source, target), none where impossible. A tensor that is smaller than
-        a bucket pays its share of one."""
-        rows = self.prices.rows(sources, targets)
-        if bucketed and bytes_ < self.bucket_bytes:
-            return self.prices.split(self.bucket_bytes)[:, rows] * (bytes_ / self.bucket_bytes)
-        return self.prices.split(bytes_)[:, rows]
-
-    def is_possible(self, sources: tuple[Layout, ...], targets: tuple[Layout, ...]) -> np.ndarray:
-        """Return whether there is a redistribution for every (source, target)."""
-        return self.prices.rows(sources, targets) != IMPOSSIBLE
+    def table(self, bytes_: float, bucketed: bool) -> np.ndarray:
+        """Return the seconds by stream of every sequence of steps (see TransferPrices) for a tensor of `bytes_` global
+        bytes. One that is smaller than a bucket pays its share of one."""
+        if not bucketed or bytes_ >= self.bucket_bytes:
+            return self.prices.split(bytes_)
+        whole = self.prices.split(self.bucket_bytes)
+        found = self._tables.get(bytes_)
+        if found is None or found.shape != whole.shape:
+            found = self._tables[bytes_] = whole * (bytes_ / self.bucket_bytes)
+        return found
 
     def local_bytes(self, producer: int, output: int, layout: Layout) -> float:
         """Return the bytes on the device that holds most of a tensor in this layout."""

@@ -147,6 +147,13 @@ class Dual:
                     end.message = other.rows[:, end.places(other)].ravel()
         return few
 
+    def release(self) -> None:
+        """Let go of all that is priced. What was learned stays; the next prices, the same ones too, are filled in
+        anew."""
+        self.prices, self.served = None, {}
+        for factor in self.every_factor:
+            factor.release()
+
     def price(self, prices: Prices, served: dict[HyperedgePrices, list[PricedMode]] | None = None) -> None:
         """Take these prices from now on; messages stay, so that the bound is near again after few sweeps. For `served`
         see `__init__`."""

@@ -120,23 +120,21 @@ class Factor:
         positions = [tail.position, *(h.position for h in heads)]
         self.first, self.last = min(positions), max(positions)
         self.others = {id(head): [h for h in heads if h is not head] for head in heads}
+        self.phases = {0}  # in which a block of some of the consumers may read
+        for head in heads:
+            own = {head.phase, head.phase | BACKWARD} if head.twice else {head.phase}
+            self.phases |= {phases | mine for phases in self.phases for mine in own}
+        self.phases -= {0}
 
     def price(self, modes: list[PricedMode]) -> None:
         """Take over the part of a hyperedge's prices that is allowed, times its share of the copies. Where others of
         the hyperedge's consumers are in other factors, a block costs no more than with these: what both phases read may
         be cheaper than what one does."""
-        if len(self.heads) < len(self.hyperedge.hyperedge.consumers):
-            modes = [
-                PricedMode(m.base, {p: np.minimum(price, m.block[BOTH]) for p, price in m.block.items()}) for m in modes
-            ]
-        grid, rows = np.ix_(self.sources, self.universe), np.ix_(range(1 + self.tail.twice), self.sources)
+        rows = np.ix_(range(1 + self.tail.twice), self.sources)
         modes = [
             PricedMode(
                 np.minimum(mode.base[rows] * self.scale, IMPOSSIBLE_SECONDS),
-                {
-                    phase: np.minimum(price[grid] * self.scale, IMPOSSIBLE_SECONDS)
-                    for phase, price in mode.block.items()
-                },
+                {phases: self._part(mode, phases) for phases in self.phases},
             )
             for mode in modes
         ]
@@ -145,10 +143,23 @@ class Factor:
         else:
             self.modes = modes
 
+    def release(self) -> None:
+        """Let go of the prices."""
+        self.alone, self.modes = None, []
+
+    def _part(self, mode: PricedMode, phases: int) -> np.ndarray:
+        """Return what a block that reads in these phases pays, by the factor's own layouts."""
+        grid = np.ix_(self.sources, self.universe)
+        price = mode.block[phases][grid]
+        if len(self.heads) < len(self.hyperedge.hyperedge.consumers):
+            price = np.minimum(price, mode.block[BOTH][grid])
+        return np.minimum(price * self.scale, IMPOSSIBLE_SECONDS)
+
     def _alone(self, mode: PricedMode, head: End) -> np.ndarray:
         """Return what the only consumer costs, by the producer's layouts and its own, either twice if it may run
         again."""
-        columns = np.hstack([mode.block[head.phase], mode.block[head.phase | BACKWARD]][: 1 + head.twice])
+        phases = (head.phase, head.phase | BACKWARD)[: 1 + head.twice]
+        columns = np.hstack([mode.block[x] for x in phases])
         return np.vstack([base[:, None] + columns for base in mode.base])
 
     def _block(self, head: End) -> _Block:

@@ -13,11 +13,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..objective.modes import BACKWARD, BOTH, FORWARD, cost, modes_of, waits
+from ..objective.modes import BACKWARD, BOTH, FORWARD, MAKE, ONCE, Mode, cost, modes_of, waits
 from ..objective.pricer import Pricer
 from ..problem.multipliers import PHASES, Prices
 from ..problem.problem import Problem
 from ..problem.vertices import STATE
+from .transfer_grid import TransferGrid
+
+_least = np.minimum.reduce
 
 
 @dataclass(frozen=True)
@@ -46,10 +49,22 @@ def hyperedges_of(problem: Problem) -> list[Hyperedge]:
 class PricedMode:
     """A mode at some prices: what the tensor itself costs by producer layout p, in two rows, the second if the producer
     runs again; and for every column q what a block of consumers that takes q pays, by the phases in the block:
-    {FORWARD: (p, q), BACKWARD: (p, q), BOTH: (p, q)}."""
+    {FORWARD: (p, q), BACKWARD: (p, q), BOTH: (p, q)}, each when it is asked for."""
 
     base: np.ndarray
-    block: dict[int, np.ndarray]
+    block: Mapping[int, np.ndarray]
+
+
+class _Blocks(dict):
+    """The payments of a hyperedge in one mode, priced when they are asked for."""
+
+    def __init__(self, hyperedge: HyperedgePrices, mode: Mode, prices: Prices, is_priced: bool):
+        super().__init__()
+        self.hyperedge, self.mode, self.prices, self.is_priced = hyperedge, mode, prices, is_priced
+
+    def __missing__(self, phases: int) -> np.ndarray:
+        self[phases] = self.hyperedge.block(self.mode, phases, self.prices, self.is_priced)
+        return self[phases]
 
 
 class HyperedgePrices:
@@ -72,46 +87,34 @@ class HyperedgePrices:
         self.vertex = problem.vertices[hyperedge.example[0]]
         slots = [slot for _, slot, _ in hyperedge.consumers]
         self.is_hidden = pricer.is_bucketed(hyperedge.example[0], slots)
-        times = np.array([pricer.times(hyperedge.example[0], slots, p) for p in self.sources])
-        self.is_once = (times < pricer.micro_batches)[:, None]
-        self.split = self._redistributions(slots) * (times / pricer.micro_batches)[:, None]
-        self.seconds = self.split.sum(0)
-        self.is_possible = pricer.is_possible(self.sources, self.targets)
+        self.grid = TransferGrid.of(pricer, hyperedge.example, slots, self.sources, self.targets)
+        self.is_once = (self.grid.share < 1)[:, None]
         number = {layout: i for i, layout in enumerate(self.sources)}
         self.same_as = np.array([number.get(q, -1) for q in self.targets])  # the source that is a column's layout
-        columns = np.flatnonzero(self.same_as >= 0)
-        self._unmoved = self.same_as[columns], columns  # where a column is the producer's own layout
-        self._copy_bytes = np.tile(
-            [pricer.local_bytes(*hyperedge.example, q) for q in self.targets], (len(self.sources), 1)
-        )
-        self._copy_bytes[self._unmoved] = 0.0
-        self._whole_bytes = self._unreduced_bytes(slots)
+        self._copy_bytes = np.array([pricer.local_bytes(*hyperedge.example, q) for q in self.targets])
         self._base_bytes = np.array([pricer.local_bytes(*hyperedge.example, p) for p in self.sources])
+        self._whole_bytes = self._unreduced_bytes(slots)
 
-    def _redistributions(self, slots: list[int]) -> np.ndarray:
-        """Return the seconds by stream from every source to every target, none where there is no way."""
-        pricer, tensor = self.pricer, self.hyperedge.example
-        bytes_ = [pricer.moved_bytes(*tensor, slots, p) for p in self.sources]
-        whole = self.problem.tensor_bytes[tensor]
-        seconds = pricer.split(self.sources, self.targets, whole, self.is_hidden)
-        for i, (p, moved) in enumerate(zip(self.sources, bytes_)):
-            if moved != whole:
-                casts = [pricer.cast_seconds(*tensor, p, q, moved) for q in self.targets]
-                seconds[:, i] = pricer.split((p,), self.targets, moved, self.is_hidden)[:, 0]
-                seconds[0, i] += casts
-        return seconds
+    @property
+    def is_possible(self) -> np.ndarray:
+        """Return whether there is a redistribution for every (source, target)."""
+        return self.grid.is_possible
 
-    def _unreduced_bytes(self, slots: list[int]) -> np.ndarray:
+    def _unmoved(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return where a column is the producer's own layout."""
+        columns = np.flatnonzero(self.same_as >= 0)
+        return self.same_as[columns], columns
+
+    def _unreduced_bytes(self, slots: list[int]) -> np.ndarray | None:
         """Return what one gradient of one parameter takes, in the type of that, beyond its shard if it waits, as it is
-        made, for one reduction."""
+        made, for one reduction; None of other tensors."""
         consumers = [self.problem.vertices[cls] for cls, _, _ in self.hyperedge.consumers]
-        found = np.zeros((len(self.sources), len(self.targets)))
         is_gradient = slots == [STATE] and self.phases == [BACKWARD] and consumers[0].kind == "parameter"
-        if self.pricer.reduces_once and is_gradient:
-            master = consumers[0].node.meta["val"]
-            made, shards = ([self.pricer.bytes_of(master, x) for x in xs] for xs in (self.sources, self.targets))
-            found = np.maximum(0.0, np.subtract.outer(made, shards))
-        return found
+        if not self.pricer.reduces_once or not is_gradient:
+            return None
+        master = consumers[0].node.meta["val"]
+        made, shards = ([self.pricer.bytes_of(master, x) for x in xs] for xs in (self.sources, self.targets))
+        return np.maximum(0.0, np.subtract.outer(made, shards))
 
     def among(self, allowed: Mapping[int, np.ndarray]) -> HyperedgePrices:
         """Return the prices of the layouts alone that the strategies have which these masks by class allow; a strategy
@@ -130,56 +133,59 @@ class HyperedgePrices:
     def chosen(self, sources: np.ndarray, columns: np.ndarray) -> HyperedgePrices:
         """Return the prices of some of the sources and of the columns alone, numbered in this order: few numbers to
         price again and again."""
-        few, at = copy.copy(self), np.ix_(sources, columns)
+        few = copy.copy(self)
         few.sources = tuple(self.sources[p] for p in sources)
         few.targets = tuple(self.targets[q] for q in columns)
-        few.is_once, few.split = self.is_once[sources], self.split[:, sources][:, :, columns]
-        few.seconds, few.is_possible = self.seconds[at], self.is_possible[at]
-        few._copy_bytes, few._base_bytes = self._copy_bytes[at], self._base_bytes[sources]
-        few._whole_bytes = self._whole_bytes[at]
+        few.grid, few.is_once = self.grid.chosen(sources, columns), self.is_once[sources]
+        few._copy_bytes, few._base_bytes = self._copy_bytes[columns], self._base_bytes[sources]
+        few._whole_bytes = None if self._whole_bytes is None else self._whole_bytes[np.ix_(sources, columns)]
         number = {p: i for i, p in enumerate(sources.tolist())}
         few.same_as = np.array([number.get(p, -1) for p in self.same_as[columns].tolist()], int)
-        unmoved = np.flatnonzero(few.same_as >= 0)
-        few._unmoved = few.same_as[unmoved], unmoved
         return few
 
     def _priced(self, prices: Prices, phase: str, is_once: bool = False) -> np.ndarray:
         """Return the priced seconds from every source to every target, inf where there is no way."""
         if not prices.links:
-            seconds = self.seconds
-        elif self.is_hidden and not is_once and self.is_once.any():
-            each, once = (np.tensordot(prices.hidden(phase, x), self.split, 1) for x in (False, True))
-            seconds = np.where(self.is_once, once, each)
-        else:
-            weights = prices.hidden(phase, is_once) if self.is_hidden else prices.blocking(phase)
-            seconds = np.tensordot(weights, self.split, 1)
-        return np.where(self.is_possible, seconds, np.inf)
+            return self.grid.seconds()
+        if self.is_hidden and not is_once and self.is_once.any():
+            each, once = (self.grid.seconds(np.array(prices.hidden(phase, x))) for x in (False, True))
+            return np.where(self.is_once, once, each)
+        weights = prices.hidden(phase, is_once) if self.is_hidden else prices.blocking(phase)
+        return self.grid.seconds(np.array(weights))
 
     def modes(self, prices: Prices, keep_parameters: bool | None, reruns: Collection[int] = ()) -> list[PricedMode]:
         """Return the modes in which one copy of the hyperedge may be served, at these prices. `keep_parameters` says
         whether gathered parameters are kept for the backward (None: as prices say); classes of `reruns` may run
         again."""
-        early, late = (self._priced(prices, phase) for phase in PHASES)
-        once = self._priced(prices, "forward", True) / self.pricer.micro_batches
         is_priced, is_parameter = prices.saved and waits(self.vertex), self.vertex.kind == "parameter"
-        held = prices.byte_seconds * self._copy_bytes if is_priced else 0.0
-        whole = prices.gradients * prices.byte_seconds * self._whole_bytes
         base = np.zeros((2, len(self.sources)))
         is_read_late = BACKWARD in self.phases or any(cls in reruns for cls, _, _ in self.hyperedge.consumers)
         if is_priced and is_read_late and not is_parameter:
             base[0] = prices.byte_seconds * self._base_bytes
-        priced = []
-        for mode in modes_of(self.vertex, self.pricer.gathers_once, keep_parameters):
-            if not mode.saves_base and not (is_priced and is_read_late):
-                continue  # what waits costs nothing
-            block = {}
-            for phases, ways in mode.ways.items():
-                costs = [cost(way, phases, early, late, once, held) for way in ways]
-                block[phases] = np.minimum.reduce(costs) + whole if costs else np.full_like(late, np.inf)
-            if not mode.saves_base:
-                block[BOTH][self._unmoved] = np.inf
-            priced.append(PricedMode(base if mode.saves_base else np.zeros_like(base), block))
-        return priced
+        return [
+            PricedMode(base if mode.saves_base else np.zeros_like(base), _Blocks(self, mode, prices, is_priced))
+            for mode in modes_of(self.vertex, self.pricer.gathers_once, keep_parameters)
+            if mode.saves_base or is_priced and is_read_late  # else what waits costs nothing
+        ]
+
+    def block(self, mode: Mode, phases: int, prices: Prices, is_priced: bool) -> np.ndarray:
+        """Return what a block of consumers that read in these phases pays in a mode, by source and target; `is_priced`:
+        for the bytes of copies too."""
+        ways = mode.ways[phases]
+        if not ways:
+            return np.full((len(self.sources), len(self.targets)), np.inf)
+        early, late = (self._priced(prices, x) if phases & bit else 0.0 for x, bit in zip(PHASES, (FORWARD, BACKWARD)))
+        once = self._priced(prices, "forward", True) / self.pricer.micro_batches if ONCE in ways else 0.0
+        held: float | np.ndarray = 0.0
+        if is_priced and ways != (MAKE,):
+            held = np.tile(prices.byte_seconds * self._copy_bytes, (len(self.sources), 1))
+            held[self._unmoved()] = 0.0
+        found = _least([cost(way, phases, early, late, once, held) for way in ways])
+        if self._whole_bytes is not None:
+            found += prices.gradients * prices.byte_seconds * self._whole_bytes
+        if not mode.saves_base and phases == BOTH:
+            found[self._unmoved()] = np.inf
+        return found
 
 
 def served(

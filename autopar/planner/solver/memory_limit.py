@@ -120,6 +120,7 @@ class WithinLimit:
         meet there; None if memory peaks elsewhere. Raise BeyondCutoff if the bound reaches the cutoff."""
         run, cuts = self.run, self.run.cuts.copy()
         cuts.high[-1] = MOST_PRICE
+        run.dual.release()
         reruns = self.solver.blocks.reruns if free.saved else ()
         dual = Dual(self.problem, run.hyperedges, run.allowed, free, run.restriction.keep, reruns)
         # Far from where most was proved the search proves little: many plans cost the same where a weight is all.
