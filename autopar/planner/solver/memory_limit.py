@@ -58,6 +58,7 @@ class WithinLimit:
         self.fast = fastest.evaluation  # the least memory among fast plans, so far
         self.bound, self.smallest = fastest.bound_seconds, self.fast
         self.best: Evaluation | None = None
+        self.made_of: tuple[Evaluation, Prices] | None = None  # the plan that `best` was made of, and its prices
         self.tries, self.program = 0, DecidedProgram()
         self.rough = replace(run.search, gap=max(run.search.gap, PLAN_GAP), rounds=ROUNDS, largest_program=0)
 
@@ -71,6 +72,8 @@ class WithinLimit:
                 if self._search(early, is_sure) and self.best is not None:
                     break
         if self.best is not None:
+            if self.made_of is not None:  # what the limit still has room for, now that it is known what passes by
+                self._keep(self._fitted(*self.made_of, self.limit_bytes - self.best.bytes_)[0])
             self._keep(squeezed(self.run, self.best))
             return fastest_played([replace(self.last, evaluation=e) for e in [self.best, *self.kept]])
         best = self.run.smallest(self.smallest)
@@ -178,12 +181,12 @@ class WithinLimit:
         mixed = between(self.problem, one, other, evaluate, self.limit_bytes)
         self._keep(self._fitted(self.solver.with_peak(self.run.evaluate(prices, mixed.choice, mixed.first)), prices)[0])
 
-    def _keep(self, e: Evaluation | None) -> None:
-        """Remember a plan that fits."""
+    def _keep(self, e: Evaluation | None, made_of: tuple[Evaluation, Prices] | None = None) -> None:
+        """Remember a plan that fits, with what it was made of."""
         if e is not None:
             self.kept.append(e)
             if self.best is None or e.seconds < self.best.seconds:
-                self.best = e
+                self.best, self.made_of = e, made_of
 
     def _joint(self, dual: Dual, e: Evaluation) -> dict[int, int]:
         """Return an evaluated plan as a choice of options."""
@@ -240,16 +243,20 @@ class WithinLimit:
             candidate = self.solver.with_peak(candidate)
         self.smallest = min(self.smallest, candidate, key=self.solver.blocks.least_bytes)
         fitted, dearest = self._fitted(candidate, prices)
-        self._keep(fitted)
+        self._keep(fitted, (candidate, prices))
         if self.limit_bytes < candidate.bytes_ < self.fast.bytes_:
             self.fast = candidate
         return candidate, dearest
 
-    def _fitted(self, candidate: Evaluation, prices: Prices) -> tuple[Evaluation | None, float]:
+    def _fitted(self, candidate: Evaluation, prices: Prices, more: float = 0.0) -> tuple[Evaluation | None, float]:
         """Return `candidate` as it fits: with blocks recomputed, or, if there is room, with as much as there is room
         for of a faster plan and of copies kept for the backward; and the price in seconds a byte of what it recomputes.
-        Return None and infinity if it does not fit."""
-        limit, evaluate = self.limit_bytes, partial(self.run.evaluate, prices, passing_bytes=candidate.passing_bytes)
+        `more`: bytes by which less is expected to be alive at its peak than in the candidate. Return None and infinity
+        if it does not fit."""
+        limit, evaluate = (
+            self.limit_bytes + more,
+            partial(self.run.evaluate, prices, passing_bytes=candidate.passing_bytes),
+        )
         for _ in range(MOST_TRIES):
             fitted, dearest = self.solver.blocks.fit(candidate, limit, prices)
             if fitted is None:
