@@ -248,10 +248,12 @@ def _check_added(subject: Exported | Captured) -> None:
 def trace_to_plan(
     model: nn.Module, example_inputs, loss_fn: Callable | None, forms: Mapping[str, Form],
     precision: str | torch.dtype = "fp32", adapt: Sequence[Adaptation] = (), passes: Sequence[Pass] = (),
+    kept: Callable[[Callable[[], Captured]], Captured] = lambda traced: traced(),
 ) -> Captured:  # fmt: skip
     """Return the same graph as `trace` does, in less time where the model has many equal blocks (see
-    autopar/frontend/unroll.py)."""
-    whole = partial(trace, model, example_inputs, loss_fn, forms, precision, adapt, passes=passes)
+    autopar/frontend/unroll.py). `kept`: gives the capture of the model as it is when called, which its argument traces,
+    in another way if there is one."""
+    whole = partial(kept, partial(trace, model, example_inputs, loss_fn, forms, precision, adapt, passes=passes))
     if not passes and (repeated := repeated_blocks_of(model)):  # a user's pass sees all blocks
         with contextlib.suppress(CaptureError):  # a model may count its blocks, or read them all: then all are traced
             with repeated.shortened():

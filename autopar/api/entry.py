@@ -48,10 +48,15 @@ from ..runtime.parameters import check_model, check_source
 from ..runtime.same_values import share_values
 from ..schedule import Schedule
 from ..schedule.catalogue import canonical
+from ..storage.compile_cache import CompileCache
 from ..storage.weights import Weights, shapes_of
 from ..utils.gc_pause import paused_collector
 from . import words
+from .cache_keys import capture_key, sources
 from .call_compiler import CallCompiler
+from .kept_capture import kept_or_traced
+
+NO_CACHE = CompileCache(None)
 
 
 @located
@@ -130,11 +135,11 @@ def search(
     model: nn.Module, mesh, example_inputs, *, adapt=(), passes=(), loss_fn=None, fixes=True, name=None,
     report=lambda text: None, hardware=None, memory=None, optimizer="adamw", precision="auto", strategy=None, pin=None,
     strict=False, baselines=True, forbid=None, offload="none", reduce_dtype=None, state_dtype=None,
-    execution="eager", tokens_per_second=False, **staged,
+    execution="eager", tokens_per_second=False, cache=NO_CACHE, **staged,
 ) -> Planned:  # fmt: skip
-    """Plan as `plan` does, and return all that the search knows beside the plan. `staged`: micro_batches, schedule,
-    stages_per_rank, recompute, tile, solver, and `refuses=False`, with which what does not fit is planned all the
-    same."""
+    """Plan as `plan` does, and return all that the search knows beside the plan. `cache`: a CompileCache, in which
+    captures are looked for and kept. `staged`: micro_batches, schedule, stages_per_rank, recompute, tile, solver, and
+    `refuses=False`, with which what does not fit is planned all the same."""
     check_model(model)
     precision = precision_on(Mesh.of(mesh) if isinstance(mesh, Mapping) else mesh, hardware, precision, model)
     request = PlanRequest.of(
@@ -146,10 +151,16 @@ def search(
 
     def traced(more: Sequence[Adaptation] = (), inputs=example_inputs) -> Captured:
         report("tracing the model")
-        with order.attached(model, (*adaptations, *more)):
-            return trace_to_plan(
-                model, inputs, loss_fn, forms_of(model), request.options.precision, (*adaptations, *more), added
-            )
+        asked = (*adaptations, *more)
+        with order.attached(model, asked):
+            call, precision = (model, inputs, loss_fn, forms_of(model)), request.options.precision
+
+            def kept(trace: Callable[[], Captured]) -> Captured:
+                is_kept = cache.folder is not None and not added and not pass_manager.is_watched()
+                key = capture_key(sources(model), *call, precision, asked, True, True) if is_kept else None
+                return kept_or_traced(trace, *call, cache, key)
+
+            return trace_to_plan(*call, precision, asked, added, kept)
 
     if tokens_per_second:
 

@@ -10,15 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..frontend.call_signature import CallSignature, split_example
-from ..frontend.capture_data import capture_data, captured_from
+from ..frontend.capture_data import capture_data
 from ..frontend.export import Captured
 from ..frontend.fake_parameters import Forms
 from ..processes import agree
 from ..storage.compile_cache import CompileCache
 from ..utils.plain_data import NotPortable
+from .kept_capture import find, taken_over
 
-VARIANTS = 4  # of a model and a call, by what the forward reads beyond
 _log = logging.getLogger("autopar")
 
 
@@ -31,24 +30,18 @@ def shared_capture(
     the model, the call or what the forward read is not rank 0's. If tracing fails on a rank, every rank raises. Rank 0
     looks for the `key` in the `cache` first."""
 
+    call = model, example_inputs, loss_fn, forms
+
     def taken(text: str, constants: list[torch.Tensor]) -> Captured | None:
-        try:
-            signature, _ = CallSignature.of(*split_example(example_inputs))
-            return captured_from(text, constants, model, loss_fn, forms, signature)
-        except NotPortable as reason:
-            _log.info("rank %d traces: what was captured before has %s", dist.get_rank(), reason)
-            return None
+        return taken_over(text, constants, *call)
 
     first: list[Captured] = []
 
     def sent() -> tuple[str, list[torch.Tensor]] | None:
-        keys = [f"{key} {variant}" if key is not None else None for variant in range(VARIANTS)]
-        for variant in keys:
-            if (found := cache.get(variant)) is None:
-                break
-            if (captured := taken(*found)) is not None:
-                first.append(captured)
-                return found
+        captured, found, variant = find(cache, key, taken)
+        if captured is not None:
+            first.append(captured)
+            return found
         first.append(trace())
         if dist.get_world_size() == 1 and key is None:
             return None

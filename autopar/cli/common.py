@@ -151,12 +151,13 @@ def played(args: argparse.Namespace) -> tuple[Planned, Timeline | None]:
 
 
 def search(args: argparse.Namespace, report: Report, **options) -> Planned:
-    """Search as the arguments of `add_search` and `add_pipeline` ask, for the model on the meta device; `options` of
-    `api.search` come on top."""
+    """Search as the arguments of `add_search` and `add_pipeline` ask, for the model on the meta device, whose capture
+    is kept for the next time; `options` of `api.search` come on top."""
     quiet()
     from ..api import entry as api
     from ..planner.batch import AUTO, passes_of
     from ..planner.options import PIPELINES
+    from ..storage.compile_cache import CompileCache
 
     mesh, many = Mesh.parse(args.mesh) if args.mesh else None, args.micro_batches
     staged, compares = getattr(args, "pipelines", False), not getattr(args, "no_baselines", True)
@@ -172,7 +173,8 @@ def search(args: argparse.Namespace, report: Report, **options) -> Planned:
         schedule=getattr(args, "schedule", None) or "auto",
         stages_per_rank=getattr(args, "stages_per_rank", None), baselines=PIPELINES if staged else compares,
     )  # fmt: skip
-    return api.search(model, mesh or args.devices, inputs, report=report, **asked | planning(args) | options)
+    asked |= {"report": report, "cache": CompileCache.of_environment()} | planning(args) | options
+    return api.search(model, mesh or args.devices, inputs, **asked)
 
 
 def add_adapting(parser) -> None:
