@@ -150,18 +150,19 @@ class Dual:
     def release(self) -> None:
         """Let go of all that is priced. What was learned stays; the next prices, the same ones too, are filled in
         anew."""
-        self.prices, self.served = None, {}
+        self._is_released = True
+        self.served.clear()
         for factor in self.every_factor:
             factor.release()
 
     def price(self, prices: Prices, served: dict[HyperedgePrices, list[PricedMode]] | None = None) -> None:
         """Take these prices from now on; messages stay, so that the bound is near again after few sweeps. For `served`
         see `__init__`."""
-        if prices != self.prices:
+        if self._is_released or prices != self.prices:
             self._take(prices, served)
 
     def _take(self, prices: Prices, served: dict[HyperedgePrices, list[PricedMode]] | None) -> None:
-        self.prices = prices
+        self.prices, self._is_released = prices, False
         self.served = served or {h: h.modes(prices, self.keep_parameters, self.reruns) for h in self.hyperedges}
         self.unary = [self.own(cls)[index] for cls, index in zip(self.classes, self.index)]
         for hyperedge in self._loops:

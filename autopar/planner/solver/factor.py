@@ -130,7 +130,7 @@ class Factor:
         """Take over the part of a hyperedge's prices that is allowed, times its share of the copies. Where others of
         the hyperedge's consumers are in other factors, a block costs no more than with these: what both phases read may
         be cheaper than what one does."""
-        rows = np.ix_(range(1 + self.tail.twice), self.sources)
+        rows = np.ix_(np.arange(1 + self.tail.twice), self.sources)
         modes = [
             PricedMode(
                 np.minimum(mode.base[rows] * self.scale, IMPOSSIBLE_SECONDS),

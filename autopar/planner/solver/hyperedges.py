@@ -180,7 +180,7 @@ class HyperedgePrices:
         if is_priced and ways != (MAKE,):
             held = np.tile(prices.byte_seconds * self._copy_bytes, (len(self.sources), 1))
             held[self._unmoved()] = 0.0
-        found = _least([cost(way, phases, early, late, once, held) for way in ways])
+        found: np.ndarray = _least([np.asarray(cost(way, phases, early, late, once, held)) for way in ways])
         if self._whole_bytes is not None:
             found += prices.gradients * prices.byte_seconds * self._whole_bytes
         if not mode.saves_base and phases == BOTH:

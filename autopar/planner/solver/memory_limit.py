@@ -179,7 +179,8 @@ class WithinLimit:
 
         self.solver.report("mixing plans")
         mixed = between(self.problem, one, other, evaluate, self.limit_bytes)
-        self._keep(self._fitted(self.solver.with_peak(self.run.evaluate(prices, mixed.choice, mixed.first)), prices)[0])
+        candidate = self.solver.with_peak(self.run.evaluate(prices, mixed.choice, mixed.first))
+        self._keep(self._fitted(candidate, prices)[0], (candidate, prices))
 
     def _keep(self, e: Evaluation | None, made_of: tuple[Evaluation, Prices] | None = None) -> None:
         """Remember a plan that fits, with what it was made of."""
