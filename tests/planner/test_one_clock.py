@@ -120,8 +120,10 @@ def test_the_plan_says_what_is_played(model, mesh, batch, options):
             assert not other.fits or plan.strategy != "auto" or plan.step_seconds <= told.step_seconds * (1 + 1e-9)
 
 
-def test_folded_blocks_take_what_written_ones_do():
-    found = planned(SMALL, "dp=8", 64, ())
+@pytest.mark.parametrize("mesh, batch, options", [("dp=8", 64, {}), ("dp=64", 256, {"strategy": "fsdp", **ALONE})])
+def test_folded_blocks_take_what_written_ones_do(mesh, batch, options):
+    """Where links are as busy as compute too: each block is played whole, not a part of it in all blocks."""
+    found = planned(SMALL, mesh, batch, tuple(options.items()))
     assert found.problem.compact is not None
     whole, e = found.whole
     assert played_seconds(whole, e, found.pricer) == pytest.approx(found.chosen.seconds)
