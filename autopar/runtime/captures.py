@@ -14,22 +14,20 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from .._torch import OpenSizes
 from ..codegen.follow_size import Sizes
 from ..codegen.rank_program import PipelineProgram, RankProgram
 from ..compiler import lower_deferred
 from ..errors import InputError
 from ..frontend.call_signature import CallSignature, describe_call, leaf_names
 from ..frontend.export import Captured
-from ..frontend.fake_parameters import Forms
 from ..frontend.hooks import Hooks, Structure
 from ..frontend.open_numbers import opened
 from ..ir.graph import output_node
@@ -44,13 +42,13 @@ from .accumulation import Accumulation
 from .ambient import Ambient
 from .call import Call
 from .capture import Capture, Point, Traced, fix_of_many
+from .compiler_protocol import Compiler
 from .following import nearest
 from .inputs import Inputs, data_axes, global_example
 from .maker import Maker
 from .modes import Modes
 from .outputs import Kind, OutputForms
 from .parameters import table_of
-from .sized_calls import Dims
 from .sizes import SizeFamilies
 from .step import Step
 
@@ -62,40 +60,6 @@ MOST = 64  # captures of one module: the one that served last the longest ago go
 
 _log = logging.getLogger("autopar")
 _module_numbers = itertools.count()  # modules are compiled in the same order on all ranks
-
-
-class Compiler(Protocol):
-    """An interface to what compiles calls of one model: see autopar/api/entry.py. Its methods are called, and raise, on
-    all ranks together. `forms`: of the model's tensors, before they were taken over."""
-
-    forms: Forms
-    loss_fn: Callable | None
-
-    def trace(
-        self, example_inputs, gradients: bool, adapters: bool = True, trains: Mapping[str, bool] | None = None
-    ) -> Traced:
-        """Trace a call. `trains`: whether parameters train, by name, if not as when the model was taken over."""
-
-    def retrace(self, traced: Traced, adapters: bool = True, trains: Mapping[str, bool] | None = None) -> Traced:
-        """Trace the same call with tangents for all outputs that require a gradient."""
-
-    def trace_form(self, like: Traced, signature: CallSignature, gradients: bool, adapters: bool = True,
-                   trains: Mapping[str, bool] | None = None) -> Traced:  # fmt: skip
-        """Trace a call of this form as `trace` has traced one of other sizes."""
-
-    def open_sizes(self, traced: Traced, dims: Dims, gradients: bool, trains: Mapping[str, bool]) -> OpenSizes:
-        """Return for which sizes of these dims the user's code takes one way. One rank calls it."""
-
-    def plan(self, traced: Traced, first: Plan | None = None, layouts: Mapping[str, Layout] | None = None,
-             like: Plan | None = None) -> Plan:  # fmt: skip
-        """Plan a traced call. `first`: the plan of the first capture; `layouts`: of the parameters by name, which the
-        plan is to keep; `like`: a plan whose decisions are to be taken if they can be."""
-
-    def plan_alike(self, traced: Traced, like: Plan) -> Plan:
-        """Return the plan of a traced call with the decisions of the plan of another one. Raises PlanIncompatible."""
-
-    def lower(self, traced: Traced, plan: Plan) -> RankProgram | PipelineProgram:
-        """Return this rank's graphs of a plan. Raises DesyncError if those of the ranks do not fit together."""
 
 
 class Captures:
