@@ -32,7 +32,8 @@ from ..storage.state_dict import translate_states
 from ..storage.weights import Weights, persistent_buffers
 from . import captures, copies, optimizers, parts
 from .adapters import Adapters
-from .captures import Captures, Compiler
+from .captures import Captures
+from .compiler_protocol import Compiler
 from .elsewhere import name_absent
 from .generation import with_cache
 from .inputs import data_axes
