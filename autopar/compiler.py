@@ -163,7 +163,7 @@ RANK = (
     Pass("bucket", bucket, lambda here: (here.plan.bucket_bytes,)),
     Pass("by_tier", by_tier, _tiered, lambda here: bool(here.plan.sharding.hierarchy)),
     Pass("in_place", in_place),
-    Pass("overlap", overlap, when=lambda here: here.plan.overlaps),
+    Pass("overlap", overlap, lambda here: (here.plan.overlaps,)),
 )
 PARTITION = Pass("partition", partition, takes=CAPTURE)
 COMPUTE_ONCE = Pass("compute_once", compute_once, takes=CAPTURE)  # of a stage that several micro-batches run through

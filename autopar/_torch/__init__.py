@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any, cast
 
 import torch
@@ -20,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from .compiling import compiler_errors, in_given_order
+from .groups import broadcasts, default_store, group_of, set_group_timeout
 from .regions import no_autocast, without_dispatch_modes
 from .sizes import OpenSizes, export_open, open_mode, open_sizes, plain_size, run_open, size_of
 from .tracing import (
@@ -37,6 +37,7 @@ from .tracing import (
 )
 
 __all__ = [
+    "broadcasts", "default_store", "group_of", "set_group_timeout",
     "compiler_errors", "in_given_order", "TorchDispatchMode", "tree_flatten", "tree_map", "tree_unflatten",
     "no_autocast", "without_dispatch_modes", "OpenSizes", "export_open", "open_mode", "open_sizes", "plain_size",
     "run_open", "size_of", "as_if_eager", "as_if_exported", "functionalized", "hooks_of_all_modules", "lazy_code",
@@ -335,27 +336,6 @@ def release_saved(ctx) -> None:
 def outside_dynamo(function: Callable) -> Callable:
     """Return a function that torch.compile leaves as it is, without loading the compiler before it is asked for."""
     return torch._disable_dynamo(function)
-
-
-def set_group_timeout(group, seconds: float) -> None:
-    """Set how long collectives of a process group that start from now on wait for other ranks."""
-    from torch.distributed.distributed_c10d import _set_pg_timeout
-
-    _set_pg_timeout(timedelta(seconds=seconds), group)
-
-
-def group_of(name: str):
-    """Return the process group of a name."""
-    from torch.distributed.distributed_c10d import _resolve_process_group
-
-    return _resolve_process_group(name)
-
-
-def default_store():
-    """Return the store that the ranks of the world met at: what they tell each other there needs no collective."""
-    from torch.distributed.distributed_c10d import _get_default_store
-
-    return _get_default_store()
 
 
 def accumulates(node) -> bool:

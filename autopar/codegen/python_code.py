@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
+from .._torch import c10d
 from ..errors import MeshError
 from ..ir.graph import values_of
 from ..ir.layout import Layout
@@ -37,6 +38,15 @@ def bind_groups(module: fx.GraphModule, names: Mapping[str, str]) -> fx.GraphMod
     return module
 
 
+def gather_by_broadcasts(module: fx.GraphModule) -> fx.GraphModule:
+    """Turn all-gathers of a graph into broadcasts, in place, for groups of gloo."""
+    for node in module.graph.nodes:
+        if node.target is c10d.all_gather_into_tensor.default:
+            node.target = autopar.gather_by_broadcasts.default
+    module.recompile()
+    return module
+
+
 class BoxedCodeGen(fx.graph.CodeGen):
     """`forward(values)` takes the arguments as one list and empties it, so that a value is freed after its last use:
     the caller of a function of many arguments keeps all of them alive until it returns."""
@@ -58,7 +68,7 @@ def boxed(module: fx.GraphModule) -> fx.GraphModule:
 def is_collective(node: fx.Node) -> bool:
     """Return whether the node starts a collective; the wait that follows does not."""
     target = node.target
-    if target is autopar.exchange_rows.default:
+    if target in (autopar.exchange_rows.default, autopar.gather_by_broadcasts.default):
         return True
     return getattr(target, "namespace", "") == "_c10d_functional" and "wait_tensor" not in str(target)
 

@@ -29,6 +29,7 @@ from . import (  # noqa: F401  (most for their ops, which they register)
     ctc,
     expert_rows,
     fake_quant,
+    gather_by_broadcasts,
     grouped,
     linear_loss,
     matmul,

@@ -183,7 +183,7 @@ class Plan:
     parameter_elements: int = 0  # of the whole model, quantized weights as if they were dequantized
     trained_elements: int = 0
     reduces_once: bool = False  # gradients of all micro-batches together, not of each
-    overlaps: bool = False  # parameters are gathered and gradients reduced while the graphs compute
+    overlaps: bool = False  # parameters are gathered while the graphs compute, a bucket ahead
     samples: int = 0
     meshes: tuple[MeshCandidate, ...] = ()  # best first; empty if the mesh was given
     batches: tuple[BatchCandidate, ...] = ()  # the smallest first; empty if the batch was given

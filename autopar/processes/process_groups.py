@@ -71,6 +71,11 @@ class ProcessGroups:
     device_mesh: object
     rank: int
 
+    @property
+    def are_gloo(self) -> bool:
+        """Return whether collectives of the graphs run on gloo."""
+        return dist.get_backend() == "gloo"
+
     def bind(self, names: Iterable[str]) -> dict[str, str]:
         return bind(names, self.mesh, self.device_mesh, self.rank)
 

@@ -2,8 +2,8 @@
 on demand.
 
 torch.compile takes a graph as it is, collectives and all, but for ops that return what they write to: an all-reduce in
-place becomes one that copies, which Inductor may turn into one in place again. Inductor leaves collectives where they
-are: it would put each next to its wait, and nothing would run beside it.
+place becomes one that copies, which Inductor may turn into one in place again. Gathers are collectives that it knows
+again. Inductor leaves collectives where they are: it would put each next to its wait, and nothing would run beside it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,16 @@ from torch import fx
 from .. import _torch
 from .._torch import c10d, no_autocast
 from ..codegen.follow_size import Line, Sizes, followed
-from ..codegen.python_code import bind_groups, boxed, group_names
+from ..codegen.python_code import bind_groups, boxed, gather_by_broadcasts, group_names
 from ..errors import CompilerError
+from ..ops import autopar
 from ..processes import watch
 from ..processes.process_groups import ProcessGroups
+
+AS_COMPILED = {
+    c10d.all_reduce_.default: c10d.all_reduce.default,
+    autopar.gather_by_broadcasts.default: c10d.all_gather_into_tensor.default,
+}
 
 
 class LoadedGraph:
@@ -31,6 +37,8 @@ class LoadedGraph:
 
     def __init__(self, module: fx.GraphModule, groups: ProcessGroups, device: torch.device, phase: str):
         self.module = bind_groups(module, groups.bind(group_names(module))).to(device)
+        if groups.are_gloo:
+            gather_by_broadcasts(self.module)
         self.options: Mapping[str, object] | None = None  # of torch.compile, if the graph goes through it
         self.load(phase)
 
@@ -76,8 +84,7 @@ def _compiled(module: fx.GraphModule, phase: str, options: Mapping[str, object])
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     for node in graph.nodes:
-        if node.target is c10d.all_reduce_.default:
-            node.target = c10d.all_reduce.default
+        node.target = AS_COMPILED.get(node.target, node.target)
     with _explained(phase):  # without fullgraph=True, under which Dynamo traces what handles the error of a collective
         run = torch.compile(fx.GraphModule(module, graph), **_torch.in_given_order({"dynamic": False, **options}))
 

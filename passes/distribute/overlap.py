@@ -1,12 +1,13 @@
-"""Communication that runs while the graph computes: parameters gathered one bucket ahead, gradients reduced one bucket
-behind.
+"""Communication that runs while the graph computes: gradients reduced one bucket behind, parameters gathered one bucket
+ahead.
 
-A collective starts in one node and is waited for in another. The gather of a bucket of parameters starts as soon as the
-one before it has arrived, and travels while that is computed with; the wait for a bucket of gradients, and what its
-result goes through on its way out of the graph, comes just before the next bucket is packed. So at most one gather and
-one reduction are on their way at a time, and little more memory is held than by waiting at once. The order of
-collectives is the same on all ranks. Li et al., "PyTorch Distributed", VLDB 13(12), 2020, section 3.2.3; Zhao et al.,
-"PyTorch FSDP", VLDB 16(12), 2023, section 3.3.
+A collective starts in one node and is waited for in another. The wait for a bucket of gradients, and what its result
+goes through on its way out of the graph, comes just before the next bucket is packed: that costs nothing where nothing
+can run beside compute, and even there processes that do not wait for each other wake up less often. The gather of a
+bucket of parameters starts as soon as the one before it has arrived, and travels while that is computed with, where
+that gains more than the bucket's memory. So at most one gather and one reduction are on their way at a time, and little
+more memory is held than by waiting at once. The order of collectives is the same on all ranks. Li et al., "PyTorch
+Distributed", VLDB 13(12), 2020, section 3.2.3; Zhao et al., "PyTorch FSDP", VLDB 16(12), 2023, section 3.3.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ REDUCTIONS = (
 )  # fmt: skip
 
 
-def overlap(local: fx.GraphModule) -> fx.GraphModule:
-    """Move nodes of a local joint graph in place; nothing is computed that was not. Run it last."""
-    for phase in ("forward", "backward"):
+def overlap(local: fx.GraphModule, gathers_ahead: bool) -> fx.GraphModule:
+    """Move nodes of a local joint graph in place; nothing is computed that was not. Run it last. `gathers_ahead`:
+    whether parameters are gathered a bucket ahead."""
+    for phase in ("forward", "backward") if gathers_ahead else ():
         _gather_ahead(local.graph, phase)
     _reduce_behind(local.graph)
     local.graph.lint()

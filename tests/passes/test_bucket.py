@@ -97,7 +97,7 @@ def test_passes_run_in_order():
     seen = []
     with pass_manager.observe(lambda result: seen.append(result.name)):
         lower(captured, plan, 0)
-    assert seen == ["localize", "recompute", "lower_ops", "bucket", "in_place", "partition"]
+    assert seen == ["localize", "recompute", "lower_ops", "bucket", "in_place", "overlap", "partition"]
 
 
 def test_a_gradient_reduced_over_two_axes_is_packed_in_their_order():
