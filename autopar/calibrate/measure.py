@@ -203,7 +203,13 @@ def calls_of(
         for work in dist.batch_isend_irecv(pair):
             work.wait()
 
-    yield "all_gather", lambda: dist.all_gather_into_tensor(gathered, held, group=group)
+    def gather():
+        if device.is_gpu:
+            dist.all_gather_into_tensor(gathered, held, group=group)
+        else:
+            autopar.gather_by_broadcasts(held, n, group.group_name)
+
+    yield "all_gather", gather
     yield "reduce_scatter", lambda: dist.reduce_scatter_tensor(part, held, group=group)
     yield EXCHANGED, exchange_and_sum
     yield "all_to_all", lambda: dist.all_to_all_single(other, held, group=group)

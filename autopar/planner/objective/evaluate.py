@@ -278,7 +278,8 @@ def _serve(problem: Problem, choice: dict[int, int], pricer: Pricer, prices: Pri
     bytes_ = pricer.moved_bytes(producer, output, slots, source)
     is_hidden, times = pricer.is_bucketed(producer, slots), pricer.times(producer, slots, source)
     byte_seconds = prices.byte_seconds if prices.saved and saves else 0.0
-    moved = {target: pricer.moved(producer, output, source, target, bytes_, is_hidden) for target in targets}
+    bucket = pricer.bucket_of(producer, slots, bytes_)
+    moved = {target: pricer.moved(producer, output, source, target, bytes_, bucket) for target in targets}
 
     def priced_seconds(target: Layout, phase: str, made: int) -> float:
         is_once = made < pricer.micro_batches

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cached_property
+
 import numpy as np
 import torch
 
@@ -11,6 +14,20 @@ from ...ir.layout import Layout, largest_local_numel
 from ..problem.problem import Problem
 from ..problem.vertices import STATE, Vertex
 from .workspace import inside_bytes
+
+
+def average_fill(sizes: Sequence[int], bucket_bytes: float) -> float:
+    """Return the average bytes of the buckets in which tensors of these sizes travel, in this order. They are packed as
+    in passes/distribute/bucket.py; tensors that are no smaller than a bucket travel alone and do not count."""
+    shared, buckets, filled, is_alone = 0.0, 0, 0.0, True
+    for size in sizes:
+        if size >= bucket_bytes:
+            is_alone = True
+            continue
+        if is_alone or filled + size > bucket_bytes:
+            buckets, filled, is_alone = buckets + 1, 0.0, False
+        shared, filled = shared + size, filled + size
+    return shared / buckets if buckets else bucket_bytes
 
 
 class Pricer:
@@ -27,8 +44,24 @@ class Pricer:
         self.micro_batches, self.reduces_once, self.gathers_once = micro_batches, reduces_once, gathers_once
         self._local: dict[tuple, float] = {}
         self._inside: dict[tuple[int, int], float] = {}
-        self._tables: dict[float, np.ndarray] = {}
+        self._tables: dict[tuple[float, float], np.ndarray] = {}
         self._shares_of: dict[tuple[int, float], tuple[float, ...]] = {}
+
+    @cached_property
+    def _filled(self) -> tuple[float, float]:
+        """Return the average bytes of a bucket of parameters, and of one of gradients."""
+        found = [v for v in self.problem.vertices if v.kind == "parameter"]
+        trained = [v for v in found if v.node.meta["role"].trainable]
+        sizes = ([self.problem.tensor_bytes[v.index, 0] for v in some] for some in (found, trained))
+        gathered, reduced = (average_fill(of_some, self.bucket_bytes) for of_some in sizes)
+        return gathered, reduced
+
+    def bucket_of(self, producer: int, slots, bytes_: float) -> float:
+        """Return the bytes of the bucket in which a tensor that moves `bytes_` global bytes travels, on average; 0 if
+        it travels alone."""
+        if bytes_ >= self.bucket_bytes or not self.is_bucketed(producer, slots):
+            return 0.0
+        return self._filled[self.problem.vertices[producer].kind != "parameter"]
 
     def is_bucketed(self, producer: int, slots) -> bool:
         """Return whether the tensor is a parameter or a gradient: those travel in buckets and share the latency of
@@ -62,23 +95,22 @@ class Pricer:
         read_and_written = (1 + share) * sum(self.local_bytes(producer, output, layout) for layout in cast)
         return read_and_written / self.redistribute.memory_bytes_per_second
 
-    def seconds(self, source: Layout, target: Layout, bytes_: int, bucketed: bool) -> float:
-        """Return the seconds of one redistribution of a tensor of `bytes_` global bytes, inf if there is none."""
-        if bucketed and bytes_ < self.bucket_bytes:
-            return self.prices.pair(source, target, self.bucket_bytes) * (bytes_ / self.bucket_bytes)
+    def seconds(self, source: Layout, target: Layout, bytes_: int, bucket: float) -> float:
+        """Return the seconds of one redistribution of a tensor of `bytes_` global bytes, inf if there is none; of its
+        share of that of a `bucket`, if that is not 0."""
+        if bucket:
+            return self.prices.pair(source, target, bucket) * (bytes_ / bucket)
         return self.prices.pair(source, target, bytes_)
 
     def moved(
-        self, producer: int, output: int, source: Layout, target: Layout, bytes_: int, bucketed: bool
+        self, producer: int, output: int, source: Layout, target: Layout, bytes_: int, bucket: float
     ) -> tuple[float, tuple[float, ...]]:
         """Return the seconds of one redistribution of a tensor that moves `bytes_` global bytes, casts included, and
-        their shares by stream."""
-        seconds = self.seconds(source, target, bytes_, bucketed)
+        their shares by stream; `bucket` as in `seconds`."""
+        seconds = self.seconds(source, target, bytes_, bucket)
         split: tuple[float, ...] = (1.0,)
         if 0.0 < seconds < np.inf:
-            split = self._shares(
-                source, target, self.bucket_bytes if bucketed and bytes_ < self.bucket_bytes else bytes_
-            )
+            split = self._shares(source, target, bucket or bytes_)
         cast = self.cast_seconds(producer, output, source, target, bytes_)
         if cast:
             split = tuple(share * seconds / (seconds + cast) for share in split)
@@ -92,15 +124,15 @@ class Pricer:
             self._shares_of[row, bytes_] = tuple((seconds / seconds.sum()).tolist())
         return self._shares_of[row, bytes_]
 
-    def table(self, bytes_: float, bucketed: bool) -> np.ndarray:
+    def table(self, bytes_: float, bucket: float) -> np.ndarray:
         """Return the seconds by stream of every sequence of steps (see TransferPrices) for a tensor of `bytes_` global
-        bytes. One that is smaller than a bucket pays its share of one."""
-        if not bucketed or bytes_ >= self.bucket_bytes:
+        bytes; `bucket` as in `seconds`."""
+        if not bucket:
             return self.prices.split(bytes_)
-        whole = self.prices.split(self.bucket_bytes)
-        found = self._tables.get(bytes_)
+        whole, key = self.prices.split(bucket), (bytes_, bucket)
+        found = self._tables.get(key)
         if found is None or found.shape != whole.shape:
-            found = self._tables[bytes_] = whole * (bytes_ / self.bucket_bytes)
+            found = self._tables[key] = whole * (bytes_ / bucket)
         return found
 
     def local_bytes(self, producer: int, output: int, layout: Layout) -> float:

@@ -34,10 +34,10 @@ class TransferGrid:
         targets: Sequence[Layout],
     ) -> TransferGrid:  # fmt: skip
         """Return the grid of a tensor that is read in these slots."""
-        whole, is_hidden = pricer.problem.tensor_bytes[tensor], pricer.is_bucketed(tensor[0], slots)
+        whole = pricer.problem.tensor_bytes[tensor]
         moved = [pricer.moved_bytes(*tensor, slots, p) for p in sources]
         rows, amounts = pricer.prices.rows(sources, targets), list(dict.fromkeys([whole, *moved]))
-        tables = [pricer.table(bytes_, is_hidden) for bytes_ in amounts]
+        tables = [pricer.table(bytes_, pricer.bucket_of(tensor[0], slots, bytes_)) for bytes_ in amounts]
         width, casts = tables[0].shape[1], None
         if len(amounts) > 1:
             rows = rows + np.array([amounts.index(bytes_) * width for bytes_ in moved])[:, None]
