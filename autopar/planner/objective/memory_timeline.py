@@ -104,10 +104,8 @@ def live_bytes(problem: Problem, evaluation: Evaluation, pricer: Pricer) -> Live
     for kind, bytes_ in staying_bytes(problem, evaluation).items():
         changes[kind][0] += bytes_
     changes[RESERVE][0] += problem.reserve_bytes
-    gathered, reduced = bucket_bytes(problem, evaluation, pricer)
-    changes[BUCKETS][0] += gathered
-    backward = next((i for i, run in enumerate(order.runs) if run.phase == "backward"), count)
-    changes[BUCKETS][backward] += max(0.0, reduced - gathered)
+    for bytes_ in bucket_bytes(problem, pricer, evaluation, order).values():
+        changes[BUCKETS][: len(bytes_)] += np.diff(bytes_, prepend=0.0)
     for kind, first, last, bytes_ in _Lives(problem, evaluation, pricer, order).spans():
         changes[kind][min(first, count - 1)] += bytes_
         changes[kind][min(last, count - 1) + 1] -= bytes_
@@ -314,25 +312,42 @@ def _is_packed(step: MoveStep) -> bool:
     return move.kind != "slice" and (move.kind != "all_gather" or move.dim > 0 or move.parts != 1)
 
 
-def bucket_bytes(problem: Problem, evaluation: Evaluation, pricer: Pricer) -> tuple[float, float]:
-    """Return the bytes of the buffers in which parameters are gathered, and of those in which gradients are reduced: a
-    bucket, or all of them if they are less. Beside a bucket of gathered parameters is the part of it that was sent,
-    and, where gathers run ahead (passes/distribute/overlap.py), the next one. Beside a packed bucket of gradients is
-    what waited for it and is more than the shards that stay."""
-    gathered, reduced = [(0.0, 0.0)], [(0.0, 0.0)]
-    for t in evaluation.every_transfer:
-        is_before = (
-            t.phase == "forward" and t.times < pricer.micro_batches
-        )  # of the first pass, when little else is held
-        if t.is_hidden and not is_before:
-            value = problem.vertices[t.producer].values[t.output]
-            is_parameter = problem.vertices[t.producer].kind == "parameter"
-            before, after = (pricer.bytes_of(value, layout) * t.copies for layout in (t.source, t.target))
-            (gathered if is_parameter else reduced).append((before, after))
-    (sent, received), (whole, shards) = ([sum(column) for column in zip(*rows)] for rows in (gathered, reduced))
-    bucket = min(pricer.bucket_bytes * (2 if evaluation.overlap else 1), received)
-    packed = min(pricer.bucket_bytes, whole)
-    return bucket * (1 + sent / max(received, 1.0)), packed * (2 - min(shards / max(whole, 1.0), 1.0))
+def bucket_bytes(problem: Problem, pricer: Pricer, evaluation: Evaluation, order: StepOrder) -> dict[str, np.ndarray]:
+    """Return for each run the bytes of the buffers in which parameters are gathered (GATHERED), and of those in which
+    gradients are reduced beside them (BUCKETS): a bucket, or all that is still to be gathered in this phase or was
+    made, if that is less.
+
+    Beside a bucket of gathered parameters is the part of it that was sent, and, where gathers run ahead
+    (passes/distribute/overlap.py), the next one. Beside a packed bucket of gradients is what waited for it and is more
+    than the shards that stay. A reduce-scatter that is an all-to-all receives as much as it sends, and both stay until
+    the next bucket is packed."""
+    count = len(order.runs)
+    received, sent, made, shards = (np.zeros(count + 1) for _ in range(4))
+    for travel in order.travels:
+        t = travel.transfer
+        is_before = t.phase == "forward" and t.times < pricer.micro_batches  # of the first pass, with little else held
+        if not t.is_hidden or is_before:
+            continue
+        value = problem.vertices[t.producer].values[t.output]
+        before, after = (pricer.bytes_of(value, layout) * t.copies for layout in (t.source, t.target))
+        if problem.vertices[t.producer].kind == "parameter":
+            received[travel.first], sent[travel.first] = received[travel.first] + after, sent[travel.first] + before
+        else:
+            made[travel.start], shards[travel.start] = made[travel.start] + before, shards[travel.start] + after
+    is_backward = np.array([run.phase == "backward" for run in order.runs], bool)
+    gathered, bucket = np.zeros(count), pricer.bucket_bytes
+    for phase in (is_backward, ~is_backward):
+        total = np.where(phase, received[:-1], 0.0)
+        share = 1 + np.where(phase, sent[:-1], 0.0).sum() / max(total.sum(), 1.0)
+        left = np.cumsum(total[::-1])[::-1]
+        gathered += np.where(phase, np.minimum(left, bucket * (2 if evaluation.overlap else 1)) * share, 0.0)
+    by_then, beyond = np.cumsum(made[:-1]), 1 - min(shards.sum() / max(made.sum(), 1.0), 1.0)
+    reduced = np.minimum(by_then, bucket) * (1 + beyond)
+    if pricer.exchanges:
+        reduced += np.clip(by_then - bucket, 0.0, bucket) * beyond
+    else:  # a bucket is packed where none is gathered
+        reduced = np.maximum(reduced - gathered, 0.0)
+    return {GATHERED: gathered, BUCKETS: np.where(is_backward, reduced, 0.0)}
 
 
 def ends_of(order: StepOrder, timeline: Timeline) -> list[float]:

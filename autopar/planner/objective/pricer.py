@@ -47,6 +47,12 @@ class Pricer:
         self._tables: dict[tuple[float, float], np.ndarray] = {}
         self._shares_of: dict[tuple[int, float], tuple[float, ...]] = {}
 
+    @property
+    def exchanges(self) -> bool:
+        """Return whether a reduce-scatter is an all-to-all and a local sum."""
+        known = self.prices.collectives
+        return known is not None and known.hardware.reduce_scatter_lowering == "all_to_all"
+
     @cached_property
     def _filled(self) -> tuple[float, float]:
         """Return the average bytes of a bucket of parameters, and of one of gradients."""

@@ -255,12 +255,13 @@ class Parts:
 
     def _transients(self, live: LiveBytes) -> None:
         passing = [live.kinds[kind] for kind in COMING_AND_GOING if kind in live.kinds]
-        gathered, reduced = bucket_bytes(self.problem, self.e, self.pricer)
-        later = max(0.0, reduced - gathered) if self.e.reduces_once else 0.0  # not beside the activations
+        later = bucket_bytes(self.problem, self.pricer, self.e, live.order)[BUCKETS]  # not beside the activations
+        if not self.e.reduces_once:
+            later[:] = 0.0
         for part in self.found if self.e.reduces_once else ():
-            part.reducing_bytes = min(reduced, 2 * (part.gradient_bytes + part.whole_bytes))
+            part.reducing_bytes = min(later.max(initial=0.0), 2 * (part.gradient_bytes + part.whole_bytes))
         for i, run in enumerate(live.order.runs):
-            bytes_ = float(sum(kind[i] for kind in passing)) - (later if run.phase == "backward" else 0.0)
+            bytes_ = float(sum(kind[i] for kind in passing) - later[i])
             for part in self._charged(self.where.get(self.problem.vertices[run.vertex].node, 0)):
                 part.transient_bytes = max(part.transient_bytes, bytes_)
 
