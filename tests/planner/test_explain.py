@@ -58,7 +58,7 @@ def test_text(planned, golden):
 
 def test_what_hides_is_a_column_of_its_own():
     """On a machine that computes while it communicates."""
-    planned = api.search(Net(), "dp=4", {"x": torch.randn(64, 32)}, hardware="h100", baselines=False)
+    planned = api.search(Net(128), "dp=4", {"x": torch.randn(1024, 128)}, hardware="h100", baselines=False)
     explanation = explain_plan(planned, "blocks.0.up.weight", 3, 1)
     assert "= compute  + comm here  + elsewhere  - hidden" in str(explanation)
     assert any(i.hidden_seconds for i in explanation.choices[0].instead)

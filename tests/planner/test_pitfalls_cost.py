@@ -131,9 +131,11 @@ def test_parameters_share_the_latency_of_a_bucket():
     assert pricer.is_bucketed(gradient.producer, [gradient.slot]) and pricer.is_bucketed(parameter.index, [0])
     assert not pricer.is_bucketed(activation.index, [0])
     partial, whole = Layout(((),), (("a", "sum"),)), Layout(((),))
-    assert pricer.seconds(partial, whole, 100, True) == pytest.approx(0.1, rel=1e-3)
-    assert pricer.seconds(partial, whole, 100, False) == pytest.approx(1.0, rel=1e-3)
-    assert pricer.seconds(partial, whole, 5000, True) == pytest.approx(1.0, rel=1e-3)
+    assert pricer.bucket_of(gradient.producer, [gradient.slot], 5000) == 0
+    assert pricer.bucket_of(activation.index, [0], 100) == 0
+    assert 100 < pricer.bucket_of(gradient.producer, [gradient.slot], 100) <= 1000
+    assert pricer.seconds(partial, whole, 100, 1000) == pytest.approx(0.1, rel=1e-3)
+    assert pricer.seconds(partial, whole, 100, 0) == pytest.approx(1.0, rel=1e-3)
 
 
 def test_all_reduce_over_two_axes_is_one():
