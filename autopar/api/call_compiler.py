@@ -187,9 +187,8 @@ class CallCompiler:
         is_cut = self.axis is not None or options["micro_batches"] not in (None, 1)
         # micro-batches are cut from the whole batch on every rank, whatever is passed
         fixed = {} if is_cut else _by_node(captured, {"input": traced.fixed})
-        # nothing to choose from on one device or where a recipe was asked for, and nobody may look at the plan of a
-        # pipeline here
-        compares = options["strategy"] is None and self.axis is None and self.mesh.devices > 1
+        # nothing to choose from where a recipe was asked for, and nobody may look at the plan of a pipeline here
+        compares = options["strategy"] is None and self.axis is None
         name, styles = type(self.model).__name__, styles_of(self.model)
         return PlanRequest.of(self.device_mesh, name, **options, fixed=fixed, baselines=compares, styles=styles)
 

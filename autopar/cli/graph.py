@@ -14,7 +14,8 @@ from . import common
 EXAMPLE = "autopar graph --model mlp-tiny --mesh dp=2,tp=2 --after localize --rank 1"
 NEEDS = {  # what makes the passes run that not every compilation has
     "lora": "--lora or --qlora", "quantize": "--qlora", "fake_quant": "--qat", "upcast": "--precision bf16",
-    "overlap": "a GPU, such as --hardware h100", "unroll": "a model of many equal blocks",
+    "tile_loss": "--tile loss", "by_tier": "a profile with two tiers of links",
+    "unroll": "a model of many equal blocks",
     "micro_batch": "--micro-batches 2", "cut": "an axis pp: --mesh pp=2,dp=2",
     "compute_once": "--micro-batches 2", "split_backward": "an axis pp: --mesh pp=2,dp=2",
 }  # fmt: skip

@@ -95,7 +95,7 @@ def _views(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
 
 def _sorted(readers: list[fx.Node], targets: Sequence[object]) -> list[fx.Node] | None:
     """Return the readers in the order of `targets`, None unless there is one of each and no other."""
-    by_target = {node.target: node for node in readers}
+    by_target: dict[object, fx.Node] = {node.target: node for node in readers}
     if len(readers) != len(targets) or set(by_target) != set(targets):
         return None
     return [by_target[target] for target in targets]

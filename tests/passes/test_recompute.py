@@ -46,7 +46,7 @@ def test_a_small_limit_makes_the_planner_recompute():
     assert not free.recomputed
     limit = 0.5 * free.peak_bytes
     plan, captured = step.plan_and_capture(
-        module, "dp=2", inputs, hardware="cpu-gloo", strategy="ddp", memory=limit, baselines=False
+        module, "dp=2", inputs, hardware="cpu-gloo", strategy="ddp", memory=limit, baselines=False, tile="none"
     )
     assert plan.recomputed and plan.peak_bytes <= limit
     assert plan.step_seconds > free.step_seconds and plan.recompute_seconds > 0
