@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
+from autopar._torch import c10d
 from autopar.codegen.rank_program import PipelineProgram
 from autopar.compiler import lower_plan
 from autopar.errors import StageError
@@ -105,7 +106,7 @@ class Gathers(TorchDispatchMode):
         self.found = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if getattr(function, "namespace", "") == "_c10d_functional" and "all_gather" in function._opname:
+        if function in (c10d.all_gather_into_tensor.default, torch.ops.autopar.gather_by_broadcasts.default):
             self.found += 1
         return function(*args, **(kwargs or {}))
 
