@@ -93,6 +93,7 @@ def check_late(rank: int, mesh: str):
         found.logits.sum()
 
 
+@pytest.mark.slow
 def test_training():
     assert set(gloo.run(2, check_training, "dp=2", "fsdp", (6,))) == {"UnmadeTensor"}
 
