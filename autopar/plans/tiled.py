@@ -1,4 +1,4 @@
-"""What a plan says of a loss that is computed in blocks, without logits."""
+"""Say in a plan which losses are computed in blocks, without logits."""
 
 from __future__ import annotations
 

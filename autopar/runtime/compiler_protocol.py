@@ -1,4 +1,4 @@
-"""What a module's captures ask of the compiler, so that the runtime does not import it."""
+"""Declare what a module's captures ask of the compiler, so that the runtime does not import it."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def on_their_way(graph, is_kind) -> int:
 
 
 def distances(graph, is_kind=lambda node: True) -> list[int]:
-    """By collective of a kind, the ops between its start and its wait."""
+    """Return, by collective of a kind, the ops between its start and its wait."""
     place = {node: i for i, node in enumerate(graph.nodes)}
     return [place[wait_of(n)] - place[n] - 1 for n in graph.nodes if n.meta.get("collective") and is_kind(n)]
 

@@ -1,4 +1,4 @@
-"""What travels in buckets is priced as the buckets that are emitted."""
+"""Price what travels in buckets as the buckets that are emitted."""
 
 from __future__ import annotations
 

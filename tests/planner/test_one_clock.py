@@ -122,7 +122,7 @@ def test_the_plan_says_what_is_played(model, mesh, batch, options):
 
 @pytest.mark.parametrize("mesh, batch, options", [("dp=8", 64, {}), ("dp=64", 256, {"strategy": "fsdp", **ALONE})])
 def test_folded_blocks_take_what_written_ones_do(mesh, batch, options):
-    """Where links are as busy as compute too: each block is played whole, not a part of it in all blocks."""
+    """Play each block whole, not a part of it in all blocks, where links are as busy as compute too."""
     found = planned(SMALL, mesh, batch, tuple(options.items()))
     assert found.problem.compact is not None
     whole, e = found.whole
