@@ -1,8 +1,8 @@
 """An all-gather as one broadcast from each member of a group, which is how it is fastest on gloo.
 
 gloo's own passes all blocks round a ring, n - 1 waits one after the other, into memory of its own that is then copied.
-Broadcasts write where the result is wanted, and all are on their way at once: a third to a half less CPU time, the same
-bytes (benchmarks/results/peers.txt).
+Broadcasts write where the result is wanted, and all are on their way at once: the same bytes, and on four processes 3 %
+less CPU time in a step of ZeRO-1, 6 % in one of FSDP (benchmarks/results/peers.txt).
 """
 
 from __future__ import annotations
