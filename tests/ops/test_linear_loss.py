@@ -60,7 +60,7 @@ def test_a_part_without_any_logit_of_weight():
 CASES = [  # rows, vocabulary, hidden
     ((8192,), 128256, 4096),
     ((1, 8192), 128256 // 8, 4096),  # a part of the vocabulary
-    ((131072,), 128256, 4096),
+    pytest.param((131072,), 128256, 4096, marks=pytest.mark.slow),
     ((4, 512), 32000, 1024),
 ]
 
