@@ -36,7 +36,7 @@ from ..ir.mesh import Mesh
 from ..planner.batch import of_samples, samples_of
 from ..planner.options import options_of
 from ..planner.pipeline.replan import plan_same_stages, with_owners
-from ..planner.plan import PlanOptions
+from ..planner.plan import IN_DOUBT, PlanOptions
 from ..planner.problem.hf_tp_plan import styles_of
 from ..planner.problem.tiled_loss import AUTO
 from ..planner.remedies import planned_or_fixes
@@ -187,10 +187,12 @@ class CallCompiler:
         is_cut = self.axis is not None or options["micro_batches"] not in (None, 1)
         # micro-batches are cut from the whole batch on every rank, whatever is passed
         fixed = {} if is_cut else _by_node(captured, {"input": traced.fixed})
-        # nothing to choose from where a recipe was asked for, and nobody may look at the plan of a pipeline here
-        compares = options["strategy"] is None and self.axis is None
-        name, styles = type(self.model).__name__, styles_of(self.model)
-        return PlanRequest.of(self.device_mesh, name, **options, fixed=fixed, baselines=compares, styles=styles)
+        # nothing to choose from where a recipe was asked for
+        unasked = IN_DOUBT if options["strategy"] is None and self.axis is None else False
+        asked = options | {"baselines": options["baselines"] or unasked}
+        return PlanRequest.of(
+            self.device_mesh, type(self.model).__name__, **asked, fixed=fixed, styles=styles_of(self.model)
+        )
 
     def _retrace_of(self, traced: Traced) -> Callable[[Sequence[Adaptation]], Captured]:
         """Return what traces the same call with more adaptations."""

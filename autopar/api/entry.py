@@ -215,6 +215,7 @@ def compile(
     loss_fn: Callable | None = None,
     weights: str | Path | None = None,
     strict: bool = False,
+    baselines: bool = False,
     micro_batches: words.MicroBatches | None = None,
     offload: words.Offload = "none",
     tile: words.Tile = "auto",
@@ -234,9 +235,10 @@ def compile(
     (runtime/lengths.py). `plan`: a Plan or the path of one, instead of planning,
     whose precision "auto" then means.
     `weights`: a Hugging Face safetensors folder from which each rank reads its shards; the model may be on the meta
-    device. Other arguments as in `autopar.plan`. The source model's parameters are taken over; where ranks built it
-    with different values, rank 0's count (runtime/same_values.py). Without example_inputs the model is compiled at its
-    first call.
+    device. `baselines=True` sets the experts' strategies beside the plan, which takes as long as the search itself;
+    else they are looked at only where the plan may be more than 0.2% from the best. Other arguments as in
+    `autopar.plan`. The source model's parameters are taken over; where ranks built it with different values, rank 0's
+    count (runtime/same_values.py). Without example_inputs the model is compiled at its first call.
 
     With `micro_batches=K`, or a plan made with it, a call takes the whole batch, cuts it into K and runs them one after
     the other. It computes the gradients at once, and `loss.backward()` hands them out: those of the whole batch. A loop
@@ -271,8 +273,9 @@ def compile(
         inputs=inputs, outputs=outputs, plan=plan, hardware=hardware, memory=memory, optimizer=optimizer,
         precision=precision, reduce_dtype=reduce_dtype, state_dtype=state_dtype, execution=execution,
         strategy=strategy, pin=pin,
-        loss_fn=loss_fn, strict=strict, weights=weights, adapt=adaptations, passes=added, micro_batches=micro_batches,
-        offload=offload, tile=tile, schedule=schedule, stages_per_rank=stages_per_rank, pad=pad,
+        loss_fn=loss_fn, strict=strict, baselines=baselines, weights=weights, adapt=adaptations, passes=added,
+        micro_batches=micro_batches, offload=offload, tile=tile, schedule=schedule, stages_per_rank=stages_per_rank,
+        pad=pad,
     )  # fmt: skip
     if micro_batches not in (None, AUTO):
         accumulation.check(micro_batches)

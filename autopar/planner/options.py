@@ -16,7 +16,7 @@ from ..errors import StrategyError
 from ..frontend.precision import AUTO, precision_name
 from ..hardware.profile import load as load_hardware
 from ..hardware.schema import Hardware
-from .plan import PlanOptions
+from .plan import IN_DOUBT, PlanOptions
 
 PIPELINES = "pipelines"  # of `baselines`: experts' pipelines are costed beside a plan without stages, too
 
@@ -29,7 +29,7 @@ def options_of(mesh, hardware, memory, optimizer, precision, strategy, pin, stri
     for what, value in (("optimizer", optimizer), ("strategy", "" if strategy is None else strategy)):
         if not isinstance(value, str):
             raise StrategyError(f"{what} is a {type(value).__name__}, not text", fix="use a name: adamw, or fsdp")
-    if not isinstance(baselines, bool) and baselines != PIPELINES:
+    if not isinstance(baselines, bool) and baselines not in (PIPELINES, IN_DOUBT):
         raise StrategyError(f"cannot read baselines={baselines!r:.80}", fix=f'give True, False or "{PIPELINES}"')
     if pin is not None and not (
         isinstance(pin, Mapping) and all(isinstance(x, str) for pair in pin.items() for x in pair)

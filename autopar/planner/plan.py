@@ -52,6 +52,9 @@ if TYPE_CHECKING:
     from .pipeline.plan import Staged
 
 
+IN_DOUBT = "in doubt"  # of `baselines`: experts' plans are looked at where the bound leaves room for a better one
+
+
 @dataclass(frozen=True)
 class PlanOptions:
     """The options of a search. `fixed`: layouts by placeholder name. `forbid`: pairs of a glob and a layout
@@ -218,11 +221,18 @@ def search(
     restriction = Restriction.of(options.strategy, mesh, options.forbid)
     solvers = solvers or solvers_of(captured, mesh, options, report)
     warnings = _unruled(solvers[0].problem, options.strict)
-    others = expert_plans.rows(solvers, options.styles) if options.baselines else {}
-    report("searching")
-    if options.strategy is None:
-        starts = [*(one.found[-1] for one in others.values() if isinstance(one, Outcome)), *starts]
-    solver, chosen = tiling.fastest(passes.solvers_for(solvers, options.strategy), restriction, options, starts)
+
+    def found(others: Mapping[str, Outcome | AutoparError]) -> tuple[Solver, Outcome]:
+        report("searching")
+        known = [one.found[-1] for one in others.values() if isinstance(one, Outcome)]
+        first = starts if options.strategy else [*known, *starts]
+        return tiling.fastest(passes.solvers_for(solvers, options.strategy), restriction, options, first)
+
+    others = expert_plans.rows(solvers, options.styles) if options.baselines not in (False, IN_DOUBT) else {}
+    solver, chosen = found(others)
+    if options.baselines == IN_DOUBT and chosen.gap > options.search.gap:
+        others = expert_plans.rows(solvers, options.styles)
+        solver, chosen = found(others)
     chosen = not_worse(chosen, others, options)
     if options.refuses:
         offload.check_host(solver.problem, chosen.evaluation)
