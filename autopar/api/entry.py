@@ -32,13 +32,14 @@ from ..planner import accumulation, free_batch
 from ..planner.batch import AUTO
 from ..planner.explain import Explanation, explain_plan
 from ..planner.explain_pipeline import PipelineExplanation, explain_pipeline
-from ..planner.options import precision_on
+from ..planner.options import hardware_of, precision_on
 from ..planner.plan import Planned
 from ..planner.problem.hf_tp_plan import styles_of
 from ..planner.remedies import planned_or_fixes
 from ..planner.request import PlanRequest
 from ..plans.plan import Plan
 from ..processes import agree, process_groups, watch
+from ..processes.machines import told
 from ..runtime import optimizers
 from ..runtime.first_call import CompiledAtFirstCall
 from ..runtime.inputs import check_local
@@ -295,6 +296,8 @@ def _compile(model, device_mesh, example_inputs, *, inputs, outputs, plan, loss_
              **options):  # fmt: skip
     process_groups.check_world(Mesh.of(device_mesh), device_mesh)
     watch.start()
+    if any(numbers := watch.machines()):
+        options["hardware"] = agree.from_rank_zero(lambda: told(hardware_of(device_mesh, options["hardware"]), numbers))
     if options["precision"] == AUTO:
         given = agree.from_rank_zero(lambda: (plan if isinstance(plan, Plan) else Plan.load(plan)).precision)
         options["precision"] = given

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch.distributed as dist
 
 from . import process_groups
+from .machines import LOOPBACK, Machine, numbered
 
 GONE, SILENT = "gone", "silent"  # instead of an answer
 LONGEST_BYTES = 1 << 16
@@ -26,15 +27,17 @@ LONGEST_BYTES = 1 << 16
 
 class Peers:
     """All ranks of the world. Making one is collective: addresses are exchanged, and a word that only these processes
-    know.
+    know. `machines`: by rank, the number of its machine.
 
     `answer`: what this rank says to a message, both plain data; it is called on the listening thread."""
 
     def __init__(self, answer: Callable[[dict], dict]):
         self.rank, self.answer = dist.get_rank(), answer
-        hosts = _gather(socket.gethostname())
-        self.listener = socket.create_server(("127.0.0.1" if len(set(hosts)) == 1 else "", 0), backlog=128)
-        address = "127.0.0.1" if len(set(hosts)) == 1 else hosts[self.rank], self.listener.getsockname()[1]
+        everyone_is_on = _gather(Machine.of_this_process())
+        self.machines = numbered(everyone_is_on)
+        is_one = not any(self.machines)
+        self.listener = socket.create_server((LOOPBACK, 0), backlog=128) if is_one else _for_all_machines()
+        address = LOOPBACK if is_one else everyone_is_on[self.rank].address, self.listener.getsockname()[1]
         everyone = _gather((address, secrets.token_hex(16)))
         self.addresses, self.word = [address for address, _ in everyone], everyone[0][1]
         os.register_at_fork(after_in_child=self.close)  # a child that lives on would answer for a dead process
@@ -62,6 +65,13 @@ class Peers:
                 message = json.loads(_read_line(connection))
                 if message.get("word") == self.word:
                     connection.sendall(json.dumps(self.answer(message)).encode() + b"\n")
+
+
+def _for_all_machines() -> socket.socket:
+    """Return a listener on all addresses of this machine."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=128)
+    return socket.create_server(("", 0), backlog=128)
 
 
 def _exchange(address: tuple[str, int], line: bytes, seconds: float) -> dict | str:

@@ -236,6 +236,11 @@ def start() -> None:
         _current = Watch()
 
 
+def machines() -> tuple[int, ...]:
+    """Return, by rank, the number of its machine; of the watched world."""
+    return (0,) if _current is None else _current.peers.machines
+
+
 def guarded(module: fx.GraphModule, phase: str, run: Callable) -> Callable:
     """Return `run`, the forward of a graph module or what it was compiled to, with its collectives watched: one that
     fails raises RankFailure or CollectiveTimeout."""

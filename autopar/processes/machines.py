@@ -1,0 +1,91 @@
+"""Which ranks share a machine, as the processes see it, and what that means for a profile of links.
+
+A machine is told by its boot, its network namespace and its address: host names are equal in containers of one image,
+and boots in restored snapshots.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import uuid
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ..hardware.schema import Hardware
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a process runs: `identity` is the same in all processes of a machine, and theirs alone; others reach it at
+    `address`."""
+
+    identity: tuple[str, str]
+    address: str
+
+    @classmethod
+    def of_this_process(cls) -> Machine:
+        """Return the machine on which this process runs."""
+        try:
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            network = str(os.stat("/proc/self/ns/net").st_ino)
+        except OSError:  # not Linux
+            boot, network = f"{uuid.getnode():x}", ""
+        return cls((boot, network), own_address())
+
+
+def own_address() -> str:
+    """Return the address of this machine on the way to MASTER_ADDR, where torchrun's processes meet; without one that
+    others can reach, its host name."""
+    try:
+        family, kind, _, _, there = socket.getaddrinfo(os.environ["MASTER_ADDR"], 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as way:
+            way.connect(there)  # of datagrams: nothing is sent
+            return way.getsockname()[0]
+    except (KeyError, OSError):
+        return socket.gethostname()
+
+
+def numbered(machines: Sequence[Machine]) -> tuple[int, ...]:
+    """Return, by rank, the number of its machine, in the order in which they come."""
+    known = {machine: number for number, machine in enumerate(dict.fromkeys(machines))}
+    return tuple(known[machine] for machine in machines)
+
+
+def on_machines(hardware: Hardware, numbers: Sequence[int]) -> tuple[Hardware, str]:
+    """Return the profile with its closest links within a machine, and what does not fit together, as a sentence;
+    nothing if all does. `numbers`: the machine of each rank."""
+    shared = [numbers.count(number) for number in dict.fromkeys(numbers)]
+    closest, *farther = hardware.links
+    if len(shared) == 1:
+        return hardware, ""
+    if list(numbers) != sorted(numbers) or len(set(shared)) > 1:
+        return hardware, (
+            f"ranks are on machines {', '.join(map(str, numbers))}: prices are of machines that hold equally many "
+            "ranks in a row, so that the mesh's last axes stay in one; start as many on each, ordered by machine"
+        )
+    if closest.devices is not None and closest.devices <= shared[0]:
+        return hardware, ""
+    if farther:
+        fitting = replace(hardware, links=(replace(closest, devices=shared[0]), *farther))
+        return fitting, (
+            f"{hardware.name} joins {closest.devices} devices by {closest.name}, but a machine has {shared[0]} ranks: "
+            f"priced with {shared[0]} a machine and {farther[0].name} between"
+        )
+    return hardware, (
+        f"{hardware.name} has one kind of links, {closest.name}, but ranks are on {len(shared)} machines: what passes "
+        f"between them is priced as if it stayed in one; pass hardware= a TOML profile with devices = {shared[0]} in "
+        "its first [[links]] and a second [[links]] for the network"
+    )
+
+
+def told(hardware: Hardware, numbers: Sequence[int]) -> Hardware:
+    """Return the profile as `on_machines` has it, and warn of what does not fit together."""
+    fitting, sentence = on_machines(hardware, numbers)
+    if sentence:
+        warnings.warn(sentence, stacklevel=2)
+    return fitting
