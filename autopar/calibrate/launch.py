@@ -1,4 +1,4 @@
-"""Starts the processes that measure, waits for them, and leaves none running."""
+"""Starts the processes that measure, waits for them, and leaves none running; under torchrun they are there already."""
 
 from __future__ import annotations
 
@@ -54,3 +54,15 @@ def measurements(backend: str, world: int, quick: bool = False, limit_seconds: f
                 process.kill()
                 process.join()
         return json.loads(Path(folder, "measured.json").read_text())
+
+
+def is_joined() -> bool:
+    """Return whether torchrun, or what sets the same variables, has started the processes, on one machine or many."""
+    return int(os.environ.get("WORLD_SIZE", 1)) > 1 and "RANK" in os.environ
+
+
+def joined(backend: str, quick: bool = False) -> dict:
+    """Return what is measured by the processes that torchrun started, of which this is one. Raise HardwareError for
+    machines that are not alike."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return measure.measured(rank, int(os.environ.get("LOCAL_RANK", rank)), world, backend, quick, "env://")

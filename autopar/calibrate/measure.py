@@ -2,7 +2,8 @@
 
 Times are lower quartiles over rounds, as other work on the machine disturbs them little; of a collective the slowest
 process of each round counts. Collectives are measured by the bytes that a device holds before them, in groups of every
-size that divides the world, neighbours and far apart, all groups at once.
+size that divides the world, neighbours and far apart, all groups at once; the larger ones not, where they would take
+longer than LONGEST_SECONDS over a slow network.
 """
 
 from __future__ import annotations
@@ -24,9 +25,12 @@ import torch.distributed as dist
 
 from ..hardware.profile import KINDS
 from ..ops import autopar
+from ..processes.machines import Machine, equal_machines, numbered
 
 Call = Callable[[], object]
 TIMEOUT_SECONDS = 60
+LONGEST_SECONDS = 0.5  # of a call, after which larger ones are left out
+FEWEST_POINTS = 3  # of a curve
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 PRODUCTS = {  # rows, depth, columns; by whether the device is a GPU
     False: [
@@ -224,11 +228,14 @@ def collectives(device: Device, effort: Effort, rank: int, world: int) -> list[d
     for devices, stride in group_shapes(world):
         group, ranks = group_of(devices, stride, rank, world)
         curves = {kind: [] for kind in (*KINDS, EXCHANGED)}
-        for held_bytes in effort.held_bytes:
+        for count, held_bytes in enumerate(effort.held_bytes, 1):
             rounds = max(5, min(effort.rounds, 2**26 // held_bytes))
             for kind, call in calls_of(device, held_bytes, group, ranks, rank):
                 curves[kind].append(device.seconds(call, rounds, slowest=True))
-        shape = {"devices": devices, "stride": stride, "bytes": list(effort.held_bytes)}
+            longest = max(seconds[-1] for seconds in curves.values())  # the same on all ranks
+            if count >= FEWEST_POINTS and longest > LONGEST_SECONDS:
+                break
+        shape = {"devices": devices, "stride": stride, "bytes": list(effort.held_bytes[:count])}
         found += [{"kind": kind, **shape, "seconds": seconds} for kind, seconds in curves.items()]
     return found
 
@@ -254,36 +261,54 @@ def overlap_slowdown(device: Device, effort: Effort) -> float:
     return min(2.0, max(1.0, device.seconds(both, effort.rounds, slowest=True) / max(computing, collective)))
 
 
-def memory_bytes(device: Device, world: int) -> int:
-    """Return the memory of one device, or a process's share of the machine's."""
+def memory_bytes(device: Device, ranks: int) -> int:
+    """Return the memory of one device, or a process's share of that of the machine, which has so many."""
     if device.is_gpu:
         return torch.cuda.get_device_properties(device.device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // world
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
+
+
+def ranks_of_a_machine(world: int) -> int:
+    """Return how many ranks each machine has. Raise HardwareError where they are not equally many in a row."""
+    everyone: list = [None] * world
+    dist.all_gather_object(everyone, Machine.of_this_process())
+    return equal_machines(numbered(everyone))
 
 
 def everything(device: Device, effort: Effort, rank: int, world: int) -> dict:
-    """Measure all of the above, in a process group of the whole world."""
+    """Measure all of the above, in a process group of the whole world. Raise HardwareError for machines that are not
+    alike."""
+    ranks = ranks_of_a_machine(world)
     return {
         "products": products(device, effort),
         "attention": attention(device, effort),
         "functions_per_second": functions_per_second(device, effort),
         "copy_bytes_per_second": copy_bytes_per_second(device, effort),
         "launch_seconds": launch_seconds(device, effort),
-        "memory_bytes": memory_bytes(device, world),
+        "memory_bytes": memory_bytes(device, ranks),
+        "machine_ranks": ranks,
         "curves": collectives(device, effort, rank, world),
         "overlap_slowdown": overlap_slowdown(device, effort) if world > 1 else 1.0,
     }
 
 
 def main(rank: int, world: int, backend: str, quick: bool, folder: str) -> None:
-    """Measure in one process. Rank 0 leaves measured.json in the folder."""
-    warnings.filterwarnings("ignore", category=FutureWarning)  # newer names of collectives, which torch 2.11 lacks
-    torch.set_num_threads(1)
-    device = Device(rank, backend)
-    timeout = timedelta(seconds=TIMEOUT_SECONDS)
-    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timeout)
-    found = everything(device, QUICK if quick else FULL, rank, world)
+    """Measure in one of the processes that were started for it. Rank 0 leaves measured.json in the folder."""
+    found = measured(rank, rank, world, backend, quick, init_method=f"file://{folder}/store")
     if rank == 0:
         Path(folder, "measured.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+
+
+def measured(rank: int, local_rank: int, world: int, backend: str, quick: bool, init_method: str) -> dict:
+    """Join the other processes, measure with them, and return what was measured."""
+    warnings.filterwarnings("ignore", category=FutureWarning)  # newer names of collectives, which torch 2.11 lacks
+    torch.set_num_threads(1)
+    device = Device(local_rank, backend)
+    timeout = timedelta(seconds=TIMEOUT_SECONDS)
+    dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world, timeout=timeout)
+    try:
+        found = everything(device, QUICK if quick else FULL, rank, world)
+        dist.barrier()
+        return found
+    finally:
+        dist.destroy_process_group()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -21,10 +21,11 @@ SECTIONS = ("compute", "memory", "host", "collectives", "kernels", "products", "
 def to_profile(measured: dict, base: Hardware, name: str, fingerprint: Mapping[str, str]) -> Hardware:
     """Return `base` with what was measured in its place.
 
-    On a CPU the speeds are those of the products, and `kernels` is fitted; on a GPU the peaks and
-    `kernels` of the base stay, the efficiency is that of the largest product, and the base's products are scaled to it.
-    Attention's shares are scaled to what was measured on both. The closest tier of links gets the latency and speed
-    that fit best. Errors that the base states of itself are left out.
+    On a CPU the speeds are those of the products, and `kernels` is fitted; on a GPU the peaks and `kernels` of the base
+    stay, the efficiency is that of the largest product, and the base's products are scaled to it. Attention's shares
+    are scaled to what was measured on both. The closest tier of links gets the latency and speed that fit best; where
+    ranks were on several machines, it joins those of one, and the next tier gets what fits groups with one rank of each
+    machine. Errors that the base states of itself are left out.
     """
     launch = measured["launch_seconds"]
     products = {dtype: [p for p in measured["products"] if p["dtype"] == dtype] for dtype in base.flops_per_second}
@@ -51,12 +52,8 @@ def to_profile(measured: dict, base: Hardware, name: str, fingerprint: Mapping[s
     attention = _attention(base, measured["attention"], speeds)
     links = base.links
     if curves:
-        line = fit.line([c for c in curves if c.kind in fit.TOGETHER])
-        inner = replace(links[0], latency_seconds=line.latency_seconds, bytes_per_second=line.bytes_per_second,
-                        bucket_bytes=fit.bucket_bytes(line))  # fmt: skip
-        links = (inner, *(_not_faster(tier, inner) for tier in links[1:]))
-        notes[f"links.{inner.name}"] = f"one fit over {', '.join(fit.TOGETHER)}, median error {line.median_error:.0%}"
-        notes["measured"] = "lower quartiles; groups of a shape ran at once"
+        links, fits = _links(base, curves, measured["machine_ranks"])
+        notes |= fits | {"measured": "lower quartiles; groups of a shape ran at once"}
     sources = dict(row.split(": ", 1) for row in base.source.splitlines())
     by = "autopar calibrate"
     sources |= {"memory": by, "collectives": by} | {key: f"{by}: {note}" for key, note in notes.items()}
@@ -65,6 +62,7 @@ def to_profile(measured: dict, base: Hardware, name: str, fingerprint: Mapping[s
         sources["products"] = f"{by}: the efficiency; else {sources['products']}"
     else:
         sources["kernels"] = by
+    sources.pop("errors", None)
     in_order = sorted(sources, key=lambda key: SECTIONS.index(key) if key in SECTIONS else len(SECTIONS))
     bandwidth = measured["copy_bytes_per_second"]
     peak = max(base.memory_bytes_per_second, bandwidth) if base.kernels.multiprocessors else bandwidth
@@ -109,6 +107,29 @@ def _attention(base: Hardware, measured: dict, speeds: Mapping[str, float]) -> d
         )
         for kernel, constants in base.attention.items()
     }
+
+
+def _links(base: Hardware, curves: Sequence[Curve], machine_ranks: int) -> tuple[tuple[Tier, ...], dict[str, str]]:
+    """Return the tiers of links, those that were measured fitted, and a note on each of these by its section."""
+    together = [c for c in curves if c.kind in fit.TOGETHER]
+    inside = [c for c in together if c.span <= machine_ranks]
+    between = [c for c in together if c.stride >= machine_ranks > 1]  # one rank of each machine, all groups at once
+    tiers = [(base.links[0], inside or together)]
+    if inside and between:
+        network = base.links[1] if len(base.links) > 1 else replace(base.links[0], name="network", devices=None)
+        network = replace(network, rails=None, oversubscription=1.0)  # what was measured is a device's share
+        tiers = [(replace(base.links[0], devices=machine_ranks), inside), (network, between)]
+    lines = [fit.line(found) for _, found in tiers]
+    measured = [
+        replace(tier, latency_seconds=line.latency_seconds, bytes_per_second=line.bytes_per_second,
+                bucket_bytes=fit.bucket_bytes(line))
+        for (tier, _), line in zip(tiers, lines)
+    ]  # fmt: skip
+    notes = {
+        f"links.{tier.name}": f"one fit over {', '.join(fit.TOGETHER)}, median error {line.median_error:.0%}"
+        for tier, line in zip(measured, lines)
+    }
+    return (*measured, *(_not_faster(tier, measured[-1]) for tier in base.links[len(measured) :])), notes
 
 
 def _not_faster(tier: Tier, inner: Tier) -> Tier:

@@ -1,8 +1,9 @@
-"""`autopar calibrate`: measure this machine and write a hardware profile for --hardware."""
+"""`autopar calibrate`: measure this machine, or under torchrun all machines, and write a profile for --hardware."""
 
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from ..errors import HardwareError
@@ -39,13 +40,18 @@ def run(args: argparse.Namespace) -> int:
     from ..hardware import profile as hardware
 
     backend = args.backend or ("nccl" if torch.cuda.is_available() else "gloo")
-    world = args.world or (torch.cuda.device_count() if backend == "nccl" else 2)
-    launch.check(backend, world)
     mark = calibrate.fingerprint(backend)
     base = hardware.load(args.base or (mark["device"] if backend == "nccl" else "cpu-gloo"))
-    with common.progress() as report:
-        report(f"measuring with {world} processes")
-        measured = calibrate.measurements(backend, world, args.quick)
+    if launch.is_joined():
+        measured = launch.joined(backend, args.quick)
+        if os.environ["RANK"] != "0":
+            return 0
+    else:
+        world = args.world or (torch.cuda.device_count() if backend == "nccl" else 2)
+        launch.check(backend, world)
+        with common.progress() as report:
+            report(f"measuring with {world} processes")
+            measured = calibrate.measurements(backend, world, args.quick)
     profile = calibrate.to_profile(measured, base, out.stem, mark)
     out.write_text(calibrate.text(calibrate.to_table(profile), as_json=out.suffix == ".json"))
     common.show(summary(profile))
@@ -58,13 +64,14 @@ def summary(profile) -> str:
     speeds = ", ".join(
         f"{dtype} {speed * profile.flops_efficiency / 1e9:.4g}" for dtype, speed in profile.flops_per_second.items()
     )
-    tier, attention = profile.links[0], next(iter(profile.attention.values()))
+    attention = next(iter(profile.attention.values()))
+    measured = [tier for tier in profile.links if f"links.{tier.name}: autopar calibrate" in profile.source]
     lines = [
         ("products", f"{speeds} GFLOP/s"),
         ("attention", f"{max(attention.shares):.0%} of the peak, backward {attention.backward:.0%} of that"),
         ("copy", f"{profile.reached_memory_bytes_per_second / 1e9:.4g} GB/s"),
         ("launch", f"{profile.launch_seconds * 1e6:.3g} us"),
-        (tier.name, f"{tier.latency_seconds * 1e6:.0f} us and {tier.bytes_per_second / 1e9:.3g} GB/s sent"),
+        *((t.name, f"{t.latency_seconds * 1e6:.0f} us and {t.bytes_per_second / 1e9:.3g} GB/s sent") for t in measured),
     ]
     for curve in profile.curves:
         (small, large), (least, most) = curve.bytes_[:: len(curve.bytes_) - 1], curve.seconds[:: len(curve.bytes_) - 1]

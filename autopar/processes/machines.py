@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ..errors import HardwareError
 from ..hardware.schema import Hardware
 
 LOOPBACK = "127.0.0.1"
@@ -56,30 +57,39 @@ def numbered(machines: Sequence[Machine]) -> tuple[int, ...]:
     return tuple(known[machine] for machine in machines)
 
 
+def equal_machines(numbers: Sequence[int]) -> int:
+    """Return how many ranks each machine has. Raise HardwareError where they are not equally many in a row."""
+    shared = [numbers.count(number) for number in dict.fromkeys(numbers)]
+    if list(numbers) != sorted(numbers) or len(set(shared)) > 1:
+        raise HardwareError(
+            f"ranks are on machines {', '.join(map(str, numbers))}, not equally many in a row on each",
+            fix="start as many on each, ordered by machine",
+        )
+    return shared[0]
+
+
 def on_machines(hardware: Hardware, numbers: Sequence[int]) -> tuple[Hardware, str]:
     """Return the profile with its closest links within a machine, and what does not fit together, as a sentence;
     nothing if all does. `numbers`: the machine of each rank."""
-    shared = [numbers.count(number) for number in dict.fromkeys(numbers)]
     closest, *farther = hardware.links
-    if len(shared) == 1:
+    if not any(numbers):
         return hardware, ""
-    if list(numbers) != sorted(numbers) or len(set(shared)) > 1:
-        return hardware, (
-            f"ranks are on machines {', '.join(map(str, numbers))}: prices are of machines that hold equally many "
-            "ranks in a row, so that the mesh's last axes stay in one; start as many on each, ordered by machine"
-        )
-    if closest.devices is not None and closest.devices <= shared[0]:
+    try:
+        ranks = equal_machines(numbers)
+    except HardwareError as error:
+        return hardware, f"{error.message}: prices are of machines that are; {error.fix}"
+    if closest.devices is not None and closest.devices <= ranks:
         return hardware, ""
     if farther:
-        fitting = replace(hardware, links=(replace(closest, devices=shared[0]), *farther))
+        fitting = replace(hardware, links=(replace(closest, devices=ranks), *farther))
         return fitting, (
-            f"{hardware.name} joins {closest.devices} devices by {closest.name}, but a machine has {shared[0]} ranks: "
-            f"priced with {shared[0]} a machine and {farther[0].name} between"
+            f"{hardware.name} joins {closest.devices} devices by {closest.name}, but a machine has {ranks} ranks: "
+            f"priced with {ranks} a machine and {farther[0].name} between"
         )
     return hardware, (
-        f"{hardware.name} has one kind of links, {closest.name}, but ranks are on {len(shared)} machines: what passes "
-        f"between them is priced as if it stayed in one; pass hardware= a TOML profile with devices = {shared[0]} in "
-        "its first [[links]] and a second [[links]] for the network"
+        f"{hardware.name} has one kind of links, {closest.name}, but ranks are on {max(numbers) + 1} machines: what "
+        "passes between them is priced as if it stayed in one; measure both with autopar calibrate under torchrun on "
+        "all machines, and pass hardware= that profile"
     )
 
 

@@ -51,8 +51,9 @@ def test_two_gloo_processes(tmp_path):
     assert calibrate.stale(profile, "gloo") == "" and "all_reduce of 2" in summary(profile)
 
 
-def measured_exactly(world: int = 4, exchanged: float = 0.5) -> dict:
-    """What a machine of 1e11 FLOP/s, half of it at depth 32, and links of 1e-4 s and 1e9 bytes/s would show."""
+def measured_exactly(world: int = 4, exchanged: float = 0.5, machine_ranks: int = 4) -> dict:
+    """What machines of 1e11 FLOP/s, half of it at depth 32, and links of 1e-4 s and 1e9 bytes/s would show,
+    100 times as slow between machines."""
     products = [
         {"rows": m, "depth": k, "columns": n, "dtype": "fp32", "seconds": 1e-6 + 2 * m * k * n * (k + 32) / k / 1e11}
         for m, k, n in measure.PRODUCTS[False]
@@ -61,13 +62,13 @@ def measured_exactly(world: int = 4, exchanged: float = 0.5) -> dict:
     for devices, stride in measure.group_shapes(world):
         for kind in (*KINDS, EXCHANGED):
             sent = fit.SENT[kind if kind in KINDS else "reduce_scatter"](devices)
-            slower = exchanged if kind == EXCHANGED else 1.0
+            slower = (exchanged if kind == EXCHANGED else 1.0) * (100 if devices * stride > machine_ranks else 1)
             seconds = [slower * (1e-4 + sent * b / 1e9) for b in SIZES]
             curves.append(
                 {"kind": kind, "devices": devices, "stride": stride, "bytes": list(SIZES), "seconds": seconds}
             )
     return {"products": products, "functions_per_second": 4e8, "copy_bytes_per_second": 1e10, "launch_seconds": 1e-6,
-            "memory_bytes": 10**9, "curves": curves, "overlap_slowdown": 1.3,
+            "memory_bytes": 8 * 10**9, "machine_ranks": machine_ranks, "curves": curves, "overlap_slowdown": 1.3,
             "attention": {"dtype": "fp32", "head_dim": 64, "sequence": 128, "forward": 4e10,
                           "backward": 3e10}}  # fmt: skip
 
@@ -92,6 +93,26 @@ def test_fits_find_what_was_put_in():
     assert scatters[0].seconds[0] == pytest.approx(0.5 * (1e-4 + 1e4 / 2 / 1e9))
     native = calibrate.to_profile(measured_exactly(exchanged=2.0), hardware.load("cpu-gloo"), "mine", {"device": "d"})
     assert native.reduce_scatter_lowering == "native"
+
+
+@pytest.mark.parametrize("base, name", [("cpu-gloo", "network"), ("h100", "InfiniBand NDR")])
+def test_links_of_several_machines_are_two_tiers(base, name, tmp_path):
+    """Groups within a machine, and those of one rank a machine; a ring over all ranks is of neither."""
+    measured = measured_exactly(world=8, machine_ranks=4)
+    if base == "h100":
+        measured["products"] = [p | {"dtype": "bf16"} for p in measured["products"]]
+        measured["attention"] |= {"dtype": "bf16", "head_dim": 128}
+    profile = calibrate.to_profile(measured, hardware.load(base), "mine", {"device": "d"})
+    closest, network = profile.links
+    assert (closest.devices, network.devices, network.name) == (4, None, name)
+    assert (closest.latency_seconds, closest.bytes_per_second) == (pytest.approx(1e-4), pytest.approx(1e9))
+    assert (network.latency_seconds, network.bytes_per_second) == (pytest.approx(1e-2), pytest.approx(1e7))
+    file = tmp_path / "mine.toml"
+    file.write_text(calibrate.text(calibrate.to_table(profile)))
+    assert hardware.load(file) == profile
+    assert all(part in summary(profile) for part in (f"{closest.name} ", "10000 us and 0.01 GB/s sent"))
+    cost = CollectiveCost(profile, Mesh.parse("dp=2,tp=4"))
+    assert cost.seconds("all_reduce", ("dp",), 1e6) > 50 * cost.seconds("all_reduce", ("tp",), 1e6)
 
 
 def test_a_gpu_keeps_its_peaks():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from dataclasses import replace
 
 import pytest
 
@@ -46,11 +45,11 @@ def test_what_fits_is_left_alone(hardware, numbers):
 
 
 def test_one_kind_of_links_over_two_machines_is_told():
-    with pytest.warns(UserWarning, match=r"one kind of links, gloo, but ranks are on 2 machines.*devices = 2"):
+    with pytest.warns(UserWarning, match=r"one kind of links, gloo, but ranks are on 2 machines.*autopar calibrate"):
         assert told(load("cpu-gloo"), [0, 0, 1, 1]) == load("cpu-gloo")
 
 
 @pytest.mark.parametrize("numbers", [[0, 1, 0, 1], [0, 0, 0, 1]])
 def test_ranks_out_of_order_are_told(numbers):
     hardware, said = on_machines(two_tiers(2), numbers)
-    assert hardware == replace(two_tiers(2)) and "equally many ranks in a row" in said
+    assert hardware == two_tiers(2) and "not equally many in a row" in said
