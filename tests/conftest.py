@@ -16,7 +16,7 @@ import pytest
 
 logging.getLogger("torch.__trace").propagate = False  # thousands of lines about graphs in the report of a failed test
 # Graphs are many small objects that stay: looking for garbage in them took a tenth of the time.
-gc.set_threshold(20_000, 20, 20)
+gc.set_threshold(100_000, 20, 100)
 os.environ.setdefault("AUTOPAR_CACHE", "off")  # tests are about what is traced and planned now
 FOLDER = Path(__file__).parent / "golden"
 

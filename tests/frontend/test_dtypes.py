@@ -56,7 +56,7 @@ def _runs(model: nn.Module, *inputs) -> bool:
     return True
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.sampled_from(sorted(LAYERS)), st.sampled_from(TYPES))
 def test_what_eager_refuses_is_refused(name, dtype):
     make, shape = LAYERS[name]

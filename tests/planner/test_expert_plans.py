@@ -45,13 +45,15 @@ def tight(model: str) -> Planned:
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("model", MODELS)
-def test_a_row_is_the_plan_that_its_name_gives(model):
+@pytest.mark.parametrize("model, every", [("gpt", False), ("gpt", True), ("llama", True)])
+def test_a_row_is_the_plan_that_its_name_gives(model, every):
+    """Every row, or one of each way in which a recipe is made to fit."""
     found = tight(model)
-    ways = set()
+    ways = {}
     for row in found.plan.alternatives:
         assert row.fits, row.name
-        ways |= {(row.micro_batches > 1, row.recomputed_blocks > 0, row.offload)}
+        ways.setdefault((row.micro_batches > 1, row.recomputed_blocks > 0, row.offload), row)
+    for row in found.plan.alternatives if every else ways.values():
         again = search(
             model, memory=found.solver.limit_bytes, strategy=row.name, baselines=False,
             micro_batches=row.micro_batches, offload=row.offload,
@@ -85,8 +87,10 @@ def test_nothing_makes_a_recipe_fit_whose_layers_are_larger_than_the_memory():
 
 def test_every_number_of_micro_batches_is_compared_by_the_step():
     """The rows of a plan with micro-batches are steps of as many."""
-    found = search("gpt", micro_batches=4)
+    found = search("gpt", "dp=4", micro_batches=4)
     for name, row in zip(found.others, found.plan.alternatives):
+        if name == "hsdp":  # the mesh has no second axis for it
+            continue
         assert row.micro_batches == 4
         assert row.step_seconds == pytest.approx(4 * found.others[name].seconds)
 
@@ -101,6 +105,7 @@ def test_meshes_say_which_recipes_there_are():
         assert all(Restriction.of(name, mesh).name == name for name in compared_on(mesh))
 
 
+@pytest.mark.slow
 def test_hsdp_beside_tensor_parallelism_shards_over_the_inner_data_axis():
     mesh = "dp_replicate=2,dp_shard=2,tp=2"
     plan = make("llama:hidden=32,layers=1,heads=4,kv_heads=2,ffn=64,vocab=64", mesh, strategy="megatron_sp+hsdp")

@@ -11,7 +11,7 @@ import autopar
 from autopar.cli.main import main
 from autopar.models import registry
 
-MODEL = "gpt:hidden=32,layers=2,heads=4,vocab=64,seq=16"
+MODEL = "gpt:hidden=32,layers=1,heads=4,vocab=64,seq=16"
 
 
 def plan(mesh: str, dtype, **options) -> autopar.Plan:

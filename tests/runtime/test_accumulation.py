@@ -15,7 +15,7 @@ from autopar.errors import InputError
 from tests.helpers import gloo
 
 from . import tiny
-from .parity import assert_close, assert_same_gradients, assert_same_values, device_mesh, pair, planned
+from .parity import assert_close, assert_same_gradients, assert_same_values, device_mesh, full, pair, planned
 
 X, Y = tiny.Regressor.batch()
 CALL = dict(x=X, target=Y)
@@ -162,9 +162,9 @@ def test_second_derivatives(alone):
 def test_random_numbers_are_not_drawn_again(alone):
     """A checkpoint around the module would run the forward a second time, with another dropout mask."""
     parallel, _ = pair(nn.Sequential(tiny.Regressor(), nn.Dropout(0.5)), alone, (X,))
-    loss = checkpoint(lambda x: parallel(x).to_local().sum(), X, use_reentrant=False)
+    loss = checkpoint(lambda x: full(parallel(x)).sum(), X, use_reentrant=False)
     with pytest.raises(
         InputError, match="would not draw those of the forward(.|\n)*fix: leave out torch.utils.checkpoint"
     ):
         loss.backward()
-    parallel(X).to_local().sum().backward()
+    full(parallel(X)).sum().backward()

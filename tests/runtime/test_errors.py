@@ -17,7 +17,7 @@ from autopar.processes import agree
 from tests.helpers import gloo
 
 from . import tiny
-from .parity import assert_close, assert_same_gradients, device_mesh, pair, planned
+from .parity import assert_close, assert_same_gradients, device_mesh, full, pair, planned
 
 
 class Branching(tiny.Regressor):
@@ -242,7 +242,7 @@ def test_calls(alone, mistake):
     for _ in range(2):  # before the first call and after it
         with pytest.raises(error, match=message):
             call(parallel, x)
-        assert torch.equal(parallel(x, 2.0).full_tensor(), reference(x, 2.0))
+        assert torch.equal(full(parallel(x, 2.0)), reference(x, 2.0))
     assert len(parallel.captures) == 1
 
 

@@ -18,7 +18,7 @@ from autopar.storage.weights import Weights, shapes_of
 from tests.helpers import gloo
 from tests.helpers.random_layouts import random_layout
 from tests.runtime import tiny
-from tests.runtime.parity import assert_close, assert_same_gradients, assert_same_values, device_mesh, planned
+from tests.runtime.parity import assert_close, assert_same_gradients, assert_same_values, device_mesh, full, planned
 
 SMALL = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
 
@@ -174,7 +174,7 @@ def test_at_the_first_call(tmp_path, alone):
     assert_close(model(x), source(x))
     state = {name: value / 2 for name, value in model.state_dict().items()}
     model.load_state_dict(state)
-    assert_close(model(x).full_tensor(), _halved(source)(x))
+    assert_close(full(model(x)), _halved(source)(x))
     assert model.load_state_dict(
         {"up.bias": torch.zeros(16), "other": torch.zeros(1)}, strict=False
     ).unexpected_keys == ["other"]
