@@ -26,7 +26,8 @@ def attention(node: fx.Node) -> Rule | None:
     keys go round; not with a mask that is added to the scores, in whose lowest number a block's log-sum-exp would be
     lost. With grouped queries (fewer key heads) heads are cut between groups, or those of the queries alone over axes
     over which groups cannot be: the op takes which key heads its queries read. Key heads that belong to all devices, as
-    a single one does, have a gradient that is Partial over the heads."""
+    a single one does, have a gradient that is Partial over the heads. Documents are cut with the queries, those of keys
+    are whole along the sequence."""
     arguments = bound(node)
     if arguments.get("dropout_p", 0.0) != 0.0:
         return None
@@ -48,6 +49,8 @@ def attention(node: fx.Node) -> Rule | None:
     def argument(name: str, shape: tuple[int, ...]) -> tuple[Dim, ...]:
         if "mask" in name:  # a mask broadcasts, so it may lack the first dims
             return dims(shape, of_queries[4 - len(shape) :])
+        if name in ("documents", "key_documents"):
+            return dims(shape, ("b", of_queries[2] if name == "documents" else None))
         return dims(shape, of_keys if name in ("k", "v", "key", "value") else of_queries)
 
     is_backward = len(output_shapes(node)) == 3

@@ -66,7 +66,9 @@ class RingAttention:
         blocks = [dim_ranges(whole[KEYS], layout.dims[KEYS], layout.parts[KEYS], self.mesh, at) for at in places]
         heads = heads_read(node, sharding.inputs, self.mesh, self.coordinate, names.index("q"))
         ring = Ring(len(group), given["causal"], layout.parts[KEYS] == ZIGZAG)
-        steps = _Steps(self.builder, node, axes, group.index(self.rank), ring, blocks, heads)
+        local = dict(zip(given, args))
+        documents = [local.get(name) for name in ("documents", "key_documents")]
+        steps = _Steps(self.builder, node, axes, group.index(self.rank), ring, blocks, heads, documents)
         if node.target is autopar.attention.default:
             return steps.forward(*args[:6])
         return steps.backward(*args[:9])
@@ -78,7 +80,7 @@ Block = list[fx.Node]  # keys and values, or their gradients
 @dataclass(frozen=True)
 class _Steps:
     """One attention's way round. `blocks`: the ranges of every device's keys; `heads`: which heads of them its
-    queries read, if not all (autopar/ops/attention_heads.py)."""
+    queries read, if not all (autopar/ops/attention_heads.py); `documents`: of the device's queries and of all keys."""
 
     builder: Builder
     node: fx.Node
@@ -87,6 +89,7 @@ class _Steps:
     ring: Ring
     blocks: list[list[tuple[int, int]]]
     heads: Mapping[str, Any]
+    documents: Sequence[fx.Node | None]
 
     def forward(self, q, k, v, mask, causal: bool, scale: float | None) -> list[fx.Node]:
         """Return output and log-sum-exp."""
@@ -103,7 +106,7 @@ class _Steps:
                 (here,), opened, block = self._open(step, mask, [q], keys)
                 name = self._name(is_one and step == last[0] == 0)
                 arguments = here, *opened, block, causal and step == 0, scale
-                result = self._pair(autopar.attention.default, *arguments, name=name, **self.heads)
+                result = self._pair(autopar.attention.default, *arguments, name=name, **self._constants(step))
                 for half in works[step]:
                     own = result if len(works[step]) == 1 else [self._half(x, (half,)) for x in result]
                     if half in joined:
@@ -132,7 +135,7 @@ class _Steps:
             if keys is not None:
                 rows, opened, block = self._open(step, mask, [grad, q, out, lse], keys)
                 arguments = *rows[:2], *opened, *rows[2:], block, causal and step == 0, scale
-                made = self.call(autopar.attention_bw.default, *arguments, **self.heads)
+                made = self.call(autopar.attention_bw.default, *arguments, **self._constants(step))
                 found = [self._in(wide, self.call(operator.getitem, made, i)) for i in range(3)]
                 halves, open_keys = self.ring.open_halves(self.place, step)
                 here = self._with_zeros(found[0], halves)
@@ -179,12 +182,27 @@ class _Steps:
         values, and of another mask."""
         halves, of_keys = self.ring.open_halves(self.place, step)
         if mask is not None and mask.meta["val"].shape[-1] > 1:
-            at = self.blocks[(self.place - step) % self.ring.size]
-            found = [self.call(aten.slice.Tensor, mask, -1, *ends) for ends in at]
-            mask = self._half(found[0] if len(found) == 1 else self.call(aten.cat.default, found, -1), of_keys, -1)
+            mask = self._half(self._of_block(mask, step), of_keys, -1)
         if mask is not None and mask.meta["val"].shape[-2] > 1:
             mask = self._half(mask, halves, -2)
         return [self._half(x, halves) for x in rows], [self._half(x, of_keys) for x in keys], mask
+
+    def _constants(self, step: int) -> dict[str, Any]:
+        """Return which heads of keys are read in a step, and the documents of queries and keys."""
+        documents, of_all_keys = self.documents
+        if documents is None or of_all_keys is None:
+            return dict(self.heads)
+        halves, of_keys = self.ring.open_halves(self.place, step)
+        documents = self._half(documents, halves, -1)
+        return {**self.heads, "documents": documents,
+                "key_documents": self._half(self._of_block(of_all_keys, step), of_keys, -1)}  # fmt: skip
+
+    def _of_block(self, x: fx.Node, step: int) -> fx.Node:
+        """Return what a tensor with all keys in the last dim has of the block of a step."""
+        found = [
+            self.call(aten.slice.Tensor, x, -1, *ends) for ends in self.blocks[(self.place - step) % self.ring.size]
+        ]
+        return found[0] if len(found) == 1 else self.call(aten.cat.default, found, -1)
 
     def _half(self, x: fx.Node, halves: tuple[int, ...], dim: int = KEYS) -> fx.Node:
         """Return some of the halves of a block: both or one."""

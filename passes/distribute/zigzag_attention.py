@@ -52,8 +52,10 @@ class ZigzagAttention:
             own = {name: self._rows(node, x, start, end) if name in rows else x for name, x in local.items()}
             if local["mask"] is not None and local["mask"].meta["val"].shape[-2] > 1:
                 own["mask"] = self._rows(node, local["mask"], start, end, -2)
-            own["first"] = given["first"] + first
-            op = self.builder.call(node.target, *own.values(), name=f"{node.name}_{len(made)}", **heads)
+            if local.get("documents") is not None:
+                own["documents"] = self._rows(node, local["documents"], start, end, -1)
+            own |= {"first": given["first"] + first} | heads
+            op = self.builder.call(node.target, *own.values(), name=f"{node.name}_{len(made)}")
             made.append([self.builder.call(operator.getitem, op, i) for i in range(len(op.meta["val"]))])
             start = end
         one, other = made

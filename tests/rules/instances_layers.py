@@ -92,6 +92,13 @@ for h_kv, rows, columns, s in (  # causal: as many queries as keys, fewer, more;
     op("autopar.attention.default", q, k, v, s, True, None)
     out, lse = torch.ops.autopar.attention(q, k, v, s, True, None)
     op("autopar.attention_bw.default", real(2, 4, rows, 4), q, k, v, out, lse, s, True, None)
+for h_kv, ids in (  # documents: of each sample, of all alike
+    (2, torch.tensor([[0, 0, 1, 1, 1, 2], [3, 3, 3, 3, 4, 4]])), (4, torch.tensor([[0, 1, 1, 1, 2, 2]])),
+):  # fmt: skip
+    q, k, v = real(2, 4, 6, 4), real(2, h_kv, 6, 4), real(2, h_kv, 6, 4)
+    op("autopar.attention.default", q, k, v, None, True, None, 0, 0, 0, ids, ids)
+    out, lse = torch.ops.autopar.attention(q, k, v, None, True, None, 0, 0, 0, ids, ids)
+    op("autopar.attention_bw.default", real(2, 4, 6, 4), q, k, v, out, lse, None, True, None, 0, 0, 0, ids, ids)
 q, k, v = real(4, 6, 5, 4), real(4, 6, 5, 4), real(4, 6, 5, 4)
 op("_scaled_dot_product_flash_attention_for_cpu", q, k, v, 0.0, True)
 out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
