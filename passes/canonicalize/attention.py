@@ -1,6 +1,6 @@
 """scaled_dot_product_attention -> `autopar::attention`, with masks and repeated heads said plainly.
 
-A mask becomes `causal=True` and what else it says (attention_mask.py). Keys and values repeated for grouped queries are
+A mask becomes `causal=True`, the documents that it keeps apart and what else it says (attention_mask.py). Keys and values repeated for grouped queries are
 taken before the repetition: the op knows grouped heads itself.
 """
 
@@ -32,9 +32,10 @@ def attention(graph_module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
     if any(given[name].meta["val"].dim() != 4 for name in ("query", "key", "value")):
         return None
     q, k, v = (_unwrap(given[name]) for name in ("query", "key", "value"))
-    mask, causal = given.get("attn_mask"), bool(given.get("is_causal", False))
+    mask, causal, ids = given.get("attn_mask"), bool(given.get("is_causal", False)), None
     if mask is not None:
-        mask, causal = simplify(graph_module, node, mask, causal)
+        found = simplify(graph_module, node, mask, causal, may_pack=not p)
+        mask, causal, ids = found.left, found.causal, found.documents
     if p or (mask is not None and _is_learned(graph_module, mask)):
         return attention_formula(Draws(graph_module, node), q, k, v, mask, causal, given.get("scale"), p)
     k, v = (_before_repeat(x, q) for x in (k, v))
@@ -45,7 +46,11 @@ def attention(graph_module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
         new.meta = {key: value for key, value in node.meta.items() if key != "val"}
         return new
 
-    return call(operator.getitem, call(autopar.attention.default, q, k, v, mask, causal, given.get("scale")), 0)
+    arguments = q, k, v, mask, causal, given.get("scale")
+    if ids is not None:
+        ids = ids if ids.meta["val"].dim() == 2 else call(aten.unsqueeze.default, ids, 0)
+        arguments = *arguments, 0, 0, 0, ids, ids
+    return call(operator.getitem, call(autopar.attention.default, *arguments), 0)
 
 
 def _is_learned(graph_module: fx.GraphModule, mask: fx.Node) -> bool:

@@ -1,62 +1,94 @@
-"""Find what the mask of an attention says: whether it is causal, and what is left of it.
+"""Find what the mask of an attention says: whether it is causal, which documents it keeps apart, and what is left.
 
 Libraries build masks from arange and comparisons, bool tensors of batch x sequence x sequence, and join the padding of
-a batch to them. A mask is taken apart at its conjunctions. What depends on no input is computed here: where it lets
-everything through it is dropped, where it is the lower triangle the attention is causal. What is left stays as small as
-it was before it was broadcast, (b, 1, 1, s) for padding. Samples that are all alike are computed as one.
+a batch to them. A mask is taken apart at its conjunctions. What depends on no input is computed here
+(constant_values.py): where it lets everything through it is dropped, where it is the lower triangle the attention is
+causal. A factor that keeps documents apart becomes their integers (documents.py). What is left stays as small as it was
+before it was broadcast, (b, 1, 1, s) for padding.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
 from ..._torch import storage_key
 from ..._torch.regions import written
-from ...ir.graph import RANDOM_STATE, call, operand, values_of
+from ...ir.graph import call, operand, tensor_arguments
+from .constant_values import AND, Write, constant_value, one_sample
+from .documents import documents_of
 
 aten = torch.ops.aten
-LARGEST_MASK_NUMEL = 2**28  # of a sample; a larger constant mask is not computed at compile time
-_AND = (aten.__and__.Tensor, aten.bitwise_and.Tensor, aten.logical_and.default)
 _SAME = (aten.expand.default, aten.to.dtype_layout, aten.to.dtype, aten.to.device, aten._to_copy.default)
+ORDERS = {aten.le.Tensor: (0, False), aten.ge.Tensor: (1, False), aten.lt.Tensor: (0, True), aten.gt.Tensor: (1, True)}
 
-Write = tuple[fx.Node, int]  # a node with the memory that it writes to
+
+@dataclass(frozen=True)
+class Mask:
+    """What a mask says: a tensor that is `left` of it, whether it is `causal`, and integers (b, s) or (s,) of which
+    those of a query and a key are equal."""
+
+    left: fx.Node | None
+    causal: bool
+    documents: fx.Node | None = None
 
 
-def simplify(graph_module: fx.GraphModule, node: fx.Node, mask: fx.Node, causal: bool) -> tuple[fx.Node | None, bool]:
-    """Return (mask or None, causal) that mean the same as the given mask of an attention."""
+def simplify(
+    graph_module: fx.GraphModule, node: fx.Node, mask: fx.Node, causal: bool, may_pack: bool = True
+) -> Mask:
+    """Return what the given mask of an attention says, without documents unless it `may_pack`."""
     writes = [(n, storage_key(into.meta["val"])) for n in _before(node) for into in written(n)]
     known = graph_module.__dict__.setdefault("_autopar_masks", {})
-    key = mask, len(writes)  # what is written in between may change it for the next attention
+    key = mask, len(writes), may_pack  # what is written in between may change it for the next attention
     if key not in known:  # the first attention that reads it comes first
-        known[key] = _simplified(graph_module, node, mask, writes)
-    left, is_triangle = known[key]
-    return left, causal or is_triangle
+        known[key] = _simplified(graph_module, node, mask, writes, may_pack)
+    found = known[key]
+    return replace(found, causal=causal or found.causal)
 
 
 def _simplified(
-    graph_module: fx.GraphModule, node: fx.Node, mask: fx.Node, writes: list[Write]
-) -> tuple[fx.Node | None, bool]:
-    value = _constant_value(graph_module, mask, writes)
+    graph_module: fx.GraphModule, node: fx.Node, mask: fx.Node, writes: list[Write], may_pack: bool
+) -> Mask:
+    value = constant_value(graph_module, mask, writes)
     if value is not None:
         kind = _kind(value)
-        return (None, kind == "triangle") if kind else (_constant(graph_module, value), False)
+        return Mask(None, kind == "triangle") if kind else Mask(_constant(graph_module, value), False)
     factors = _factors(mask, {key for _, key in writes})
-    values = [_constant_value(graph_module, factor, writes) for factor in factors]
-    kinds = {_kind(v) for v in _joined([v for v in values if v is not None])}
-    left = [factor for factor, v in zip(factors, values) if v is None]
-    if None in kinds or not left:
-        return mask, False
-    together = left[0]
-    for factor in left[1:]:
+    packed = documents_of(graph_module, factors, writes) if may_pack else None
+    kinds: set[str | None] = set()
+    values, left = [], []
+    for factor in factors:
+        if packed and factor is packed.factor:
+            continue
+        given = packed.places if packed and packed.is_relative(factor) else {}
+        if kind := _kind_of_order(graph_module, factor, writes, given):
+            kinds.add(kind)
+        elif (found := constant_value(graph_module, factor, writes, given)) is not None:
+            values.append(found)
+        else:
+            left.append(factor)
+    values = _joined(values)
+    unknown = [v for v in values if _kind(v) is None]
+    kinds |= {_kind(v) for v in values}
+    if unknown and packed is None:
+        return Mask(mask, False)
+    left += [_constant(graph_module, v) for v in unknown]
+    return Mask(_together(node, left), "triangle" in kinds, packed.ids if packed else None)
+
+
+def _together(node: fx.Node, factors: list[fx.Node]) -> fx.Node | None:
+    """Return the conjunction of bool tensors, None of none."""
+    if not factors:
+        return None
+    together = factors[0]
+    for factor in factors[1:]:
         joined = call(node, aten.__and__.Tensor, together, factor)
         joined.meta["val"] = together.meta["val"] & factor.meta["val"]
         together = joined
-    return together, "triangle" in kinds
+    return together
 
 
 def _factors(mask: fx.Node, written_memory: set[int]) -> list[fx.Node]:
@@ -64,24 +96,38 @@ def _factors(mask: fx.Node, written_memory: set[int]) -> list[fx.Node]:
     value = mask.meta["val"]
     if mask.op != "call_function" or value.dtype != torch.bool or storage_key(value) in written_memory:
         return [mask]
-    if mask.target in _AND:
+    if mask.target in AND:
         pair = [a for a in mask.args if isinstance(a, fx.Node) and a.meta["val"].dtype == torch.bool]
         return [f for a in pair for f in _factors(a, written_memory)] if len(pair) == 2 else [mask]
     if mask.target in _SAME and operand(mask).meta["val"].dtype == torch.bool:
         return _factors(operand(mask), written_memory)
+    if mask.target is aten.unsqueeze.default:
+        inner = _factors(operand(mask), written_memory)
+        return [_unsqueezed(factor, mask) for factor in inner] if len(inner) > 1 else [mask]
     return [mask]
+
+
+def _unsqueezed(factor: fx.Node, node: fx.Node) -> fx.Node:
+    """Return a factor of what `node` unsqueezes, with the new dim where it is in the whole."""
+    dim, ndim = node.args[1], node.meta["val"].dim()
+    from_end = dim - ndim if dim >= 0 else dim
+    if -from_end > factor.meta["val"].dim() + 1:
+        return factor
+    made = call(node, aten.unsqueeze.default, factor, from_end)
+    made.meta["val"] = factor.meta["val"].unsqueeze(from_end)
+    return made
 
 
 def _joined(values: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return the conjunction of bool tensors, none of none."""
     while len(values) > 1:
-        values = [_one_sample(values[0]) & _one_sample(values[1]), *values[2:]]
+        values = [one_sample(values[0]) & one_sample(values[1]), *values[2:]]
     return values
 
 
 def _kind(value: torch.Tensor) -> str | None:
     """Return "open" for a mask that lets everything through, "triangle" for that of a causal attention."""
-    keep = _one_sample(value)
+    keep = one_sample(value)
     if keep.dtype != torch.bool:
         if not bool(((keep == 0) | (keep <= torch.finfo(keep.dtype).min / 2)).all()):
             return None
@@ -93,16 +139,32 @@ def _kind(value: torch.Tensor) -> str | None:
     return "triangle" if bool((keep == torch.ones(keep.shape[-2:], dtype=torch.bool).tril()).all()) else None
 
 
-def _one_sample(value: torch.Tensor) -> torch.Tensor:
-    """Return the first of samples that are all alike, else all."""
-    if value.dim() < 1 or value.shape[0] <= 1:
-        return value
-    return value[:1] if value.stride(0) == 0 or bool((value == value[:1]).all()) else value
+def _kind_of_order(
+    graph_module: fx.GraphModule, factor: fx.Node, writes: list[Write], given: Mapping[fx.Node, torch.Tensor]
+) -> str | None:
+    """Return the kind of a factor that says which of a key's place and a query's is larger, whatever the length: from
+    the places alone."""
+    while factor.target in _SAME:
+        factor = operand(factor)
+    sides = tensor_arguments(factor) if factor.target in ORDERS else []
+    values = [constant_value(graph_module, side, writes, given) for side in sides]
+    if len(values) != 2 or any(v is None or v.dim() < 2 for v in values):
+        return None
+    at, is_strict = ORDERS[factor.target]
+    low, high = (one_sample(values[i]) for i in (at, 1 - at))
+    if not low.numel() or not high.numel():
+        return None
+    if low.max() < high.min() or low.max() == high.min() and not is_strict:
+        return "open"
+    is_sides = low.numel() == low.shape[-1] and high.numel() == high.shape[-2]
+    places = low.flatten()
+    is_triangle = not is_strict and is_sides and torch.equal(places, high.flatten()) and bool((places.diff() > 0).all())
+    return "triangle" if is_triangle else None
 
 
 def _constant(graph_module: fx.GraphModule, value: torch.Tensor) -> fx.Node:
     """Return a node of a mask's value, without its samples if they are alike."""
-    value = _one_sample(value) if value.dim() == 4 else value
+    value = one_sample(value) if value.dim() == 4 else value
     count = graph_module.__dict__.setdefault("_autopar_mask_constants", [])
     name = f"constant_mask_{len(count)}"
     count.append(name)
@@ -112,72 +174,6 @@ def _constant(graph_module: fx.GraphModule, value: torch.Tensor) -> fx.Node:
     return node
 
 
-def _constant_value(graph_module: fx.GraphModule, mask: fx.Node, writes: list[Write]) -> torch.Tensor | None:
-    """Return the mask's value after `writes` if it depends on no input of the call, on no random number and on no
-    buffer that the call writes to, else None."""
-    shape = mask.meta["val"].shape
-    if math.prod(shape[1:] if len(shape) == 4 else shape) > LARGEST_MASK_NUMEL:
-        return None
-    needed, stack = set(), [mask]
-    memory: set[int] = set()
-    while stack:
-        node = stack.pop()
-        if node.op == "placeholder" or (node.op == "get_attr" and not _is_real_buffer(graph_module, node)):
-            return None
-        if _is_drawn(node):
-            return None
-        if node not in needed:
-            needed.add(node)
-            stack += node.all_input_nodes
-            memory.update(storage_key(v) for v in values_of(node))
-            stack += [n for n, key in writes if n not in needed and key in memory]
-    buffers = {storage_key(n.meta["val"]) for n in needed if n.op == "get_attr"}
-    if any(key in buffers for _, key in writes):
-        return None
-    is_written = bool({n for n, _ in writes} & needed)
-    values: dict[fx.Node, Any] = {}
-    for node in graph_module.graph.nodes:
-        if node not in needed:
-            continue
-        if node.op == "get_attr":
-            values[node] = graph_module.get_buffer(node.target)
-            continue
-        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: values[n])
-        if "device" in kwargs:
-            kwargs = {**kwargs, "device": torch.device("cpu")}
-        values[node] = _evaluated(node, args, kwargs, samples_apart=is_written)
-    return values[mask]
-
-
-def _evaluated(node: fx.Node, args: tuple, kwargs: dict, samples_apart: bool):
-    """Return what an op gives; of samples that are all alike one is computed, and expanded, if the op is pointwise on
-    tensors of four dims and nothing is written to them later."""
-    op = cast(Callable, node.target)
-    tensors = [a for a in args if isinstance(a, torch.Tensor)]
-    is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in _AND
-    shape = tuple(node.meta["val"].shape) if isinstance(node.meta.get("val"), torch.Tensor) else ()
-    if samples_apart or not is_pointwise or len(shape) != 4 or shape[0] == 1:
-        return op(*args, **kwargs)
-    small = {id(t): _one_sample(t) if t.dim() == 4 else t for t in tensors}
-    value = op(*(small.get(id(a), a) for a in args), **kwargs)
-    return value.expand(shape)
-
-
 def _before(node: fx.Node) -> list[fx.Node]:
     nodes = list(node.graph.nodes)
     return nodes[: nodes.index(node)]
-
-
-def _is_drawn(node: fx.Node) -> bool:
-    """Return whether a node is a random number, or the state that it is drawn from."""
-    if node.op == "get_attr":
-        return node.target == RANDOM_STATE
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-
-
-def _is_real_buffer(graph_module: fx.GraphModule, node: fx.Node) -> bool:
-    try:
-        buffer = graph_module.get_buffer(str(node.target))
-    except AttributeError:
-        return False
-    return type(buffer) is torch.Tensor and buffer.device.type == "cpu"

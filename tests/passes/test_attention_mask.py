@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from autopar import compiler
 from autopar.ops import autopar
-from autopar.passes.canonicalize import attention_mask
+from autopar.passes.canonicalize import constant_values
 from autopar.simulate.compare import verify_model
 
 from ..families import FAMILIES
@@ -77,16 +77,16 @@ def test_the_same_numbers(kind):
 @pytest.mark.parametrize("kind", ["causal", "open", "window"])
 def test_a_large_batch_is_computed_as_one_sample(kind, monkeypatch):
     """A limit that a sample keeps and a batch does not; no mask of the whole batch exists meanwhile."""
-    monkeypatch.setattr(attention_mask, "LARGEST_MASK_NUMEL", 40)
+    monkeypatch.setattr(constant_values, "LARGEST_NUMEL", 40)
     largest = []
-    evaluated = attention_mask._evaluated
+    evaluated = constant_values._evaluated
 
     def seen(node, *rest, **options):
         value = evaluated(node, *rest, **options)
         largest.append(value.untyped_storage().nbytes() if value.dim() == 4 else 0)
         return value
 
-    monkeypatch.setattr(attention_mask, "_evaluated", seen)
+    monkeypatch.setattr(constant_values, "_evaluated", seen)
     shape, causal = FOUND[kind]
     assert attention_of(compiler.trace(Masked(kind), batch(16))) == (shape, causal)
     assert max(largest) <= 16 * 6 * 8  # indices of a row of each sample, and one sample's mask
