@@ -1,7 +1,7 @@
 """scaled_dot_product_attention -> `autopar::attention`, with masks and repeated heads said plainly.
 
-A mask becomes `causal=True`, the documents that it keeps apart and what else it says (attention_mask.py). Keys and values repeated for grouped queries are
-taken before the repetition: the op knows grouped heads itself.
+A mask becomes `causal=True`, the documents that it keeps apart and what else it says (attention_mask.py). Keys and
+values repeated for grouped queries are taken before the repetition: the op knows grouped heads itself.
 """
 
 from __future__ import annotations

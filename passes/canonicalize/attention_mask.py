@@ -36,9 +36,7 @@ class Mask:
     documents: fx.Node | None = None
 
 
-def simplify(
-    graph_module: fx.GraphModule, node: fx.Node, mask: fx.Node, causal: bool, may_pack: bool = True
-) -> Mask:
+def simplify(graph_module: fx.GraphModule, node: fx.Node, mask: fx.Node, causal: bool, may_pack: bool = True) -> Mask:
     """Return what the given mask of an attention says, without documents unless it `may_pack`."""
     writes = [(n, storage_key(into.meta["val"])) for n in _before(node) for into in written(n)]
     known = graph_module.__dict__.setdefault("_autopar_masks", {})
@@ -148,15 +146,13 @@ def _kind_of_order(
         factor = operand(factor)
     sides = tensor_arguments(factor) if factor.target in ORDERS else []
     values = [constant_value(graph_module, side, writes, given) for side in sides]
-    if len(values) != 2 or any(v is None or v.dim() < 2 for v in values):
+    if len(values) != 2 or any(v is None or not v.numel() for v in values):
         return None
     at, is_strict = ORDERS[factor.target]
-    low, high = (one_sample(values[i]) for i in (at, 1 - at))
-    if not low.numel() or not high.numel():
-        return None
+    low, high = (one_sample(values[i]) if values[i].dim() == 4 else values[i] for i in (at, 1 - at))
     if low.max() < high.min() or low.max() == high.min() and not is_strict:
         return "open"
-    is_sides = low.numel() == low.shape[-1] and high.numel() == high.shape[-2]
+    is_sides = low.shape[-1:].numel() == low.numel() and high.dim() > 1 and high.shape[-2] == high.numel()
     places = low.flatten()
     is_triangle = not is_strict and is_sides and torch.equal(places, high.flatten()) and bool((places.diff() > 0).all())
     return "triangle" if is_triangle else None

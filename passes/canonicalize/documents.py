@@ -1,7 +1,7 @@
 """Find the documents that a mask keeps apart: integers of which those of a query and of a key are compared.
 
-A mask that says `ids[b, q] == ids[b, k]` is found where libraries and users write it, with views, expansions and lookups
-by arange in between: which elements of `ids` the two sides read is computed on the numbers of elements in its stead.
+A mask that says `ids[b, q] == ids[b, k]` is found where libraries and users write it, with views, expansions and
+lookups by arange in between: which elements of `ids` the two sides read is computed on their numbers in its stead.
 
 Libraries tell documents by positions that start again, and compare positions where others compare places, for causal
 masks and windows. Where `ids` counts the steps of positions that are not one, two positions of a document are as far
@@ -77,9 +77,7 @@ class Documents:
         return 0 if is_pointwise and not any(counts) else None
 
 
-def documents_of(
-    graph_module: fx.GraphModule, factors: Sequence[fx.Node], writes: list[Write]
-) -> Documents | None:
+def documents_of(graph_module: fx.GraphModule, factors: Sequence[fx.Node], writes: list[Write]) -> Documents | None:
     """Return the documents that a factor of a mask keeps apart, if one does. `factors`: bool tensors that broadcast to
     (b, h, s, t)."""
     for factor in factors:
@@ -110,13 +108,13 @@ def _equality(factor: fx.Node) -> fx.Node | None:
     """Return the comparison that a factor is, its dims in their places."""
     node = factor
     while node.target is not aten.eq.Tensor:
-        inner = operand(node) if node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node) else None
-        if inner is None or not isinstance(inner.meta.get("val"), torch.Tensor) or inner.meta["val"].dtype != torch.bool:
+        is_unsqueezed = node.target is aten.unsqueeze.default
+        if not is_unsqueezed and node.target not in (*CASTS, aten.expand.default):
             return None
-        is_heads = node.target is aten.unsqueeze.default and node.args[1] in (1, -3) and inner.meta["val"].dim() == 3
-        if node.target not in (*CASTS, aten.expand.default) and not is_heads:
+        value = operand(node).meta["val"]
+        if value.dtype != torch.bool or is_unsqueezed and (value.dim() != 3 or node.args[1] not in (1, -3)):
             return None
-        node = inner
+        node = operand(node)
     shape = node.meta["val"].shape
     return node if len(shape) != 3 or shape[0] == 1 or factor.meta["val"].dim() == 4 else None
 

@@ -87,13 +87,16 @@ def _embedding_dw(call, node, grad, index, padding_idx, offset, rows):
         return call(aten.embedding_dense_backward.default, grad, index, rows, padding_idx, False)
 
 
-def _attention(call, node, q, k, v, mask, causal, scale, first=0, head=0, group=0, *documents):
+def _attention(call, node, q, k, v, mask, causal, scale, first=0, head=0, group=0, documents=None, key_documents=None):
     if _is_plain(q, k, v, mask) and not (first or group or documents):
         flash = aten._scaled_dot_product_flash_attention_for_cpu.default
         return call(flash, q, k, v, 0.0, causal, scale=scale)
 
 
-def _attention_bw(call, node, grad, q, k, v, out, lse, mask, causal, scale, first=0, head=0, group=0, *documents):
+def _attention_bw(
+    call, node, grad, q, k, v, out, lse, mask, causal, scale, first=0, head=0, group=0, documents=None,
+    key_documents=None,
+):  # fmt: skip
     if _is_plain(q, k, v, mask) and not (first or group or documents):
         flash = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
         return call(flash, grad, q, k, v, out, lse, 0.0, causal, scale=scale)

@@ -1,0 +1,168 @@
+"""Masks that keep packed documents apart become their integers, wherever libraries and users write them; what does not
+say so keeps its tensor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+from torch.nn import functional as F
+
+from autopar import compiler
+from autopar.ops import autopar
+from autopar.passes.canonicalize import constant_values
+from autopar.simulate.compare import verify_model
+
+LENGTH = 7
+POSITIONS = torch.tensor([[0, 1, 2, 3, 0, 1, 2], [0, 1, 0, 1, 2, 3, 4]])
+IDS = torch.tensor([[0, 0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 1, 1, 1]])
+
+
+class Packed(nn.Module):
+    """Attention under a mask that is written in some way from integers `ids`, positions or ends of documents."""
+
+    def __init__(self, mask):
+        super().__init__()
+        torch.manual_seed(0)
+        self.mask, self.qkv = mask, nn.Linear(8, 24).double()
+
+    def forward(self, x, ids, positions, ends, keep):
+        q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        return F.scaled_dot_product_attention(q, k, v, self.mask(ids, positions, ends, keep)).square().mean()
+
+
+def batch(length: int = LENGTH) -> dict[str, torch.Tensor]:
+    x = torch.randn(2, length, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    keep = torch.arange(length) < torch.tensor([[length], [length - 2]])
+    ends = torch.tensor([3, 5, 7])
+    return dict(x=x, ids=IDS, positions=POSITIONS, ends=ends, keep=keep)
+
+
+def attention_of(captured) -> tuple:
+    """Return the mask's shape, whether it is causal, and the shapes of the documents of queries and of keys."""
+    (node,) = captured.graph.find_nodes(op="call_function", target=autopar.attention.default)
+    mask, causal = node.args[3:5]
+    shape = None if mask is None else tuple(mask.meta["val"].shape)
+    return shape, causal, *(tuple(ids.meta["val"].shape) for ids in node.args[9:])
+
+
+def pairs(graph, length: int) -> list:
+    """Return the nodes that have a number for every pair of places."""
+    shapes = {n: getattr(n.meta.get("val"), "shape", ()) for n in graph.nodes}
+    return [n for n, shape in shapes.items() if tuple(shape[-2:]) == (length, length)]
+
+
+triangle = lambda n: torch.ones(n, n, dtype=torch.bool).tril()  # noqa: E731
+place = lambda ids: torch.arange(ids.shape[-1])  # noqa: E731
+BOTH = (2, LENGTH), (2, LENGTH)
+WAYS = {
+    "ids": (lambda ids, *_: (ids[:, :, None] == ids[:, None, :])[:, None], None, False, *BOTH),
+    "causal": (lambda ids, *_: ((ids[:, :, None] == ids[:, None]) & triangle(LENGTH))[:, None], None, True, *BOTH),
+    "keys first": (lambda ids, *_: ids[:, None, None, :] == ids[:, None, :, None], None, False, *BOTH),
+    "causal by arange": (lambda ids, *_: (ids[:, None, :, None] == ids[:, None, None])
+                         & (place(ids)[:, None] >= place(ids)), None, True, *BOTH),
+    "positions": (lambda ids, p, *_: ((p == 0).cumsum(-1)[:, None, :, None] == (p == 0).cumsum(-1)[:, None, None])
+                  .logical_and(triangle(LENGTH)), (2, 1, LENGTH, LENGTH), True),
+    "positions once": (lambda ids, p, *_: _equal((p == 0).cumsum(-1)) & triangle(LENGTH), None, True, *BOTH),
+    "ends": (lambda ids, p, ends, _: _equal(torch.searchsorted(ends, place(ids), right=True)[None])
+             & triangle(LENGTH), None, True, (1, LENGTH), (1, LENGTH)),
+    "ends of one row": (lambda ids, p, ends, _: (row := torch.bucketize(place(ids), ends, right=True))[:, None] == row,
+                        None, False, (1, LENGTH), (1, LENGTH)),
+    "padding": (lambda ids, p, e, keep: _equal(ids) & triangle(LENGTH) & keep[:, None, None], (2, 1, 1, LENGTH), True,
+                *BOTH),
+    "window": (lambda ids, *_: _equal(ids) & triangle(LENGTH) & triangle(LENGTH).logical_not().tril(-3).logical_not(),
+               None, True, *BOTH),
+    "window by arange": (lambda ids, *_: _equal(ids) & (place(ids) <= place(ids)[:, None])
+                         & (place(ids) > place(ids)[:, None] - 3), (LENGTH, LENGTH), True, *BOTH),
+    "cast": (lambda ids, *_: _equal(ids.int()), None, False, *BOTH),
+    "of the whole batch": (lambda ids, *_: _equal(ids[:1].expand(2, -1)), None, False, *BOTH),
+    # what says something else
+    "other ids of keys": (lambda ids, p, *_: ids[:, None, :, None] == p[:, None, None], (2, 1, LENGTH, LENGTH), False),
+    "shifted": (lambda ids, *_: ids[:, None, :, None] == ids.roll(1, -1)[:, None, None], (2, 1, LENGTH, LENGTH), False),
+    "turned": (lambda ids, *_: ids[:, None, :, None] == ids.flip(0)[:, None, None], (2, 1, LENGTH, LENGTH), False),
+    "numbers": (lambda ids, *_: _equal(ids.double()), (2, 1, LENGTH, LENGTH), False),
+    "less": (lambda ids, *_: ids[:, None, :, None] >= ids[:, None, None], (2, 1, LENGTH, LENGTH), False),
+    "written later": (lambda ids, *_: _written_later(ids.clone()), (2, 1, LENGTH, LENGTH), False),
+    "heads": (lambda ids, *_: ids[:, :, None] == ids[:, None, :], (2, LENGTH, LENGTH), False),
+}  # fmt: skip
+
+
+def _equal(ids: torch.Tensor) -> torch.Tensor:
+    return ids[:, None, :, None] == ids[:, None, None, :]
+
+
+def _written_later(ids: torch.Tensor) -> torch.Tensor:
+    mask = _equal(ids)
+    ids[:, 0] = 9
+    return mask & (ids[:, None, None] < 10)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_found(way):
+    mask, *expected = WAYS[way]
+    captured = compiler.trace(Packed(mask), batch())
+    assert attention_of(captured) == tuple(expected)
+    if len(expected) == 4 and (expected[0] or ())[-2:] != (LENGTH, LENGTH):
+        assert not pairs(captured.graph, LENGTH)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("way", WAYS)
+def test_the_same_numbers(way):
+    report = verify_model(Packed(WAYS[way][0]), batch(), "tp=2")
+    assert report.match and max(report.errors.values()) <= 1e-12, str(report)
+
+
+@pytest.mark.parametrize("way", ["causal by arange", "of positions"])
+def test_no_length_is_too_long(way, monkeypatch):
+    """Causal masks are known from the places of queries and of keys, where all pairs would be too many."""
+    monkeypatch.setattr(constant_values, "LARGEST_NUMEL", 2 * LENGTH)
+    if way == "of positions":
+        assert attention_of(compiler.trace(_model("Llama"), _packed())) == (None, True, *BOTH)
+    else:
+        assert attention_of(compiler.trace(Packed(WAYS[way][0]), batch())) == (None, True, *BOTH)
+
+
+def _model(name: str, **options) -> nn.Module:
+    """Return a small model of transformers'."""
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=24, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+                 num_key_value_heads=2, max_position_embeddings=32, use_cache=False, head_dim=8)  # fmt: skip
+    return getattr(hf, f"{name}ForCausalLM")(getattr(hf, f"{name}Config")(**sizes | options))
+
+
+def _packed() -> dict[str, torch.Tensor]:
+    ids = torch.arange(2 * LENGTH).view(2, LENGTH)
+    return dict(input_ids=ids, labels=ids, position_ids=POSITIONS)
+
+
+@pytest.mark.parametrize("name, options", [
+    ("Llama", {}), ("Mistral", {"sliding_window": LENGTH}), pytest.param("Qwen2", {}, marks=pytest.mark.slow),
+    pytest.param("Qwen3", {}, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_positions_that_start_again(name, options):
+    """What transformers makes of positions that start again: causal documents, and no tensor of all pairs."""
+    captured = compiler.trace(_model(name, **options), _packed())
+    assert not pairs(captured.graph, LENGTH) and attention_of(captured) == (None, True, *BOTH)
+
+
+def test_windows_of_positions():
+    """A window of positions is one of places inside of a document, and stays a constant."""
+    captured = compiler.trace(_model("Mistral", sliding_window=3), _packed())
+    assert attention_of(captured) == ((1, 1, LENGTH, LENGTH), True, *BOTH)
+
+
+def test_positions_that_are_read_otherwise():
+    """Of chunks of positions the beginning counts, not the distance: the comparison stays."""
+
+    def mask(ids, positions, *_):
+        first = positions[:, :1] - 1
+        ids = (torch.diff(positions, prepend=first) != 1).cumsum(-1)
+        chunks = positions // 3
+        return _equal(ids) & _equal(chunks)
+
+    captured = compiler.trace(Packed(mask), batch())
+    shape, causal, *documents = attention_of(captured)
+    assert (shape, causal, documents) == ((2, 1, LENGTH, LENGTH), False, [*BOTH])
+    assert verify_model(Packed(mask), batch(), "dp=2").match
