@@ -22,19 +22,24 @@ class Decoder(nn.Module):
         self.double()
 
     def forward(self, input_ids, labels, attention_mask):
+        return self.under(self.mask(input_ids, attention_mask), input_ids, labels)
+
+    def mask(self, input_ids, attention_mask):
         place = torch.arange(input_ids.shape[1])
-        x = self.tokens(input_ids) + self.places(place)
-        q, k, v = self.qkv(self.norm(x)).split([8 * self.heads, 8 * self.kv_heads, 8 * self.kv_heads], -1)
-        q, k, v = (t.unflatten(-1, (-1, 8)).transpose(1, 2) for t in (q, k, v))
-        is_causal, mask = self.kind == "causal", None
         if self.kind == "padded":
-            mask = (place[:, None] >= place) & attention_mask[:, None, None, :].bool()
+            return (place[:, None] >= place) & attention_mask[:, None, None, :].bool()
         if self.kind == "window":
-            mask = (place[:, None] >= place) & (place[:, None] - place < 3)
+            return (place[:, None] >= place) & (place[:, None] - place < 3)
         if self.kind == "packed":  # documents begin at the ids below 5
             documents = (input_ids < 5).cumsum(-1)[:, None]
-            mask = (place[:, None] >= place) & (documents.unsqueeze(-1) == documents.unsqueeze(-2))
-        y = self.attend(q, k, v, mask, is_causal)
+            return (place[:, None] >= place) & (documents.unsqueeze(-1) == documents.unsqueeze(-2))
+        return None
+
+    def under(self, mask, input_ids, labels):
+        x = self.tokens(input_ids) + self.places(torch.arange(input_ids.shape[1]))
+        q, k, v = self.qkv(self.norm(x)).split([8 * self.heads, 8 * self.kv_heads, 8 * self.kv_heads], -1)
+        q, k, v = (t.unflatten(-1, (-1, 8)).transpose(1, 2) for t in (q, k, v))
+        y = self.attend(q, k, v, mask, mask is None and self.kind == "causal")
         logits = self.head(x + self.out(y.transpose(1, 2).flatten(2)))
         return self.loss(logits, labels)
 
@@ -54,6 +59,17 @@ class Mixed(Decoder):
         return super().attend(q, k, v, mask, is_causal) + 0.5 * super().attend(q, k, v, None, True)
 
 
+class Packed(Decoder):
+    """Attention that is "causal", "full", causal and "padded", or has a "window", inside of `documents`."""
+
+    def forward(self, input_ids, labels, attention_mask, documents):
+        mask, place = self.mask(input_ids, attention_mask), torch.arange(input_ids.shape[1])
+        if self.kind == "causal":
+            mask = place[:, None] >= place
+        together = (documents[:, :, None] == documents[:, None]).unsqueeze(1)
+        return self.under(together if mask is None else together & mask, input_ids, labels)
+
+
 class WithLogits(Decoder):
     """Returns logits beside the loss."""
 
@@ -68,3 +84,10 @@ def batch(length: int, padded: str = "", samples: int = 2, vocabulary: int = VOC
     if padded:
         keep[-1, slice(0, 3) if padded == "left" else slice(-3, None)] = 0
     return dict(input_ids=ids, labels=ids.masked_fill(keep == 0, -100), attention_mask=keep)
+
+
+def packed_batch(length: int, seed: int, most: float, samples: int = 2) -> dict[str, torch.Tensor]:
+    """Return a batch with numbers of documents, about `most` in each row."""
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.rand(samples, length, generator=generator) < most / length
+    return batch(length, "left", samples) | {"documents": starts.cumsum(-1)}
