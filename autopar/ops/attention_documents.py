@@ -11,7 +11,7 @@ Tensors are those of autopar/ops/attention_forms.py; documents are (b, s) and (b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -21,14 +21,13 @@ from .attention_forms import Like, additive, lse_dtype
 from .attention_rows import FormOf
 
 CPU_ROWS = 256  # queries of a range on a CPU
-MASK_NUMEL = 2**27  # of a range's mask elsewhere
+ROWS = 2048  # and elsewhere, if its mask is not larger than this
+MASK_NUMEL = 2**27
 
 
-def rows_of(q: Like, k: Like, documents: Like, is_cpu: bool = False) -> int:
+def rows_of(k: Like, documents: Like, is_cpu: bool = False) -> int:
     """Return the number of queries of a range."""
-    if is_cpu:
-        return CPU_ROWS
-    return min(q.shape[2], max(128, MASK_NUMEL // max(1, documents.shape[0] * k.shape[2])))
+    return CPU_ROWS if is_cpu else max(1, min(ROWS, MASK_NUMEL // max(1, documents.shape[0] * k.shape[2])))
 
 
 def forward(
@@ -36,14 +35,17 @@ def forward(
     documents: Tensor, of_keys: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return (output, log-sum-exp); 0 and -inf for a query that has no key of its document."""
-    out = q.new_zeros(*q.shape[:3], v.shape[-1])
-    lse = q.new_full(q.shape[:3], float("-inf"), dtype=lse_dtype(q.dtype))
+    found: list[tuple[Tensor, Tensor]] = []
     for rows, columns, own in _ranges(q, k, mask, causal, first, documents, of_keys):
-        part = _part(q, rows), _part(k, columns), _part(v, columns), own, False
-        results = form_of(*part).forward(*part, scale)
-        for whole, found in zip((out, lse), results):
-            _part(whole, rows).copy_(found)
-    return out, lse
+        query = _part(q, rows)
+        if own is None:
+            none = q.new_full(query.shape[:3], float("-inf"), dtype=lse_dtype(q.dtype))
+            found.append((q.new_zeros(*query.shape[:3], v.shape[-1]), none))
+        else:
+            part = query, _part(k, columns), _part(v, columns), own, False
+            found.append(form_of(*part).forward(*part, scale))
+    outs, lses = zip(*found)
+    return _joined(outs), torch.cat(lses, 2)
 
 
 def backward(
@@ -51,37 +53,41 @@ def backward(
     causal: bool, scale: float, first: int, lse_is_exact: bool, documents: Tensor, of_keys: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of q, k and v. `lse_is_exact`: as in attention_rows.py."""
-    dq, wide = torch.zeros_like(q), lse_dtype(q.dtype)
-    dk, dv = (torch.zeros_like(x, dtype=wide) for x in (k, v))
+    dk, dv = (torch.zeros_like(x, dtype=lse_dtype(q.dtype)) for x in (k, v))
+    dq = []
     for rows, columns, own in _ranges(q, k, mask, causal, first, documents, of_keys):
-        of_rows = (_part(x, rows) for x in (grad, q))
-        results = (_part(x, rows) for x in (out, lse))
-        part = *of_rows, _part(k, columns), _part(v, columns), *results, own, False, scale, 0, lse_is_exact
-        found = attention_rows.backward(form_of, *part)
-        _part(dq, rows).copy_(found[0])
-        _part(dk, columns).add_(found[1])
-        _part(dv, columns).add_(found[2])
-    return dq, dk.to(k.dtype), dv.to(v.dtype)
+        of_rows = [_part(x, rows) for x in (grad, q, out, lse)]
+        if own is None:
+            dq.append(torch.zeros_like(of_rows[1]))
+            continue
+        part = *of_rows[:2], _part(k, columns), _part(v, columns), *of_rows[2:], own, False, scale, 0, lse_is_exact
+        mine, *of_columns = attention_rows.backward(form_of, *part)
+        dq.append(mine)
+        for whole, found in zip((dk, dv), of_columns):
+            _part(whole, columns).add_(found)
+    return _joined(dq), dk.to(k.dtype), dv.to(v.dtype)
 
 
 def _ranges(
     q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, first: int, documents: Tensor, of_keys: Tensor
-) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Yield ranges of the queries with those of the keys that they may attend to, neither empty, and their masks."""
-    for start in range(0, q.shape[2], size := rows_of(q, k, documents, q.is_cpu)):
+) -> Iterator[tuple[slice, slice, Tensor | None]]:
+    """Yield ranges of the queries with those of the keys that they may attend to, and their masks, None if there are no
+    such keys."""
+    for start in range(0, q.shape[2], size := rows_of(k, documents, q.is_cpu)):
         rows = slice(start, min(start + size, q.shape[2]))
         columns = slice(0, min(k.shape[2], first + rows.stop) if causal else k.shape[2])
-        own = documents[:, rows]
+        own = _some(documents, rows)
         if q.is_cpu:
-            columns = _of_documents(own, of_keys[:, columns])
+            columns = _of_documents(own, _some(of_keys, columns))
         if columns.start == columns.stop:
+            yield rows, columns, None
             continue
-        keep = own.unsqueeze(-1) == of_keys[:, columns].unsqueeze(-2)
+        keep = own.unsqueeze(-1) == _some(of_keys, columns).unsqueeze(-2)
         if causal:
             places = slice(first + start, first + rows.stop)
             at = [torch.arange(x.start, x.stop, device=q.device) for x in (places, columns)]
             keep &= at[1] <= at[0].unsqueeze(-1)
-        yield rows, columns, _joined(keep.unsqueeze(1), mask, rows, columns, q.dtype)
+        yield rows, columns, _added(keep.unsqueeze(1), mask, rows, columns, q.dtype)
 
 
 def _of_documents(own: Tensor, of_keys: Tensor) -> slice:
@@ -91,14 +97,24 @@ def _of_documents(own: Tensor, of_keys: Tensor) -> slice:
     return slice(int(found[0]), int(found[-1]) + 1) if len(found) else slice(0, 0)
 
 
-def _joined(keep: Tensor, mask: Tensor | None, rows: slice, columns: slice, dtype: torch.dtype) -> Tensor:
+def _added(keep: Tensor, mask: Tensor | None, rows: slice, columns: slice, dtype: torch.dtype) -> Tensor:
     """Return a range's mask, added to the scores, with what another mask says of it."""
     if mask is None:
         return additive(keep, dtype)
     mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
     mask = _part(mask, rows) if mask.shape[2] > 1 else mask
-    mask = mask[..., columns] if mask.shape[3] > 1 else mask
+    mask = _some(mask, columns) if mask.shape[3] > 1 else mask
     return mask.masked_fill(keep.logical_not(), float("-inf"))
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Return ranges of the queries one after the other, (b, h, s, d) stored as (b, s, h, d)."""
+    return parts[0] if len(parts) == 1 else torch.cat([x.transpose(1, 2) for x in parts], 1).transpose(1, 2)
+
+
+def _some(x: Tensor, of: slice) -> Tensor:
+    """Return some of what is in the last dim."""
+    return x.narrow(-1, of.start, of.stop - of.start)
 
 
 def _part(x: Tensor, of: slice) -> Tensor:

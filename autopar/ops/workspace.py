@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from . import attention_blocks, attention_gpu, attention_heads, attention_rows
+from . import attention_blocks, attention_documents, attention_gpu, attention_heads, attention_rows
 from .attention_forms import Like, lse_dtype
 from .linear_loss import block_shape
 from .vocab_loss import chunk_rows
@@ -29,10 +29,14 @@ def workspace_bytes(op: object, *arguments) -> int:
 
 
 def _attention(q: Like, k: Like, v: Like, mask: Like | None, causal: bool, scale: float | None, first: int = 0,
-               head: int = 0, group: int = 0) -> int:  # fmt: skip
+               head: int = 0, group: int = 0, *documents: Like) -> int:  # fmt: skip
     if group:
         k, v, copied = _heads_read(q, k, v, head, group)
-        return copied + _attention(q, k, v, mask, causal, scale, first)
+        return copied + _attention(q, k, v, mask, causal, scale, first, 0, 0, *documents)
+    if documents:
+        part, own, made = _range(q, k, mask, documents[0])
+        lse = math.prod(q.shape[:3]) * lse_dtype(q.dtype).itemsize
+        return made + 2 * lse + _out(q, v) + _attention(part, k, v, own, False, scale)
     (b, h, s, d), t, item = q.shape, k.shape[2], q.dtype.itemsize
     form = attention_gpu.form_of(q, k, v, mask, causal).name
     if causal and first and form != "blocks":
@@ -52,11 +56,17 @@ def _attention(q: Like, k: Like, v: Like, mask: Like | None, causal: bool, scale
 
 
 def _attention_bw(grad: Like, q: Like, k: Like, v: Like, out: Like, lse: Like, mask: Like | None, causal: bool,
-                  scale: float | None, first: int = 0, head: int = 0, group: int = 0) -> int:  # fmt: skip
+                  scale: float | None, first: int = 0, head: int = 0, group: int = 0, *documents: Like,
+                  ) -> int:  # fmt: skip
     if group:  # the gradients of what is read stand beside those of all heads
         k, v, copied = _heads_read(q, k, v, head, group)
         made = (_numel(k) + _numel(v)) * q.dtype.itemsize
-        return copied + made + _attention_bw(grad, q, k, v, out, lse, mask, causal, scale, first)
+        return copied + made + _attention_bw(grad, q, k, v, out, lse, mask, causal, scale, first, 0, 0, *documents)
+    if documents:
+        part, own, made = _range(q, k, mask, documents[0])
+        keys = (_numel(k) + _numel(v)) * (q.dtype.itemsize + lse_dtype(q.dtype).itemsize)
+        made += keys + (_numel(part) + _numel(q)) * q.dtype.itemsize
+        return made + _attention_bw(part, part, k, v, part, lse, own, False, scale)
     (b, h, s, d), t, item = q.shape, k.shape[2], q.dtype.itemsize
     form = attention_gpu.form_of(q, k, v, mask, causal).name
     if causal and first and form != "blocks":
@@ -83,6 +93,17 @@ def _heads_read(q: Like, k: Like, v: Like, head: int, group: int) -> tuple[Like,
     heads = attention_heads.heads_read(q, head, group)[1] if even else q.shape[1]
     k, v = (torch.empty(x.shape[0], heads, *x.shape[2:], dtype=x.dtype, device="meta") for x in (k, v))
     return k, v, 0 if even else (_numel(k) + _numel(v)) * q.dtype.itemsize
+
+
+def _range(q: Like, k: Like, mask: Like | None, documents: Like) -> tuple[Like, Like, int]:
+    """Return a range of the queries, and its mask as a kernel gets it, on tensors without memory, and the bytes of what
+    that was made of."""
+    b, h, s, d = q.shape
+    rows = min(s, attention_documents.rows_of(k, documents))
+    samples = documents.shape[0] if mask is None or len(mask.shape) < 4 else max(documents.shape[0], mask.shape[0])
+    part = torch.empty(b, h, rows, d, dtype=q.dtype, device="meta")
+    own = torch.empty(samples, 1, rows, k.shape[2], dtype=q.dtype, device="meta")
+    return part, own, (1 + q.dtype.itemsize) * _numel(own)
 
 
 def _parts(q: Like, k: Like, v: Like, mask: Like | None, first: int) -> list[attention_rows.Part]:

@@ -45,6 +45,36 @@ def test_attention(call):
         check(said, results, count, inside)
 
 
+@pytest.mark.parametrize("heads, kv_heads, rows, columns, causal", [
+    (8, 8, 4096, 4096, True), (8, 2, 4096, 4096, False), (8, 2, 2048, 16384, True), (4, 4, 1024, 4096, False),
+])  # fmt: skip
+def test_documents(heads, kv_heads, rows, columns, causal):
+    """Of a range of the queries there is a mask, of keys gradients in a wide type; without documents far less."""
+
+    def make(backward):
+        q, k, v = (seq_major(1, h, n, 64, BF16, "cuda") for h, n in ((heads, rows), *[(kv_heads, columns)] * 2))
+        ids = [torch.empty(1, n, dtype=torch.int64, device="cuda") for n in (rows, columns)]
+        lse = torch.empty(1, heads, rows, dtype=FP32, device="cuda")
+        tensors = (
+            seq_major(1, heads, rows, 64, BF16, "cuda"),
+            q,
+            k,
+            v,
+            seq_major(1, heads, rows, 64, BF16, "cuda"),
+            lse,
+        )
+        return [*(tensors if backward else (q, k, v)), None, causal, None, columns - rows, 0, 0, *ids]
+
+    for body, op in ((canonical.attention, autopar.attention), (canonical.attention_bw, autopar.attention_bw)):
+        backward = op is autopar.attention_bw
+        results, arguments, count = counted(body._init_fn, lambda backward=backward: make(backward))
+        said = workspace.workspace_bytes(op.default, *arguments)
+        inside = 0
+        if backward:
+            inside = workspace._inside("efficient", 1, heads, min(rows, 2048), columns, 64, 2, heads != kv_heads)
+        check(said, results, count, inside)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("heads, kv_heads", [(4, 4), (4, 1)])
 def test_blocks(causal, heads, kv_heads):
