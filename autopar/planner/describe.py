@@ -20,6 +20,7 @@ from ..plans.pipeline import Pipeline
 from ..plans.plan import Alternative, Collective, Plan
 from ..plans.sharding import NodeSharding, Sharding
 from .accumulation import of_step, samples_of
+from .attention_text import is_packed
 from .model_flops import flops_of_step
 from .objective.checkpoint_blocks import recomputed_vertices
 from .objective.checkpoint_min_cut import FULL
@@ -66,7 +67,7 @@ def describe_plan(planned: Planned) -> Plan:
         pipeline=pipeline, samples=samples, overlaps=options.hardware.overlap_gain > 0,
         meshes=planned.meshes, batches=planned.batches,
         offloaded=offloaded(problem, e), update_seconds=update_seconds(problem, e), reduce_dtype=options.reduce_dtype,
-        tiled=told(problem, e, options.hardware),
+        tiled=told(problem, e, options.hardware), packed=_packed(problem, e),
         flops=flops_of_step(problem.graph, sum(pipeline.shares), options.hardware),
         state_dtype=options.state_dtype, execution=options.execution,
         outputs=outputs_in(sharding, problem, pricer, planned.captured),
@@ -119,6 +120,12 @@ def _recomputed_kinds(problem: Problem, e: Evaluation) -> tuple[str, ...]:
         op_base_name(problem.vertices[v].node) for v, block in recomputed_vertices(e).items() if block not in wholly
     )
     return tuple(kind for kind, _ in sorted(kinds.items(), key=lambda pair: (-pair[1], pair[0])))
+
+
+def _packed(problem: Problem, e: Evaluation) -> int:
+    """Count the attentions of a forward that tell documents apart."""
+    nodes = zip((v.node for v in problem.vertices), problem.copies(e.first))
+    return sum(copies for node, copies in nodes if is_packed(node) and node.target is autopar.attention.default)
 
 
 def _elements(problem: Problem, trained: bool) -> int:

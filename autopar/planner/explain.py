@@ -20,6 +20,7 @@ import numpy as np
 from ..cost.compute import FREE
 from ..errors import MemoryInfeasibleError, StrategyError
 from ..rules import Strategy
+from .attention_text import attention_text
 from .objective.evaluate import Evaluation
 from .objective.module_table import module_of
 from .plan import Planned
@@ -54,7 +55,7 @@ class Instead:
 @dataclass(frozen=True)
 class Choice:
     """One decision, shared by `copies` equal ops or parameters of which `name` is the first. `binding`: what keeps it
-    from being another. `left_out`: how many alternatives were not tried."""
+    from being another. `left_out`: how many alternatives were not tried. `attends`: to what an attention does."""
 
     kind: str
     name: str
@@ -66,6 +67,7 @@ class Choice:
     binding: str
     instead: tuple[Instead, ...]
     left_out: int
+    attends: str = ""
 
 
 @dataclass(frozen=True)
@@ -200,7 +202,7 @@ class _Explainer:
             yield Choice(
                 v.kind, _name(v), options.copies, tuple(v.values[0].shape), module_of(v),
                 reader.node.meta.get("source") or "" if reader else "", chosen, self._binding(cls, taken), candidates,
-                len(others) - len(candidates),
+                len(others) - len(candidates), attention_text(v.node) if v.kind == "op" else "",
             )  # fmt: skip
 
     def _solver(self, limit_bytes: float) -> Solver:

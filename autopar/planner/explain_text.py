@@ -22,6 +22,8 @@ def _choice(e: Explanation, c: Choice) -> list[str]:
     copies = f" (x{c.copies})" if c.copies > 1 else ""
     module = f", in {c.module}" if c.module and c.kind == "op" else ""
     lines = [f"{c.kind} {c.name}{copies} {c.shape}{module}", f"  chosen: {c.chosen}", f"  binding: {c.binding}"]
+    if c.attends:
+        lines.insert(1, f"  attends to {c.attends}")
     if c.source:
         lines.insert(1, f"  at {c.source}" if c.kind == "op" else f"  read at {c.source}")
     if not c.instead:

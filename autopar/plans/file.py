@@ -234,6 +234,7 @@ OPTIONAL: Json = {
     "outputs": [],
     "batches": [],
     "tiled": [],
+    "packed": 0,
     "update_seconds": 0.0,
     "flops": NO_FLOPS,
     "program": NO_PROGRAM,
@@ -267,7 +268,7 @@ SCHEMA: Kind = {
     "flops": {"model": amount, "dtype": text, "peak_per_second": amount, "published": amount},
     "program": {"choices": count, "excluded": count, "decided": count, "variables": count, "proved": flag},
     "outputs": [{"name": text, "shape": [count], "layout": text, "wire_bytes": amount, "seconds": amount}],
-    "tiled": [{"node": text, "layer": text, "bytes_": amount, "seconds": amount}],
+    "packed": count, "tiled": [{"node": text, "layer": text, "bytes_": amount, "seconds": amount}],
     "reduces_once": flag, "overlaps": flag, "samples": count,
     "pipeline": {
         "axis": text, "ranks": size, "schedule": text, "micro_batches": size, "stages_per_rank": size, "cuts": [text],

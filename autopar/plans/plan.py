@@ -196,6 +196,7 @@ class Plan:
     reduce_dtype: str | None = None  # gradients are added up over devices in this type if it is narrower than theirs
     outputs: tuple[Output, ...] = ()  # empty if all are whole on every device
     tiled: tuple[TiledLoss, ...] = ()  # last layers whose logits are never whole
+    packed: int = 0  # attentions among documents in a row, told apart by numbers and not by a mask of all pairs
     pipeline: Pipeline = Pipeline()  # the sharding is of one micro-batch, on the mesh of a stage
     planning_seconds: float = field(default=0.0, compare=False)
 
@@ -210,7 +211,7 @@ class Plan:
             "mesh": str(self.mesh), "sharding": sharding_to_json(self.sharding), "version": VERSION,
         }  # fmt: skip
         values.pop("planning_seconds")
-        for name in ("reduce_dtype", "state_dtype", "outputs", "batches", "tiled"):
+        for name in ("reduce_dtype", "state_dtype", "outputs", "batches", "tiled", "packed"):
             if not values[name]:
                 values.pop(name)
         data: Json = json.loads(json.dumps(values, default=asdict))  # lists for tuples

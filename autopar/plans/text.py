@@ -41,6 +41,7 @@ def _result(plan: Plan) -> list[str]:
         *utilization_lines(plan),
         *words.unsharded(plan),
         *axis_lines(plan),
+        *_packed(plan),
         *words.batches(plan),
         *speed_lines(plan),
         *_trained(plan),
@@ -103,6 +104,16 @@ def waiting_seconds(plan: Plan) -> float:
     busy += plan.update_seconds
     waits = plan.step_seconds - busy
     return waits if waits > 1e-6 * plan.step_seconds else 0.0
+
+
+def _packed(plan: Plan) -> list[str]:
+    if not plan.packed:
+        return []
+    readers = "an attention reads" if plan.packed == 1 else f"{plan.packed} attentions read"
+    return [
+        f"documents packed into rows: {readers} their numbers instead of a mask of all pairs; priced as if a row were "
+        "one document"
+    ]
 
 
 def _trained(plan: Plan) -> list[str]:
