@@ -23,6 +23,7 @@ from .documents import documents_of
 
 aten = torch.ops.aten
 _SAME = (aten.expand.default, aten.to.dtype_layout, aten.to.dtype, aten.to.device, aten._to_copy.default)
+ONES = (aten.ones.default, aten.ones_like.default, aten.new_ones.default)  # of bool, all of them open
 ORDERS = {aten.le.Tensor: (0, False), aten.ge.Tensor: (1, False), aten.lt.Tensor: (0, True), aten.gt.Tensor: (1, True)}
 
 
@@ -55,6 +56,7 @@ def _simplified(
         kind = _kind(value)
         return Mask(None, kind == "triangle") if kind else Mask(_constant(graph_module, value), False)
     factors = _factors(mask, {key for _, key in writes})
+    factors = [factor for factor in factors if factor.target not in ONES]
     packed = documents_of(graph_module, factors, writes) if may_pack else None
     kinds: set[str | None] = set()
     values, left = [], []
@@ -99,20 +101,43 @@ def _factors(mask: fx.Node, written_memory: set[int]) -> list[fx.Node]:
         return [f for a in pair for f in _factors(a, written_memory)] if len(pair) == 2 else [mask]
     if mask.target in _SAME and operand(mask).meta["val"].dtype == torch.bool:
         return _factors(operand(mask), written_memory)
+    if mask.target is aten.tril.default:
+        return [*_factors(operand(mask), written_memory), _lower(mask)]
     if mask.target is aten.unsqueeze.default:
         inner = _factors(operand(mask), written_memory)
         return [_unsqueezed(factor, mask) for factor in inner] if len(inner) > 1 else [mask]
     return [mask]
 
 
+def _lower(node: fx.Node) -> fx.Node:
+    """Return what `tril` keeps, as a comparison of the places of keys and queries."""
+    value, diagonal = node.meta["val"], node.args[1] if len(node.args) > 1 else 0
+    rows, columns = value.shape[-2:]
+    queries = call(node, aten.arange.start, diagonal, rows + diagonal, device=value.device)
+    queries.meta["val"] = value.new_empty(rows, dtype=torch.int64)
+    queries = _unsqueezed_at(node, queries, -1)
+    keys = call(node, aten.arange.default, columns, device=value.device)
+    keys.meta["val"] = value.new_empty(columns, dtype=torch.int64)
+    made = call(node, aten.le.Tensor, keys, queries)
+    made.meta["val"] = value.new_empty(rows, columns)
+    return made
+
+
 def _unsqueezed(factor: fx.Node, node: fx.Node) -> fx.Node:
     """Return a factor of what `node` unsqueezes, with the new dim where it is in the whole."""
-    dim, ndim = node.args[1], node.meta["val"].dim()
-    from_end = dim - ndim if dim >= 0 else dim
-    if -from_end > factor.meta["val"].dim() + 1:
-        return factor
-    made = call(node, aten.unsqueeze.default, factor, from_end)
-    made.meta["val"] = factor.meta["val"].unsqueeze(from_end)
+    from_end = _new_dim(node)
+    return factor if -from_end > factor.meta["val"].dim() + 1 else _unsqueezed_at(node, factor, from_end)
+
+
+def _new_dim(node: fx.Node) -> int:
+    """Return the dim that `unsqueeze` makes, counted from the end."""
+    dim = node.args[1]
+    return dim - node.meta["val"].dim() if dim >= 0 else dim
+
+
+def _unsqueezed_at(node: fx.Node, x: fx.Node, dim: int) -> fx.Node:
+    made = call(node, aten.unsqueeze.default, x, dim)
+    made.meta["val"] = x.meta["val"].unsqueeze(dim)
     return made
 
 
@@ -142,7 +167,7 @@ def _kind_of_order(
 ) -> str | None:
     """Return the kind of a factor that says which of a key's place and a query's is larger, whatever the length: from
     the places alone."""
-    while factor.target in _SAME:
+    while factor.target in _SAME or factor.target is aten.unsqueeze.default and _new_dim(factor) < -2:
         factor = operand(factor)
     sides = tensor_arguments(factor) if factor.target in ORDERS else []
     values = [constant_value(graph_module, side, writes, given) for side in sides]

@@ -75,6 +75,10 @@ WAYS = {
                None, True, *BOTH),
     "window by arange": (lambda ids, *_: _equal(ids) & (place(ids) <= place(ids)[:, None])
                          & (place(ids) > place(ids)[:, None] - 3), (LENGTH, LENGTH), True, *BOTH),
+    "tril": (lambda ids, *_: (ids[:, :, None] == ids[:, None]).tril()[:, None], None, True, *BOTH),
+    "tril of ones": (lambda ids, *_: _equal(ids) & ids.new_ones(LENGTH, LENGTH, dtype=torch.bool).tril(), None, True,
+                     *BOTH),
+    "tril from below": (lambda ids, *_: _equal(ids).tril(-1), (LENGTH, LENGTH), False, *BOTH),
     "cast": (lambda ids, *_: _equal(ids.int()), None, False, *BOTH),
     "of the whole batch": (lambda ids, *_: _equal(ids[:1].expand(2, -1)), None, False, *BOTH),
     # what says something else
@@ -114,7 +118,7 @@ def test_the_same_numbers(way):
     assert report.match and max(report.errors.values()) <= 1e-12, str(report)
 
 
-@pytest.mark.parametrize("way", ["causal by arange", "of positions"])
+@pytest.mark.parametrize("way", ["causal by arange", "tril", "tril of ones", "of positions"])
 def test_no_length_is_too_long(way, monkeypatch):
     """Causal masks are known from the places of queries and of keys, where all pairs would be too many."""
     monkeypatch.setattr(constant_values, "LARGEST_NUMEL", 2 * LENGTH)
