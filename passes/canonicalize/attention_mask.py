@@ -76,7 +76,8 @@ def _simplified(
     if unknown and packed is None:
         return Mask(mask, False)
     left += [_constant(graph_module, v) for v in unknown]
-    return Mask(_together(node, left), "triangle" in kinds, packed.ids if packed else None)
+    is_one = packed is None or packed.is_one
+    return Mask(_together(node, left), "triangle" in kinds, None if is_one else packed.ids)
 
 
 def _together(node: fx.Node, factors: list[fx.Node]) -> fx.Node | None:

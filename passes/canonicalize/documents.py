@@ -51,6 +51,12 @@ class Documents:
         shape = self.positions.meta["val"].shape
         return {self.positions: torch.arange(shape[-1]).expand(shape)}
 
+    @property
+    def is_one(self) -> bool:
+        """Return whether every row is known to be one document, as where a library counts places that it made."""
+        value = constant_value(self.graph_module, self.ids, self.writes)
+        return value is not None and bool((value == value[..., :1]).all())
+
     def is_relative(self, node: fx.Node) -> bool:
         """Return whether a factor of the mask tells of the positions of a query and a key their distance alone."""
         return self.positions is not None and self._counted(node) == 0

@@ -55,7 +55,8 @@ def _packed(rank: int, mesh_text: str, inputs: str, strategy: str) -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize("mesh, inputs, strategy", [
-    ("dp=2", "local", "ddp"), ("tp=2", "global", "megatron"),
+    ("dp=2", "local", "ddp"), ("tp=2", "global", "megatron"), ("cp=2", "global", "ring"),
+    ("cp=2", "global", "all_gather_kv"),
     pytest.param("dp=2,tp=2", "local", None, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_packed_documents(mesh, inputs, strategy):

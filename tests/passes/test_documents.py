@@ -118,11 +118,14 @@ def test_the_same_numbers(way):
     assert report.match and max(report.errors.values()) <= 1e-12, str(report)
 
 
-@pytest.mark.parametrize("way", ["causal by arange", "tril", "tril of ones", "of positions"])
+@pytest.mark.parametrize("way", ["causal by arange", "tril", "tril of ones", "of positions", "of a library"])
 def test_no_length_is_too_long(way, monkeypatch):
     """Causal masks are known from the places of queries and of keys, where all pairs would be too many."""
     monkeypatch.setattr(constant_values, "LARGEST_NUMEL", 2 * LENGTH)
-    if way == "of positions":
+    if way == "of a library":
+        inputs = {name: x for name, x in _packed().items() if name != "position_ids"}
+        assert attention_of(compiler.trace(_model("Llama"), inputs)) == (None, True)
+    elif way == "of positions":
         assert attention_of(compiler.trace(_model("Llama"), _packed())) == (None, True, *BOTH)
     else:
         assert attention_of(compiler.trace(Packed(WAYS[way][0]), batch())) == (None, True, *BOTH)
