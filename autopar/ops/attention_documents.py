@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from . import attention_rows
-from .attention_forms import Like, additive, lse_dtype
+from .attention_forms import Like, lse_dtype
 from .attention_rows import FormOf
 
 CPU_ROWS = 256  # queries of a range on a CPU
@@ -56,12 +56,13 @@ def backward(
     dk, dv = (torch.zeros_like(x, dtype=lse_dtype(q.dtype)) for x in (k, v))
     dq = []
     for rows, columns, own in _ranges(q, k, mask, causal, first, documents, of_keys):
-        of_rows = [_part(x, rows) for x in (grad, q, out, lse)]
+        dy, query, of_out, of_lse = (_part(x, rows) for x in (grad, q, out, lse))
         if own is None:
-            dq.append(torch.zeros_like(of_rows[1]))
+            dq.append(torch.zeros_like(query))
             continue
-        part = *of_rows[:2], _part(k, columns), _part(v, columns), *of_rows[2:], own, False, scale, 0, lse_is_exact
-        mine, *of_columns = attention_rows.backward(form_of, *part)
+        mine, *of_columns = attention_rows.backward(
+            form_of, dy, query, _part(k, columns), _part(v, columns), of_out, of_lse, own, False, scale, 0, lse_is_exact
+        )
         dq.append(mine)
         for whole, found in zip((dk, dv), of_columns):
             _part(whole, columns).add_(found)
@@ -100,7 +101,7 @@ def _of_documents(own: Tensor, of_keys: Tensor) -> slice:
 def _added(keep: Tensor, mask: Tensor | None, rows: slice, columns: slice, dtype: torch.dtype) -> Tensor:
     """Return a range's mask, added to the scores, with what another mask says of it."""
     if mask is None:
-        return additive(keep, dtype)
+        return torch.zeros_like(keep, dtype=dtype).masked_fill_(keep.logical_not(), float("-inf"))
     mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
     mask = _part(mask, rows) if mask.shape[2] > 1 else mask
     mask = _some(mask, columns) if mask.shape[3] > 1 else mask

@@ -129,8 +129,9 @@ def attention_bw(
     if documents is None or key_documents is None:
         dq, dk, dv = attention_rows.backward(_form, grad, q, keys, values, out, lse, *arguments)
     else:
-        arguments = *arguments, documents, key_documents
-        dq, dk, dv = attention_documents.backward(_form, grad, q, keys, values, out, lse, *arguments)
+        dq, dk, dv = attention_documents.backward(
+            _form, grad, q, keys, values, out, lse, *arguments, documents, key_documents
+        )
     dk, dv = (attention_heads.of_all(d, x, q, head, group) for d, x in ((dk, k), (dv, v)))
     return _seq_major(dq), _seq_major(dk), _seq_major(dv)
 

@@ -64,8 +64,8 @@ def _attention_bw(grad: Like, q: Like, k: Like, v: Like, out: Like, lse: Like, m
         return copied + made + _attention_bw(grad, q, k, v, out, lse, mask, causal, scale, first, 0, 0, *documents)
     if documents:
         part, own, made = _range(q, k, mask, documents[0])
-        keys = (_numel(k) + _numel(v)) * (q.dtype.itemsize + lse_dtype(q.dtype).itemsize)
-        made += keys + (_numel(part) + _numel(q)) * q.dtype.itemsize
+        made += (_numel(k) + _numel(v)) * (q.dtype.itemsize + lse_dtype(q.dtype).itemsize)
+        made += (_numel(part) + _numel(q)) * q.dtype.itemsize
         return made + _attention_bw(part, part, k, v, part, lse, own, False, scale)
     (b, h, s, d), t, item = q.shape, k.shape[2], q.dtype.itemsize
     form = attention_gpu.form_of(q, k, v, mask, causal).name

@@ -46,10 +46,10 @@ def attention(graph_module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
         new.meta = {key: value for key, value in node.meta.items() if key != "val"}
         return new
 
-    arguments = q, k, v, mask, causal, given.get("scale")
+    arguments: list = [q, k, v, mask, causal, given.get("scale")]
     if ids is not None:
         ids = ids if ids.meta["val"].dim() == 2 else call(aten.unsqueeze.default, ids, 0)
-        arguments = *arguments, 0, 0, 0, ids, ids
+        arguments += [0, 0, 0, ids, ids]
     return call(operator.getitem, call(autopar.attention.default, *arguments), 0)
 
 

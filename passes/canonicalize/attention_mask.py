@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import fx
@@ -24,7 +25,10 @@ from .documents import documents_of
 aten = torch.ops.aten
 _SAME = (aten.expand.default, aten.to.dtype_layout, aten.to.dtype, aten.to.device, aten._to_copy.default)
 ONES = (aten.ones.default, aten.ones_like.default, aten.new_ones.default)  # of bool, all of them open
-ORDERS = {aten.le.Tensor: (0, False), aten.ge.Tensor: (1, False), aten.lt.Tensor: (0, True), aten.gt.Tensor: (1, True)}
+ORDERS = {  # of two sides: which is to be the lower one, and whether they must differ
+    "aten.le.Tensor": (0, False), "aten.ge.Tensor": (1, False),
+    "aten.lt.Tensor": (0, True), "aten.gt.Tensor": (1, True),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -76,8 +80,8 @@ def _simplified(
     if unknown and packed is None:
         return Mask(mask, False)
     left += [_constant(graph_module, v) for v in unknown]
-    is_one = packed is None or packed.is_one
-    return Mask(_together(node, left), "triangle" in kinds, None if is_one else packed.ids)
+    ids = packed.ids if packed and not packed.is_one else None
+    return Mask(_together(node, left), "triangle" in kinds, ids)
 
 
 def _together(node: fx.Node, factors: list[fx.Node]) -> fx.Node | None:
@@ -132,7 +136,7 @@ def _unsqueezed(factor: fx.Node, node: fx.Node) -> fx.Node:
 
 def _new_dim(node: fx.Node) -> int:
     """Return the dim that `unsqueeze` makes, counted from the end."""
-    dim = node.args[1]
+    dim = cast(int, node.args[1])
     return dim - node.meta["val"].dim() if dim >= 0 else dim
 
 
@@ -170,11 +174,12 @@ def _kind_of_order(
     the places alone."""
     while factor.target in _SAME or factor.target is aten.unsqueeze.default and _new_dim(factor) < -2:
         factor = operand(factor)
-    sides = tensor_arguments(factor) if factor.target in ORDERS else []
-    values = [constant_value(graph_module, side, writes, given) for side in sides]
-    if len(values) != 2 or any(v is None or not v.numel() for v in values):
+    order = ORDERS.get(str(factor.target))
+    sides = tensor_arguments(factor) if order else []
+    values = [v for side in sides if (v := constant_value(graph_module, side, writes, given)) is not None and v.numel()]
+    if order is None or len(values) != 2:
         return None
-    at, is_strict = ORDERS[factor.target]
+    at, is_strict = order
     low, high = (one_sample(values[i]) if values[i].dim() == 4 else values[i] for i in (at, 1 - at))
     if low.max() < high.min() or low.max() == high.min() and not is_strict:
         return "open"

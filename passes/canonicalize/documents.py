@@ -71,11 +71,12 @@ class Documents:
             return 1 if is_side and node.meta["val"].dim() == 4 else None
         if node.target in (*CASTS, aten.expand.default):
             return self._counted(operand(node))
-        counts = [self._counted(argument) for argument in tensor_arguments(node)]
-        if None in counts:
+        found = [self._counted(argument) for argument in tensor_arguments(node)]
+        counts = [count for count in found if count is not None]
+        if len(counts) < len(found):
             return None
         if node.target in (aten.add.Tensor, aten.sub.Tensor) and "alpha" not in node.kwargs:
-            first, second = (*counts, 0)[:2] if isinstance(node.args[0], fx.Node) else (0, *counts)
+            first, second = [*counts, 0][:2] if isinstance(node.args[0], fx.Node) else [0, *counts]
             return first + second if node.target is aten.add.Tensor else first - second
         if str(node.target) in COMPARISONS and counts[0] == counts[1]:
             return 0
