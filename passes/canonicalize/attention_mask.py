@@ -18,7 +18,7 @@ from torch import fx
 
 from ..._torch import storage_key
 from ..._torch.regions import written
-from ...ir.graph import call, operand, tensor_arguments
+from ...ir.graph import call, operand, tensor_arguments, values_of
 from .constant_values import AND, Write, constant_value, one_sample
 from .documents import documents_of
 
@@ -60,15 +60,16 @@ def _simplified(
         kind = _kind(value)
         return Mask(None, kind == "triangle") if kind else Mask(_constant(graph_module, value), False)
     factors = _factors(mask, {key for _, key in writes})
-    factors = [factor for factor in factors if factor.target not in ONES]
-    packed = documents_of(graph_module, factors, writes) if may_pack else None
+    plain = {factor for factor in factors if not _is_written_to(factor, writes)}
+    factors = [factor for factor in factors if factor not in plain or factor.target not in ONES]
+    packed = documents_of(graph_module, [f for f in factors if f in plain], writes) if may_pack else None
     kinds: set[str | None] = set()
     values, left = [], []
     for factor in factors:
         if packed and factor is packed.factor:
             continue
-        given = packed.places if packed and packed.is_relative(factor) else {}
-        if kind := _kind_of_order(graph_module, factor, writes, given):
+        given = packed.places if packed and factor in plain and packed.is_relative(factor) else {}
+        if factor in plain and (kind := _kind_of_order(graph_module, factor, writes, given)):
             kinds.add(kind)
         elif (found := constant_value(graph_module, factor, writes, given)) is not None:
             values.append(found)
@@ -82,6 +83,19 @@ def _simplified(
     left += [_constant(graph_module, v) for v in unknown]
     ids = packed.ids if packed and not packed.is_one else None
     return Mask(_together(node, left), "triangle" in kinds, ids)
+
+
+def _is_written_to(factor: fx.Node, writes: list[Write]) -> bool:
+    """Return whether something is written to a tensor, or to what it was made of."""
+    memory, seen, stack = {key for _, key in writes}, {factor}, [factor] if writes else []
+    while stack:
+        node = stack.pop()
+        if any(storage_key(value) in memory for value in values_of(node)):
+            return True
+        new = [n for n in node.all_input_nodes if n not in seen]
+        seen.update(new)
+        stack += new
+    return False
 
 
 def _together(node: fx.Node, factors: list[fx.Node]) -> fx.Node | None:

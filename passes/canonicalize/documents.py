@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from ..._torch import schema_names, storage_key
+from ..._torch import schema_names
 from ...ir.graph import operand, tensor_arguments
 from .constant_values import Write, constant_value
 
@@ -86,7 +86,7 @@ class Documents:
 
 def documents_of(graph_module: fx.GraphModule, factors: Sequence[fx.Node], writes: list[Write]) -> Documents | None:
     """Return the documents that a factor of a mask keeps apart, if one does. `factors`: bool tensors that broadcast to
-    (b, h, s, t)."""
+    (b, h, s, t), nothing of which is written to later."""
     for factor in factors:
         ids = _compared(graph_module, factor, writes)
         if ids is not None:
@@ -100,8 +100,7 @@ def _compared(graph_module: fx.GraphModule, factor: fx.Node, writes: list[Write]
     if equality is None:
         return None
     sides = [views_of(side) for side in tensor_arguments(equality)]
-    written_memory = {key for _, key in writes}
-    if len(sides) != 2 or any(_memory(node) in written_memory for side in sides for node in side):
+    if len(sides) != 2:
         return None
     for ids in (node for node in sides[0] if node in sides[1] and "val" in node.meta):
         value = ids.meta["val"]
@@ -188,11 +187,6 @@ def _positions(ids: fx.Node) -> fx.Node | None:
 
 def _is_last(dim: object, node: fx.Node) -> bool:
     return dim in (-1, node.meta["val"].dim() - 1)
-
-
-def _memory(node: fx.Node) -> int | None:
-    value = node.meta.get("val")
-    return storage_key(value) if isinstance(value, torch.Tensor) else None
 
 
 def _depends(node: fx.Node, on: fx.Node) -> bool:

@@ -88,12 +88,23 @@ WAYS = {
     "numbers": (lambda ids, *_: _equal(ids.double()), (2, 1, LENGTH, LENGTH), False),
     "less": (lambda ids, *_: ids[:, None, :, None] >= ids[:, None, None], (2, 1, LENGTH, LENGTH), False),
     "written later": (lambda ids, *_: _written_later(ids.clone()), (2, 1, LENGTH, LENGTH), False),
+    "equality written": (lambda ids, *_: _written(_equal(ids)), (2, 1, LENGTH, LENGTH), False),
+    "order written": (lambda ids, *_: _written(place(ids) <= place(ids)[:, None]) & (ids[:, None, None] < 2),
+                      (2, 1, LENGTH, LENGTH), False),
+    "ones written": (lambda ids, *_: _written(ids.new_ones(LENGTH, LENGTH, dtype=torch.bool)) & _equal(ids),
+                     (LENGTH, LENGTH), False, *BOTH),
     "heads": (lambda ids, *_: ids[:, :, None] == ids[:, None, :], (2, LENGTH, LENGTH), False),
 }  # fmt: skip
 
 
 def _equal(ids: torch.Tensor) -> torch.Tensor:
     return ids[:, None, :, None] == ids[:, None, None, :]
+
+
+def _written(mask: torch.Tensor) -> torch.Tensor:
+    mask[..., 0] = True
+    mask[..., 3, 1] = False
+    return mask
 
 
 def _written_later(ids: torch.Tensor) -> torch.Tensor:
