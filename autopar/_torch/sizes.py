@@ -69,7 +69,9 @@ def open_mode() -> Any:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    mode.cache_enabled = False  # a result with open sizes takes as long to make from its form as anew
+    return mode
 
 
 def run_open(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .._torch import fake_tensor, is_fake, plain_size, size_of, without_torch_functions
+from .._torch import fake_tensor, fake_twin, is_fake, plain_size, size_of, without_torch_functions
 from ..errors import CaptureError
 
 Size = Hashable  # a number, or the expression of one that is open
@@ -77,6 +77,7 @@ class CallRecord(TorchFunctionMode):
         self._sources: dict[int, Source] = {id(tensor): ("leaf", name) for name, tensor in leaves.items()}
         self._met: list[object] = [*leaves.values()]
         self._made_up: set[int] = set()  # tensors that no call has made
+        self._twins: dict[_Form, Tensor] = {}  # with open sizes, one of each form that was made up
 
     def source(self, tensor: Tensor) -> Source:
         """Return where a tensor comes from."""
@@ -129,8 +130,15 @@ class CallRecord(TorchFunctionMode):
         return result
 
     def _made(self, form: _Form) -> Tensor:
+        """Return a tensor of a form. Those with open sizes take long to make, so equal ones are in the same memory: what
+        is asked of an open run does not depend on that."""
+        if form in self._twins:
+            return fake_twin(self._twins[form]).requires_grad_(form.requires_grad)
         shape, stride = ([size_of(self.mode, n) for n in sizes] for sizes in (form.shape, form.stride))
-        return fake_tensor(self.mode, shape, stride, 0, form.dtype, form.device).requires_grad_(form.requires_grad)
+        made = fake_tensor(self.mode, shape, stride, 0, form.dtype, form.device)
+        if any(type(n) is not int for n in (*form.shape, *form.stride)):
+            self._twins[form] = fake_twin(made)
+        return made.requires_grad_(form.requires_grad)
 
     def _form(self, value: object) -> object:
         """Return the form of a part of a result."""

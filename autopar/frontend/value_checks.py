@@ -23,7 +23,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from types import FrameType
+from types import CodeType, FrameType
 
 import torch
 from torch.distributions import constraints
@@ -87,7 +87,7 @@ def valid_answer(frame: FrameType) -> bool | None:
     tree, position = _parsed(frame.f_code.co_filename), _asked(frame)
     if tree is None or position is None:
         return None
-    asks_itself = _instruction(frame).opname.startswith(ASKS)
+    asks_itself = _instructions(frame.f_code)[frame.f_lasti][0].startswith(ASKS)
     for node in _around(tree, position):
         wanted = _wanted(node)
         if wanted is not None and _contains(_range(node.test), position):
@@ -173,17 +173,21 @@ def _catches(handler: ast.ExceptHandler) -> bool:
     return not is_unrelated and not _raises(handler.body)
 
 
-def _instruction(frame: FrameType) -> dis.Instruction:
-    return next(i for i in dis.get_instructions(frame.f_code) if i.offset == frame.f_lasti)
+@lru_cache(maxsize=256)
+def _instructions(code: CodeType) -> dict[int, tuple[str, int | None]]:
+    """Return the name of each instruction and the offset of the one before, by its own offset."""
+    found = list(dis.get_instructions(code))
+    before = [None, *(i.offset for i in found)]
+    return {i.offset: (i.opname, b) for i, b in zip(found, before)}
 
 
 def _asked(frame: FrameType) -> Range | None:
     """Return where in the source the value is made whose truth a frame asks for: by the instruction before a jump, or
     by a call itself."""
-    if not _instruction(frame).opname.startswith(ASKS):
+    name, before = _instructions(frame.f_code)[frame.f_lasti]
+    if not name.startswith(ASKS):
         return _position(frame, frame.f_lasti)
-    before = [i.offset for i in dis.get_instructions(frame.f_code) if i.offset < frame.f_lasti]
-    return _position(frame, before[-1]) if before else None
+    return None if before is None else _position(frame, before)
 
 
 def _position(frame: FrameType, offset: int) -> Range | None:
