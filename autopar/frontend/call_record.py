@@ -130,8 +130,8 @@ class CallRecord(TorchFunctionMode):
         return result
 
     def _made(self, form: _Form) -> Tensor:
-        """Return a tensor of a form. Those with open sizes take long to make, so equal ones are in the same memory: what
-        is asked of an open run does not depend on that."""
+        """Return a tensor of a form. Those with open sizes take long to make, so equal ones are in the same memory:
+        what is asked of an open run does not depend on that."""
         if form in self._twins:
             return fake_twin(self._twins[form]).requires_grad_(form.requires_grad)
         shape, stride = ([size_of(self.mode, n) for n in sizes] for sizes in (form.shape, form.stride))
