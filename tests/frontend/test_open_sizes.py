@@ -39,6 +39,9 @@ class Branches(nn.Module):
         if mode == "written":
             x = x.clone()
             x[:, : length // 3] += 1
+        if mode == "again":
+            for _ in range(3):
+                x = torch.relu(x + 1).mul_(length // 2)
         if mode == "values":
             x = x[:, x[0, :, 0].argsort()]
         return self.linear(x)
@@ -64,7 +67,7 @@ def by_export(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "mode", ["none", "threshold", "parity", "fixed", "loop", "half", "padded", "written", "values"]
+    "mode", ["none", "threshold", "parity", "fixed", "loop", "half", "padded", "written", "again", "values"]
 )
 def test_a_run_says_what_an_export_says(mode, by_export):
     run = _open(mode)
