@@ -18,6 +18,7 @@ from torch import fx
 
 from .. import _torch
 from .._torch import c10d, no_autocast
+from ..codegen.bucket_views import write_into_buckets
 from ..codegen.follow_size import Line, Sizes, followed
 from ..codegen.python_code import bind_groups, bind_ops, boxed, gather_by_broadcasts, group_names
 from ..errors import CompilerError
@@ -48,6 +49,7 @@ class LoadedGraph:
         self.module, self.phase, self.run = boxed(self.module), phase, self._first_run
 
     def _first_run(self, values: list):
+        write_into_buckets(self.module)
         _torch.compile_code(self.module)
         bind_ops(self.module)
         self.run = _without_autocast(watch.guarded(self.module, self.phase, self.module.forward))
