@@ -7,20 +7,16 @@ of every value beside it.
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Mapping
 
 import torch
 from torch import fx
 
-from .._torch import c10d, op_handle
+from .._torch import c10d
 from ..errors import MeshError
 from ..ir.graph import values_of
 from ..ir.layout import Layout
 from ..ops import autopar
-
-_CALL = re.compile(r" = torch\.ops\.([\w.]+)\(")
-
 
 def group_names(module: fx.GraphModule) -> list[str]:
     """Return the logical groups ("dp", "dp,tp") that a graph's collectives name, in order of first use."""
@@ -62,27 +58,10 @@ class BoxedCodeGen(fx.graph.CodeGen):
 
 
 def boxed(module: fx.GraphModule) -> fx.GraphModule:
-    """Put the graph behind `forward(values)`, in place; `bind_ops` follows once its Python is compiled."""
+    """Put the graph behind `forward(values)`, in place."""
     module.graph.set_codegen(BoxedCodeGen())
-    module.graph.on_generate_code(lambda _: _with_bound_ops)
     module.recompile()
     return module
-
-
-def _with_bound_ops(body: list[str]) -> list[str]:
-    """Return lines of Python in which ops are called by the names that `bind_ops` gives them."""
-    return [_CALL.sub(lambda call: f" = {_bound_name(call[1])}(", line, count=1) for line in body]
-
-
-def _bound_name(op: str) -> str:
-    return op.replace(".", "__")
-
-
-def bind_ops(module: fx.GraphModule) -> None:
-    """Give the compiled Python of a boxed graph its ops. It calls them in C++ at once: to look each up in `torch.ops` and
-    call its Python is 0.6 us a node, and more where processes share a core and its caches."""
-    found = {n.target for n in module.graph.nodes if isinstance(n.target, torch._ops.OpOverload)}
-    module.forward.__globals__.update({_bound_name(str(op)): op_handle(op) for op in found})
 
 
 def is_collective(node: fx.Node) -> bool:

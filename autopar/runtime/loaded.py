@@ -19,8 +19,9 @@ from torch import fx
 from .. import _torch
 from .._torch import c10d, no_autocast
 from ..codegen.bucket_views import write_into_buckets
+from ..codegen.direct_calls import compile_directly
 from ..codegen.follow_size import Line, Sizes, followed
-from ..codegen.python_code import bind_groups, bind_ops, boxed, gather_by_broadcasts, group_names
+from ..codegen.python_code import bind_groups, boxed, gather_by_broadcasts, group_names
 from ..errors import CompilerError
 from ..ops import autopar
 from ..processes import watch
@@ -50,8 +51,7 @@ class LoadedGraph:
 
     def _first_run(self, values: list):
         write_into_buckets(self.module)
-        _torch.compile_code(self.module)
-        bind_ops(self.module)
+        compile_directly(self.module)
         self.run = _without_autocast(watch.guarded(self.module, self.phase, self.module.forward))
         return self.run(values)
 
