@@ -22,12 +22,11 @@ def group_of(name: str):
     return _resolve_process_group(name)
 
 
-def broadcasts(own: torch.Tensor, parts: Sequence[torch.Tensor], name: str) -> None:
-    """Fill part i with the tensor of member i of the process group of a name, all of them at once."""
+def broadcasts(parts: Sequence[torch.Tensor], name: str) -> None:
+    """Fill part i with what member i of the process group of a name has there, all of them at once."""
     from torch.distributed.distributed_c10d import BroadcastOptions
 
     group, works = group_of(name), []
-    parts[group.rank()].copy_(own)
     for root, part in enumerate(parts):
         options = BroadcastOptions()
         options.rootRank = root

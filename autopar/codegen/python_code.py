@@ -17,6 +17,10 @@ from ..errors import MeshError
 from ..ir.graph import values_of
 from ..ir.layout import Layout
 from ..ops import autopar
+COLLECTIVES = frozenset((
+    autopar.exchange_rows.default, autopar.gather_by_broadcasts.default, autopar.gather_bucket_by_broadcasts.default,
+))  # fmt: skip
+
 
 def group_names(module: fx.GraphModule) -> list[str]:
     """Return the logical groups ("dp", "dp,tp") that a graph's collectives name, in order of first use."""
@@ -67,7 +71,7 @@ def boxed(module: fx.GraphModule) -> fx.GraphModule:
 def is_collective(node: fx.Node) -> bool:
     """Return whether the node starts a collective; the wait that follows does not."""
     target = node.target
-    if target in (autopar.exchange_rows.default, autopar.gather_by_broadcasts.default):
+    if target in COLLECTIVES:
         return True
     return getattr(target, "namespace", "") == "_c10d_functional" and "wait_tensor" not in str(target)
 

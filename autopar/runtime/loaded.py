@@ -18,7 +18,7 @@ from torch import fx
 
 from .. import _torch
 from .._torch import c10d, no_autocast
-from ..codegen.bucket_views import write_into_buckets
+from ..codegen.buckets_in_place import buckets_in_place
 from ..codegen.direct_calls import compile_directly
 from ..codegen.follow_size import Line, Sizes, followed
 from ..codegen.python_code import bind_groups, boxed, gather_by_broadcasts, group_names
@@ -50,7 +50,7 @@ class LoadedGraph:
         self.module, self.phase, self.run = boxed(self.module), phase, self._first_run
 
     def _first_run(self, values: list):
-        write_into_buckets(self.module)
+        buckets_in_place(self.module)
         compile_directly(self.module)
         self.run = _without_autocast(watch.guarded(self.module, self.phase, self.module.forward))
         return self.run(values)
