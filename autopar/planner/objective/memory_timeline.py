@@ -322,7 +322,7 @@ def bucket_bytes(problem: Problem, pricer: Pricer, evaluation: Evaluation, order
     than the shards that stay. A reduce-scatter that is an all-to-all receives as much as it sends, and both stay until
     the next bucket is packed."""
     count = len(order.runs)
-    received, sent, made, shards = (np.zeros(count + 1) for _ in range(4))
+    received, sent, made, shards, all_reduced = (np.zeros(count + 1) for _ in range(5))
     for travel in order.travels:
         t = travel.transfer
         is_before = t.phase == "forward" and t.times < pricer.micro_batches  # of the first pass, with little else held
@@ -334,6 +334,7 @@ def bucket_bytes(problem: Problem, pricer: Pricer, evaluation: Evaluation, order
             received[travel.first], sent[travel.first] = received[travel.first] + after, sent[travel.first] + before
         else:
             made[travel.start], shards[travel.start] = made[travel.start] + before, shards[travel.start] + after
+            all_reduced[travel.start] += before if before == after else 0.0
     is_backward = np.array([run.phase == "backward" for run in order.runs], bool)
     gathered, bucket = np.zeros(count), pricer.bucket_bytes
     for phase in (is_backward, ~is_backward):
@@ -343,6 +344,8 @@ def bucket_bytes(problem: Problem, pricer: Pricer, evaluation: Evaluation, order
         gathered += np.where(phase, np.minimum(left, bucket * (2 if evaluation.overlap else 1)) * share, 0.0)
     by_then, beyond = np.cumsum(made[:-1]), 1 - min(shards.sum() / max(made.sum(), 1.0), 1.0)
     reduced = np.minimum(by_then, bucket) * (1 + beyond)
+    written = np.cumsum(all_reduced[:-1])
+    reduced = np.maximum(reduced, np.where(written > 0, np.minimum(all_reduced.sum() - written, bucket), 0.0))
     if pricer.exchanges:
         reduced += np.clip(by_then - bucket, 0.0, bucket) * beyond
     else:  # a bucket is packed where none is gathered
