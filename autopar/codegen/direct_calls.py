@@ -1,9 +1,9 @@
 """Ops called without detours: what the Python of a graph spends beside computing.
 
-fx writes `torch.ops.aten.mul.Tensor(a, b)`, which looks four names up, calls Python that calls C++, and there reads the
-arguments by the op's schema: 1.8 us where torch.mul takes 1.1, and as_strided takes 3.3 where torch.as_strided takes 1.1.
-Processes that share a core and its caches pay more. So ops are globals of the compiled code: torch's own function, if it
-is in BINDINGS, else what `torch.ops` calls in C++.
+fx writes `torch.ops.aten.mul.Tensor(a, b)`, which looks four names up, calls Python that calls C++, and there reads
+the arguments by the op's schema: 1.8 us where torch.mul takes 1.1, and as_strided takes 3.3 where torch.as_strided
+takes 1.1. Processes that share a core and its caches pay more. So ops are globals of the compiled code: torch's own
+function, if it is in BINDINGS, else what `torch.ops` calls in C++.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from ..errors import MeshError
 from ..ir.graph import values_of
 from ..ir.layout import Layout
 from ..ops import autopar
+
 COLLECTIVES = frozenset((
     autopar.exchange_rows.default, autopar.gather_by_broadcasts.default, autopar.gather_bucket_by_broadcasts.default,
 ))  # fmt: skip
