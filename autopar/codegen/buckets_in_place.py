@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import fx
@@ -45,7 +47,12 @@ class _Member:
 
     @property
     def shape(self) -> list[int]:
-        return list(self.result.args[1])
+        return list(cast(Sequence[int], self.result.args[1]))
+
+    @property
+    def start(self) -> int:
+        """Return where its elements begin in a row of the bucket."""
+        return cast(int, self.piece.args[2])
 
 
 def buckets_in_place(module: fx.GraphModule) -> None:
@@ -62,11 +69,11 @@ def buckets_in_place(module: fx.GraphModule) -> None:
 def _members(packed: fx.Node, collective: object) -> list[_Member]:
     """Return the tensors of a bucket that is packed for a collective, none if it is not."""
     columns = _reader(_reader(_reader(packed, collective), c10d.wait_tensor.default), aten.reshape.default)
-    rows, pieces = packed.args[0], list(columns.users) if columns else []
+    rows, pieces = cast(Sequence[fx.Node], packed.args[0]), list(columns.users) if columns else []
     if len(rows) != len(pieces) or any(n.target is not aten.slice.Tensor for n in pieces):
         return []
     found = []
-    for row, piece in zip(rows, sorted(pieces, key=lambda piece: piece.args[2])):
+    for row, piece in zip(rows, sorted(pieces, key=lambda piece: cast(int, piece.args[2]))):
         result = _reader(piece, aten.reshape.default)
         if row.target is not aten.reshape.default or result is None or len(row.users) > 1:
             return []
@@ -92,7 +99,7 @@ def _write(packed: fx.Node, members: list[_Member]) -> None:
     for m in members:
         with graph.inserting_before(m.made if m.is_product else packed):
             strides = [math.prod(m.shape[i + 1 :]) for i in range(len(m.shape))]
-            view = graph.call_function(aten.as_strided.default, (bucket, m.shape, strides, m.piece.args[2]))
+            view = graph.call_function(aten.as_strided.default, (bucket, m.shape, strides, m.start))
             if m.is_product:
                 graph.call_function(aten.mm.out, m.made.args, {"out": view})
             else:
