@@ -50,9 +50,10 @@ class LoadedGraph:
         self.module, self.phase, self.run = boxed(self.module), phase, self._first_run
 
     def _first_run(self, values: list):
-        buckets_in_place(self.module)
-        compile_directly(self.module)
-        self.run = _without_autocast(watch.guarded(self.module, self.phase, self.module.forward))
+        module = boxed(_copy(self.module))  # torch.compile, and what follows sizes, takes the graph as it was
+        buckets_in_place(module)
+        compile_directly(module)
+        self.run = _without_autocast(watch.guarded(module, self.phase, module.forward))
         return self.run(values)
 
     @classmethod
@@ -82,14 +83,21 @@ def _without_autocast(run: Callable) -> Callable:
     return run_as_it_is
 
 
-def _compiled(module: fx.GraphModule, phase: str, options: Mapping[str, object]) -> Callable:
-    """Return the graph of a module behind torch.compile, called like that of codegen.boxed."""
+def _copy(module: fx.GraphModule) -> fx.GraphModule:
+    """Return a module with a graph of its own, that takes its arguments one by one, and the same constants."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
-    for node in graph.nodes:
+    return fx.GraphModule(module, graph)
+
+
+def _compiled(module: fx.GraphModule, phase: str, options: Mapping[str, object]) -> Callable:
+    """Return the graph of a module behind torch.compile, called like that of codegen.boxed."""
+    module = _copy(module)
+    for node in module.graph.nodes:
         node.target = AS_COMPILED.get(node.target, node.target)
+    module.recompile()
     with _explained(phase):  # without fullgraph=True, under which Dynamo traces what handles the error of a collective
-        run = torch.compile(fx.GraphModule(module, graph), **_torch.in_given_order({"dynamic": False, **options}))
+        run = torch.compile(module, **_torch.in_given_order({"dynamic": False, **options}))
 
     def run_boxed(values: list):
         arguments = tuple(values)

@@ -144,3 +144,24 @@ def wrong_world(rank: int) -> None:
 
 def test_mesh_that_is_not_the_world():
     gloo.run(2, wrong_world)
+
+
+def compiled_after_a_step(rank: int) -> None:
+    """torch.compile gets the graph in which nothing is written in place, though another one ran before."""
+    import autopar
+
+    for strategy in ("ddp", "fsdp"):
+        model, batch = tiny.own("gpt:hidden=32,layers=1,heads=2,vocab=50,seq=12", batch=4)
+        reference = copy.deepcopy(model)
+        model = autopar.compile(model, device_mesh("dp=2"), example_inputs=batch, strategy=strategy)
+        reference(**batch).loss.backward()
+        for way in ("eager", "compiled"):
+            if way == "compiled":
+                model.zero_grad()
+                model.compile(backend="aot_eager")
+            model(**batch).loss.backward()
+            assert gradient_error(model, reference) < 1e-5, (strategy, way)
+
+
+def test_torch_compile_after_a_step():
+    gloo.run(2, compiled_after_a_step)
