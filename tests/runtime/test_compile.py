@@ -163,5 +163,6 @@ def compiled_after_a_step(rank: int) -> None:
             assert gradient_error(model, reference) < 1e-5, (strategy, way)
 
 
+@pytest.mark.slow
 def test_torch_compile_after_a_step():
     gloo.run(2, compiled_after_a_step)
