@@ -75,7 +75,9 @@ def fastest(
     if not found:
         raise BeyondCutoff(min(bounds))
     solver, outcome = min(found, key=lambda pair: pair[1].seconds)  # the first of equal ones
-    return solver, replace(outcome, bound_seconds=min(bounds))
+    is_known = len(found) == len(solvers) and all(one.proved_at for _, one in found)
+    proved_at = tuple(prices for _, one in found for prices in one.proved_at) if is_known else ()
+    return solver, replace(outcome, bound_seconds=min(bounds), proved_at=proved_at)
 
 
 def of_step(plan: Plan, evaluation: Evaluation) -> Plan:

@@ -1,7 +1,11 @@
 """The choice between whole logits and a loss in blocks: the latter is tried where memory decides, or asked for.
 
 Blocks make the logits twice, so without a limit a plan with them is never faster. Where the fastest plan does not fit,
-both are searched, each with as much recomputation as it then needs, and the faster one is the plan.
+plans with them are searched too, each with as much recomputation as it then needs, and the faster one is the plan. That
+search is left out where it gains nothing: where the bytes of the logits, at the price of memory that the bound of the
+first plan is proved at, are worth less than the seconds of blocks, so that its bound holds for plans in blocks as well;
+and where the same sharding with blocks, made to fit as simply, is no faster, which tells what prices do not know, the
+bytes that pass by while the loss runs.
 """
 
 from __future__ import annotations
@@ -12,12 +16,13 @@ from typing import TYPE_CHECKING
 
 from ..errors import MemoryInfeasibleError, StrategyError
 from . import fixed_recompute
+from .objective.evaluate import evaluate
 from .objective.pricer import Pricer
 from .problem.recipes import Restriction
-from .problem.tiled_loss import LOSS, NONE, TILINGS, moves_none, with_tiled_losses
+from .problem.tiled_loss import LOSS, NONE, TILINGS, may_save, moves_none, with_tiled_losses
 from .solver.minimize import BeyondCutoff
 from .solver.search import Outcome, Starts
-from .solver.solver import Solver
+from .solver.solver import Solver, replaced
 
 if TYPE_CHECKING:
     from .plan import PlanOptions
@@ -48,9 +53,14 @@ def fastest(solvers: Sequence[Solver], restriction: Restriction, options: PlanOp
         failure = None
     except NOTHING as error:
         whole, failure = None, error
-    if whole is not None and not _is_short_of_memory(whole[1]):
+    if whole is not None and not _is_short_of_memory(whole[1], options):
         return whole
-    tiled = _or_none(search, _in_blocks(solvers, options), starts if whole is None else [*whole[1].found[-1:], *starts])
+    blocks = _in_blocks(solvers, options)
+    if whole is not None and whole[1].fits:
+        blocks = [replaced(one, replace(one.search, cutoff_seconds=whole[1].seconds)) for one in blocks]
+        if not blocks or not _may_gain(whole, blocks[list(solvers).index(whole[0])], options):
+            return whole
+    tiled = _or_none(search, blocks, starts if whole is None else [*whole[1].found[-1:], *starts])
     found = [one for one in (whole, tiled) if one is not None]
     if not found and failure is not None:
         raise failure
@@ -58,8 +68,25 @@ def fastest(solvers: Sequence[Solver], restriction: Restriction, options: PlanOp
     return solver, replace(outcome, bound_seconds=min(one[1].bound_seconds for one in found))
 
 
-def _is_short_of_memory(outcome: Outcome) -> bool:
+def _is_short_of_memory(outcome: Outcome, options: PlanOptions) -> bool:
+    if options.recompute != fixed_recompute.AUTO:  # then memory decides nothing but whether a plan fits
+        return not outcome.fits
     return outcome.is_limited or not outcome.fits or bool(outcome.evaluation.recomputed)
+
+
+def _may_gain(whole: Found, blocks: Solver, options: PlanOptions) -> bool:
+    """Return whether plans of `blocks` may be faster than the one that was found, which fits."""
+    solver, outcome = whole
+    at = outcome.proved_at
+    if not at or any(may_save(blocks.problem, options.hardware, prices) for prices in at):
+        return True
+    e, restriction = outcome.evaluation, outcome.restriction
+    same = evaluate(blocks.problem, e.choice, blocks.pricer, blocks.free, restriction.keep, e.first)
+    if not moves_none(blocks.problem, same):  # of the sharding that blocks can have, the fastest
+        same = blocks.run(restriction, dict(options.pin)).at(blocks.free).evaluation
+    plain = evaluate(solver.problem, same.choice, solver.pricer, solver.free, restriction.keep, same.first)
+    fitted, tiled = (one.made_to_fit(one.with_peak(e)) for one, e in ((solver, plain), (blocks, same)))
+    return tiled is not None and (fitted is None or tiled.seconds < fitted.seconds)
 
 
 def _or_none(search, solvers: Sequence[Solver], starts: Starts) -> Found | None:

@@ -23,6 +23,7 @@ from ...plans.tiled import TiledLoss
 from ...rules import Strategy
 from ...rules.loss_regions import LossRegion, loss_regions, unmade_outputs
 from ..objective.evaluate import Evaluation
+from .multipliers import Prices
 from .problem import Problem
 
 AUTO, NONE, LOSS = TILINGS = ("auto", "none", "loss")
@@ -73,6 +74,11 @@ class _Price:
     def __init__(self, problem: Problem, hardware: Hardware):
         self.problem, self.hardware, self.products = problem, hardware, ProductSeconds(hardware)
 
+    def bytes_(self, region: LossRegion, strategy: Strategy) -> float:
+        """Return the bytes of the largest shard of the logits, which their gradient has too, that are not made."""
+        value = region.back.meta["val"]
+        return float(math.prod(_largest(value, strategy.outputs[0], self.problem.mesh)) * value.element_size())
+
     def seconds(self, region: LossRegion, strategy: Strategy) -> float:
         """Return the seconds that a strategy of the logits' gradient takes more."""
         value, hidden = region.back.meta["val"], region.hidden
@@ -90,12 +96,25 @@ def told(problem: Problem, evaluation: Evaluation, hardware: Hardware) -> tuple[
     for region in problem.tiled:
         v = vertex_of[region.back]
         strategy = problem.choices(v).strategies[evaluation.choice[v]]
-        value = region.back.meta["val"]
-        local = _largest(value, strategy.outputs[0], problem.mesh)
-        bytes_ = float(math.prod(local) * value.element_size())
         layer = str(region.linear.meta.get("module", ""))
-        found.append(TiledLoss(region.linear.name, layer, bytes_, price.seconds(region, strategy)))
+        found.append(
+            TiledLoss(region.linear.name, layer, price.bytes_(region, strategy), price.seconds(region, strategy))
+        )
     return tuple(found)
+
+
+def may_save(problem: Problem, hardware: Hardware, prices: Prices) -> bool:
+    """Return whether logits that wait for the backward may cost more at these prices than blocks of them do. If not, a
+    bound of plans with whole logits is one of plans in blocks too: these cost the same otherwise, or more."""
+    if not prices.saved:
+        return False
+    price, weight = _Price(problem, hardware), prices.compute("backward")
+    backs = {v.node: problem.choices(v.index).strategies for v in problem.vertices}
+    return any(
+        prices.byte_seconds * price.bytes_(region, strategy) > weight * price.seconds(region, strategy)
+        for region in problem.tiled
+        for strategy in backs[region.back]
+    )
 
 
 def moves_none(problem: Problem, evaluation: Evaluation) -> bool:

@@ -56,7 +56,7 @@ class WithinLimit:
         self.first = fastest
         self.kept = [e for e in run.cuts.plans if e.bytes_ <= self.limit_bytes]
         self.fast = fastest.evaluation  # the least memory among fast plans, so far
-        self.bound, self.smallest = fastest.bound_seconds, self.fast
+        self.bound, self.proved_at, self.smallest = fastest.bound_seconds, fastest.proved_at, self.fast
         self.best: Evaluation | None = None
         self.made_of: tuple[Evaluation, Prices] | None = None  # the plan that `best` was made of, and its prices
         self.tries, self.program = 0, DecidedProgram()
@@ -90,7 +90,7 @@ class WithinLimit:
     def last(self) -> Outcome:
         """Return the outcome of the search, with the first half's plan."""
         return replace(self.first, bound_seconds=self.bound, fits=True, found=tuple(self.run.found),
-                       program=self.program)  # fmt: skip
+                       program=self.program, proved_at=self.proved_at)  # fmt: skip
 
     def _try_program(self) -> None:
         """Try what the full integer program chooses, at several prices of what it keeps and computes again."""
@@ -142,7 +142,9 @@ class WithinLimit:
             here = solution.bound - room
             failures = 0 if here > proved else failures + 1
             around, reach = (around, reach / 2) if failures else (point, reach)
-            proved, self.bound = max(proved, here), max(self.bound, here)
+            proved = max(proved, here)
+            if here > self.bound:
+                self.bound, self.proved_at = here, (prices,)
             if self.bound >= run.search.cutoff_seconds:
                 raise BeyondCutoff(self.bound)
             line = self._line(dual, free, point, solution.choice)

@@ -52,6 +52,7 @@ class Outcome:
     found: Starts = ()  # choices by class that the search found on its way, the later the better
     program: DecidedProgram = DecidedProgram()  # what the integer program decided at the end
     is_limited: bool = False  # whether the fastest plan of all did not fit
+    proved_at: tuple[Prices, ...] = ()  # prices that the bound is of, one for each way to reduce gradients, if known
 
     @cached_property
     def seconds(self) -> float:
@@ -127,7 +128,7 @@ class Run:
                 plans.append(self._outcome(self.settled(proving, said.choice), bound))
         best = fastest_played(plans)
         bound = min([bound, *(one.evaluation.seconds for one in plans)])
-        return replace(best, bound_seconds=bound, found=tuple(self.found), program=program)
+        return replace(best, bound_seconds=bound, found=tuple(self.found), program=program, proved_at=(proving,))
 
     def by_class(self, e: Evaluation) -> dict[int, int]:
         """Return the strategies of an evaluated plan by class, each as its first member has it."""
