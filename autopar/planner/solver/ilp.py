@@ -324,7 +324,9 @@ class Program:
             time_limit=datetime.timedelta(seconds=seconds_limit),
             relative_gap_tolerance=None if relax else relative_gap,
             random_seed=0,
-            highs=highs_pb2.HighsOptionsProto(string_options={"parallel": "off"}, int_options=nodes),  # one thread
+            highs=highs_pb2.HighsOptionsProto(  # one thread; restarts at the root search again what was found there
+                string_options={"parallel": "off"}, int_options=nodes, bool_options={"mip_allow_restart": False}
+            ),
         )
         result = mathopt.solve(mathopt.Model.from_model_proto(model), mathopt.SolverType.HIGHS, params=parameters)
         if not result.has_primal_feasible_solution():

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .search import Run
 
 SWEEPS = 4  # at the best prices, before reduced costs are read
-GAP = 5e-4
+GAP = 1e-3
 ROUNDING = 1e-9  # of the bound
 MOST_NODES = 40  # of the branching: enough for programs of this size, and the same on every machine
 NARROWER = 0.5  # each time that too much is left

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 Starts = Sequence[dict[int, int]]  # choices by class
 MOST_WEIGHTS = 10
 DEAREST_PRICE = 1e4  # units, at which nothing but memory counts
+LARGEST_PROGRAM = 2_000  # variables, at that price: relaxations say little there, so that larger programs take minutes
 MOST_PLAYED = 12  # of the plans that a search has found
 LIMITED_DOUBT, FAR = 0.05, 2.0  # of the bound, and times the limit, if no plan so far fits
 
@@ -201,9 +202,10 @@ class Run:
         prices = replace(self.prices, byte_seconds=self.solver.unit_price * DEAREST_PRICE, saved=True)
         blocks = self.solver.blocks
         dual = Dual(self.problem, self.hyperedges, self.allowed, prices, self.restriction.keep, blocks.reruns)
-        choice = dual.strategies(minimize(dual, self.found, self.search).choice)
+        search = replace(self.search, largest_program=min(LARGEST_PROGRAM, self.search.largest_program))
+        choice = dual.strategies(minimize(dual, self.found, search).choice)
         last = self.solver.with_peak(self.evaluate(prices, {v.index: choice[v.cls] for v in self.problem.vertices}))
-        least = min((*found, self.at(prices).evaluation, last), key=blocks.least_bytes)
+        least = min((*found, self.at(prices, search).evaluation, last), key=blocks.least_bytes)
         return self.solver.with_peak(blocks.at_level(least, FULL))
 
     def evaluate(
