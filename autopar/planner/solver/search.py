@@ -202,7 +202,8 @@ class Run:
         prices = replace(self.prices, byte_seconds=self.solver.unit_price * DEAREST_PRICE, saved=True)
         blocks = self.solver.blocks
         dual = Dual(self.problem, self.hyperedges, self.allowed, prices, self.restriction.keep, blocks.reruns)
-        search = replace(self.search, largest_program=min(LARGEST_PROGRAM, self.search.largest_program))
+        left, chosen = (min(LARGEST_PROGRAM, n) for n in (self.search.largest_program, self.search.largest_choice))
+        search = replace(self.search, largest_program=left, largest_choice=chosen)
         choice = dual.strategies(minimize(dual, self.found, search).choice)
         last = self.solver.with_peak(self.evaluate(prices, {v.index: choice[v.cls] for v in self.problem.vertices}))
         least = min((*found, self.at(prices, search).evaluation, last), key=blocks.least_bytes)
