@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import os
 import re
@@ -19,6 +20,8 @@ logging.getLogger("torch.__trace").propagate = False  # thousands of lines about
 gc.set_threshold(100_000, 20, 100)
 os.environ.setdefault("AUTOPAR_CACHE", "off")  # tests are about what is traced and planned now
 FOLDER = Path(__file__).parent / "golden"
+FILES_A_COLLECTION = 16  # what compiles leave behind is old, and is looked through in full collections alone
+_files = itertools.count(1)
 
 
 def pytest_addoption(parser):
@@ -40,6 +43,14 @@ def pytest_collection_modifyitems(items):
         for i, item in enumerate(found):
             if i not in kept:
                 item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def collected():
+    """Look for garbage after every so many files."""
+    yield
+    if next(_files) % FILES_A_COLLECTION == 0:
+        gc.collect()
 
 
 @pytest.fixture

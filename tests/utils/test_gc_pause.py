@@ -24,7 +24,7 @@ def test_what_is_frozen_stays_frozen():
         frozen = gc.get_freeze_count()
         with paused_collector():
             pass
-        assert gc.isenabled() and gc.get_freeze_count() == frozen > before
+        assert gc.isenabled() and before < gc.get_freeze_count() <= frozen  # some are freed without the collector
     finally:
         gc.unfreeze()
 
