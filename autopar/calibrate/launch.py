@@ -61,8 +61,10 @@ def is_joined() -> bool:
     return int(os.environ.get("WORLD_SIZE", 1)) > 1 and "RANK" in os.environ
 
 
-def joined(backend: str, quick: bool = False) -> dict:
-    """Return what is measured by the processes that torchrun started, of which this is one. Raise HardwareError for
-    machines that are not alike."""
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    return measure.measured(rank, int(os.environ.get("LOCAL_RANK", rank)), world, backend, quick, "env://")
+def joined(backend: str, world: int | None = None, quick: bool = False) -> dict:
+    """Return what is measured by the processes that torchrun started, of which this is one. Raise HardwareError if
+    there are not `world` of them, where that is given, or if machines are not alike."""
+    rank, started = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if world not in (None, started):
+        raise HardwareError(f"torchrun started {started} processes, not {world}", fix="leave out --world")
+    return measure.measured(rank, int(os.environ.get("LOCAL_RANK", rank)), started, backend, quick, "env://")

@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     mark = calibrate.fingerprint(backend)
     base = hardware.load(args.base or (mark["device"] if backend == "nccl" else "cpu-gloo"))
     if launch.is_joined():
-        measured = launch.joined(backend, args.quick)
+        measured = launch.joined(backend, args.world, args.quick)
         if os.environ["RANK"] != "0":
             return 0
     else:

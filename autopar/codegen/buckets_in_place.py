@@ -29,7 +29,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class _Member:
-    """A tensor in a bucket. `row` is what is packed of it, `piece` what is unpacked; `result` has its shape."""
+    """Holds a tensor of a bucket: `row` is what is packed of it, `piece` what is unpacked; `result` has its shape."""
 
     row: fx.Node
     piece: fx.Node

@@ -10,6 +10,7 @@ import os
 import socket
 import uuid
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,8 +23,8 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a process runs: `identity` is the same in all processes of a machine, and theirs alone; others reach it at
-    `address`."""
+    """Tells where a process runs: `identity` is the same in all processes of a machine, and theirs alone; others reach
+    it at `address`."""
 
     identity: tuple[str, str]
     address: str
@@ -59,7 +60,7 @@ def numbered(machines: Sequence[Machine]) -> tuple[int, ...]:
 
 def equal_machines(numbers: Sequence[int]) -> int:
     """Return how many ranks each machine has. Raise HardwareError where they are not equally many in a row."""
-    shared = [numbers.count(number) for number in dict.fromkeys(numbers)]
+    shared = list(Counter(numbers).values())
     if list(numbers) != sorted(numbers) or len(set(shared)) > 1:
         raise HardwareError(
             f"ranks are on machines {', '.join(map(str, numbers))}, not equally many in a row on each",

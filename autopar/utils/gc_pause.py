@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def paused_collector() -> Iterator[None]:
-    """Inside, no cycles are looked for, and afterwards not among what was made inside before the next full collection.
+    """Look for no cycles inside, and afterwards not among what was made there before the next full collection.
     A traced graph is millions of objects that all live on; walking them again and again takes a tenth of the time of
     capture and planning, and as much of the first step's, and frees next to nothing."""
     was_enabled = gc.isenabled()

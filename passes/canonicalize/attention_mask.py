@@ -33,8 +33,8 @@ ORDERS = {  # of two sides: which is to be the lower one, and whether they must 
 
 @dataclass(frozen=True)
 class Mask:
-    """What a mask says: a tensor that is `left` of it, whether it is `causal`, and integers (b, s) or (s,) of which
-    those of a query and a key are equal."""
+    """Holds what a mask says: a tensor that is `left` of it, whether it is `causal`, and integers (b, s) or (s,) of
+    which those of a query and a key are equal."""
 
     left: fx.Node | None
     causal: bool

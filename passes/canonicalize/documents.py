@@ -34,8 +34,8 @@ QUERIES, KEYS = "queries", "keys"
 
 @dataclass(frozen=True)
 class Documents:
-    """Integers `ids`, (b, s) or (s,), that the `factor` of a mask compares; `positions` that go up by one in each
-    document, if `ids` was made of them."""
+    """Holds integers `ids`, (b, s) or (s,), that the `factor` of a mask compares; `positions` that go up by one in
+    each document, if `ids` was made of them."""
 
     graph_module: fx.GraphModule
     writes: list[Write]

@@ -52,7 +52,7 @@ def test_two_gloo_processes(tmp_path):
 
 
 def measured_exactly(world: int = 4, exchanged: float = 0.5, machine_ranks: int = 4) -> dict:
-    """What machines of 1e11 FLOP/s, half of it at depth 32, and links of 1e-4 s and 1e9 bytes/s would show,
+    """Return what machines of 1e11 FLOP/s, half of it at depth 32, and links of 1e-4 s and 1e9 bytes/s would show,
     100 times as slow between machines."""
     products = [
         {"rows": m, "depth": k, "columns": n, "dtype": "fp32", "seconds": 1e-6 + 2 * m * k * n * (k + 32) / k / 1e11}
@@ -97,7 +97,7 @@ def test_fits_find_what_was_put_in():
 
 @pytest.mark.parametrize("base, name", [("cpu-gloo", "network"), ("h100", "InfiniBand NDR")])
 def test_links_of_several_machines_are_two_tiers(base, name, tmp_path):
-    """Groups within a machine, and those of one rank a machine; a ring over all ranks is of neither."""
+    """Groups within a machine are fitted, and those of one rank a machine; a ring over all ranks is of neither."""
     measured = measured_exactly(world=8, machine_ranks=4)
     if base == "h100":
         measured["products"] = [p | {"dtype": "bf16"} for p in measured["products"]]
@@ -161,6 +161,13 @@ def test_elsewhere():
         and "autopar calibrate" in warning
     )
     assert calibrate.stale(hardware.load("h100"), "gloo") == ""  # from datasheets
+
+
+def test_another_world_than_that_of_torchrun(monkeypatch, capsys, tmp_path):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["calibrate", "--backend", "gloo", "--world", "2", "--out", str(tmp_path / "mine.toml")]) == 2
+    assert "torchrun started 4 processes, not 2" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")

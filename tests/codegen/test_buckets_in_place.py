@@ -41,7 +41,7 @@ class Alone(fx.Interpreter):
 
 
 def before_and_after(model: str, strategy: str, bucket_bytes: float) -> list[tuple[fx.GraphModule, fx.GraphModule]]:
-    """A rank's forward and backward, with packed buckets and without."""
+    """Return a rank's forward and backward, each with packed buckets and without."""
     module, inputs = build(model, batch=4, seq=8, device="meta")
     plan, captured = step.plan_and_capture(
         module, f"dp={DEVICES}", inputs, hardware="cpu-gloo", strategy=strategy, baselines=False
@@ -72,7 +72,7 @@ def targets(module: fx.GraphModule) -> list[object]:
 @pytest.mark.parametrize("bucket_bytes", [1 << 14, 1 << 20])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_the_same_values(strategy, bucket_bytes):
-    """Of a model with an embedding and biases, which are copied into the bucket, and a concatenation of its own."""
+    """The model has an embedding and biases, which are copied into the bucket, and a concatenation of its own."""
     pairs = before_and_after("llama:hidden=16,layers=1,heads=2,vocab=32", strategy, bucket_bytes)
     for packed, unpacked in pairs:
         wanted, found = (Alone(m).run(*made_up(packed.graph)) for m in (packed, unpacked))
@@ -90,7 +90,7 @@ def test_products_write_into_the_bucket():
 
 
 def test_a_product_that_something_else_reads_is_copied():
-    """As where a gradient is an output of its own too."""
+    """A gradient that is an output of its own too is made apart, and copied into the bucket."""
     (_, (packed, _)) = before_and_after("mlp:hidden=16,layers=2", "ddp", 1 << 20)
     product = next(n for n in packed.graph.nodes if n.target is aten.mm.default)
     (result,) = next(iter(reversed(packed.graph.nodes))).args

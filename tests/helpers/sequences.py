@@ -60,7 +60,7 @@ class Mixed(Decoder):
 
 
 class Packed(Decoder):
-    """Attention that is "causal", "full", causal and "padded", or has a "window", inside of `documents`."""
+    """Computes attention that is "causal", "full", causal and "padded", or has a "window", inside of `documents`."""
 
     def forward(self, input_ids, labels, attention_mask, documents):
         mask, place = self.mask(input_ids, attention_mask), torch.arange(input_ids.shape[1])

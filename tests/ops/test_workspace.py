@@ -49,7 +49,7 @@ def test_attention(call):
     (8, 8, 4096, 4096, True), (8, 2, 4096, 4096, False), (8, 2, 2048, 16384, True), (4, 4, 1024, 4096, False),
 ])  # fmt: skip
 def test_documents(heads, kv_heads, rows, columns, causal):
-    """Of a range of the queries there is a mask, of keys gradients in a wide type; without documents far less."""
+    """A range of the queries has a mask, keys have gradients in a wide type; without documents it is far less."""
 
     def make(backward):
         q, k, v = (seq_major(1, h, n, 64, BF16, "cuda") for h, n in ((heads, rows), *[(kv_heads, columns)] * 2))

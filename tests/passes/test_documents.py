@@ -20,7 +20,7 @@ IDS = torch.tensor([[0, 0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 1, 1, 1]])
 
 
 class Packed(nn.Module):
-    """Attention under a mask that is written in some way from integers `ids`, positions or ends of documents."""
+    """Computes attention under a mask that is written in some way from `ids`, positions or ends of documents."""
 
     def __init__(self, mask):
         super().__init__()
@@ -160,7 +160,7 @@ def _packed() -> dict[str, torch.Tensor]:
     pytest.param("Qwen3", {}, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_positions_that_start_again(name, options):
-    """What transformers makes of positions that start again: causal documents, and no tensor of all pairs."""
+    """transformers makes causal documents of positions that start again, and no tensor of all pairs is left."""
     captured = compiler.trace(_model(name, **options), _packed())
     assert not pairs(captured.graph, LENGTH) and attention_of(captured) == (None, True, *BOTH)
 
@@ -172,7 +172,7 @@ def test_windows_of_positions():
 
 
 def test_positions_that_are_read_otherwise():
-    """Of chunks of positions the beginning counts, not the distance: the comparison stays."""
+    """The beginning of chunks of positions counts, not the distance: the comparison stays."""
 
     def mask(ids, positions, *_):
         first = positions[:, :1] - 1

@@ -47,7 +47,7 @@ def tight(model: str) -> Planned:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("model, every", [("gpt", False), ("gpt", True), ("llama", True)])
 def test_a_row_is_the_plan_that_its_name_gives(model, every):
-    """Every row, or one of each way in which a recipe is made to fit."""
+    """Every row is compared, or one of each way in which a recipe is made to fit."""
     found = tight(model)
     ways = {}
     for row in found.plan.alternatives:

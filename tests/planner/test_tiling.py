@@ -15,7 +15,7 @@ from autopar.planner.problem.tiled_loss import may_save, with_tiled_losses
 
 
 class Model(nn.Module):
-    """A small vocabulary, whose logits hardly count."""
+    """Has a small vocabulary, whose logits hardly count."""
 
     def __init__(self):
         super().__init__()

@@ -38,7 +38,7 @@ def assert_same(model, planned_with, others, mesh: str, **options) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """A step of `kind` on documents, about `most` in a row of `length`."""
+    """Describes a step of `kind` on documents, about `most` in a row of `length`."""
 
     kind: str
     heads: tuple[int, int]
@@ -87,14 +87,13 @@ def test_random_cases(part):
 @pytest.mark.parametrize("strategy, zigzag, kv_heads", itertools.product(
     ("all_gather_kv", "ring", "ulysses"), (False, True), (4, 2)))  # fmt: skip
 def test_documents_cross_shards(strategy, zigzag, kv_heads):
-    """Two documents over two devices, of which one is on both, and one of each token."""
+    """Two documents lie on two devices, one of them on both; then each token is one."""
     zigzag = zigzag and strategy != "ulysses"
     Case("causal", (4, kv_heads), strategy, "cp=2", 12 if zigzag else 11, zigzag, 12, "pad").check(3)
 
 
-TRAINED = (
-    SIZES | OPEN | dict(num_key_value_heads=2, use_cache=False)
-)  # with a cache transformers looks for no documents
+# with a cache transformers looks for no documents
+TRAINED = SIZES | OPEN | dict(num_key_value_heads=2, use_cache=False)
 MODELS = {
     "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**TRAINED)),
     "qwen2": lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(**TRAINED)),
@@ -126,6 +125,6 @@ def test_models_of_transformers(name, mesh, strategy, zigzag):
 
 
 def test_documents_and_stages():
-    """Micro-batches of rows with documents of their own."""
+    """Micro-batches have rows with documents of their own."""
     model, inputs = Packed("causal", 4, 2), packed_batch(12, 1, 3, samples=4)
     assert_same(model, inputs, [packed_batch(12, 2, 5, samples=4)], "cp=2", strategy="ring", micro_batches=2)
