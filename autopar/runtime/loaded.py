@@ -87,7 +87,7 @@ def _copy(module: fx.GraphModule) -> fx.GraphModule:
     """Return a module with a graph of its own, that takes its arguments one by one, and the same constants."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
-    return fx.GraphModule(module, graph)
+    return _torch.graph_module(module, graph)
 
 
 def _compiled(module: fx.GraphModule, phase: str, options: Mapping[str, object]) -> Callable:
