@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
+import os
 import statistics
 import sys
 import time
@@ -220,6 +221,7 @@ def peaks(rank: int, n: int, strategy: str, compiled: bool) -> dict[str, int]:
     What stays between steps (parameters, optimizer state, and the gradient buckets that DDP never frees) is added up;
     what a step needs beyond it is the growth of resident memory while it runs. Large blocks are mapped one by one for
     this, so that the kernel's high-water mark follows the tensors."""
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "set below"  # which a compile leaves as it is then
     ctypes.CDLL("libc.so.6").mallopt(-3, 2**14)  # M_MMAP_THRESHOLD
     found = {}
     for name, made in makers(rank, n, strategy, compiled).items():

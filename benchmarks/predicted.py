@@ -26,6 +26,7 @@ import ctypes
 import gc
 import itertools
 import math
+import os
 import sys
 import tempfile
 import time
@@ -187,6 +188,7 @@ def race(rank: int, cases: list[Case], folder: str, rounds: int) -> np.ndarray:
 def peaks(rank: int, cases: list[Case], folder: str) -> list[int]:
     """By case, the largest sum of live bytes of a step with AdamW on this process."""
     warnings.filterwarnings("ignore")
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "set below"  # which a compile leaves as it is then
     ctypes.CDLL("libc.so.6").mallopt(
         -3, 2**14
     )  # large blocks are mapped one by one, so that the high-water mark follows them

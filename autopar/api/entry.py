@@ -52,6 +52,7 @@ from ..schedule.catalogue import canonical
 from ..storage.compile_cache import CompileCache
 from ..storage.weights import Weights, shapes_of
 from ..utils.gc_pause import paused_collector
+from ..utils.host_memory import keep_freed_pages
 from . import words
 from .cache_keys import capture_key, sources
 from .call_compiler import CallCompiler
@@ -296,6 +297,8 @@ def _compile(model, device_mesh, example_inputs, *, inputs, outputs, plan, loss_
              **options):  # fmt: skip
     process_groups.check_world(Mesh.of(device_mesh), device_mesh)
     watch.start()
+    if device_mesh.device_type == "cpu":
+        keep_freed_pages()
     if any(numbers := watch.machines()):
         options["hardware"] = agree.from_rank_zero(lambda: told(hardware_of(device_mesh, options["hardware"]), numbers))
     if options["precision"] == AUTO:
