@@ -10,6 +10,7 @@ The notation follows einsum strings and the factor rules of Shardy (github.com/o
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
@@ -63,9 +64,9 @@ class Rule:
     outputs: tuple[tuple[Dim, ...], ...]
     linear: tuple[frozenset[int], ...] = ()
     reduction: str = "sum"
-    even: Mapping[str, int] = field(default_factory=dict)
+    even: Mapping[str, int] = field(default_factory=dict, hash=False)
     contiguous: frozenset[str] = frozenset()
-    within: Mapping[str, str] = field(default_factory=dict)
+    within: Mapping[str, str] = field(default_factory=dict, hash=False)
     zigzag: frozenset[str] = frozenset()
 
     def factors(self) -> list[str]:
@@ -131,9 +132,25 @@ def strategies(
     """Return all legal strategies of an op over all axes of the mesh, the replicated one first, without duplicates.
 
     Shapes are global. `parts` names factors that may also be sharded inside that many equal parts (fused weights)."""
+    inside = tuple((factor, tuple(counts)) for factor, counts in (parts or {}).items())
+    return list(_strategies(rule, _sizes(input_shapes), _sizes(output_shapes), mesh, inside))
+
+
+def _sizes(shapes: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(shape) for shape in shapes)
+
+
+@functools.lru_cache(maxsize=1024)  # the ops of a model are many, of few rules and shapes
+def _strategies(
+    rule: Rule,
+    input_shapes: tuple[tuple[int, ...], ...],
+    output_shapes: tuple[tuple[int, ...], ...],
+    mesh: Mesh,
+    parts: tuple[tuple[str, tuple[int, ...]], ...],
+) -> tuple[Strategy, ...]:
     options: list[tuple[str, int]] = [("", 1)]
     for factor in rule.factors():
-        options += [(factor, p) for p in (1, *(parts or {}).get(factor, ()))]
+        options += [(factor, p) for p in (1, *dict(parts).get(factor, ()))]
     options += [("+" + ",".join(map(str, sorted(s))), 1) for s in rule.linear]
     result: dict[tuple[tuple[Layout, ...], tuple[Layout, ...]], Strategy] = {}
     tensors = _tensors(rule, input_shapes, output_shapes)
@@ -141,7 +158,7 @@ def strategies(
         strategy = _strategy(rule, choice, *tensors, mesh)
         if strategy is not None:
             result.setdefault((strategy.inputs, strategy.outputs), strategy)
-    return list(result.values())
+    return tuple(result.values())
 
 
 def strategy_of(

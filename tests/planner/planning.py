@@ -32,6 +32,7 @@ from autopar.plans.plan import Plan
 
 TINY_GPT = "gpt:hidden=32,layers=1,heads=4,vocab=64,seq=16"
 TINY_LLAMA = "llama:hidden=32,layers=1,heads=4,kv_heads=4,ffn=64,vocab=64,seq=16"
+_PLANS: dict[str, Plan] = {}
 
 
 def toy(
@@ -55,10 +56,19 @@ def captured(model: str, batch: int = 8, seq: int = 16) -> Captured:
 def make(
     model: str | Captured, mesh: str, hardware: Hardware | None = None, *, batch: int = 8, seq: int = 16, **options
 ) -> Plan:
-    """The plan of a model without the experts' plans beside it."""
-    graph = captured(model, batch, seq) if isinstance(model, str) else model
-    options = {"baselines": False} | options
-    return make_plan(graph, Mesh.parse(mesh), PlanOptions(hardware or toy(), **options))
+    """The plan of a model without the experts' plans beside it; what several tests ask of a registry model is planned
+    once."""
+    hardware = hardware or toy()
+    if not isinstance(model, str):
+        return make_anew(model, mesh, hardware, **options)
+    asked = repr((model, mesh, hardware, batch, seq, sorted(options.items())))  # a machine has no hash
+    if asked not in _PLANS:
+        _PLANS[asked] = make_anew(captured(model, batch, seq), mesh, hardware, **options)
+    return _PLANS[asked]
+
+
+def make_anew(graph: Captured, mesh: str, hardware: Hardware, **options) -> Plan:
+    return make_plan(graph, Mesh.parse(mesh), PlanOptions(hardware, **{"baselines": False} | options))
 
 
 class Instance:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from autopar.errors import StrategyError
 from autopar.planner.problem.multipliers import Prices
 from autopar.planner.solver.minimize import Search
-from tests.planner.planning import TINY_GPT, TINY_LLAMA, Instance, counts, make, toy
+from tests.planner.planning import TINY_GPT, TINY_LLAMA, Instance, captured, counts, make, make_anew, toy
 
 MLP = "mlp:hidden=16,ffn=32,layers=1"
 
@@ -35,7 +35,7 @@ def with_link(link: float) -> Instance:
     return Instance(TINY_GPT, "a=2", toy(link=link))
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=6, deadline=None, derandomize=True)
 @given(price=st.floats(1e-13, 1e-7), link=st.sampled_from([1e7, 1e9, 1e10]), keep=st.sampled_from([None, False, True]))
 def test_the_objective_is_the_unfolded_cost_at_any_price_of_memory(price, link, keep):
     instance = with_link(link)
@@ -120,4 +120,5 @@ def test_pins_and_their_errors():
 
 
 def test_equal_plans_are_equal_bytes():
-    assert make(TINY_LLAMA, "dp=2,tp=2").to_json() == make(TINY_LLAMA, "dp=2,tp=2").to_json()
+    one, other = (make_anew(captured(TINY_LLAMA), "dp=2,tp=2", toy()) for _ in range(2))
+    assert one.to_json() == other.to_json()

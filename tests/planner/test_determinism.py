@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from .planning import make, toy
+from .planning import captured, make_anew, toy
 
 SHORT_OF_MEMORY = ("mlp:hidden=64,layers=4", "dp=4", None, 2.5e6)
 WITH_A_STRATEGY = ("llama:hidden=32,layers=1,heads=4,kv_heads=2,ffn=64,vocab=64", "dp=2,tp=2", "fsdp", None)
@@ -21,9 +21,8 @@ ROOT = Path(__file__).parents[2]
 def written(model: str, mesh: str, strategy: str | None, memory_bytes: float | None) -> str:
     batch, seq = (512, 1) if model.startswith("mlp") else (8, 16)
     machine = toy(flops=1e11, memory=1e10, latency=2e-5, launch=1e-6, bucket=1 << 18)
-    plan = make(
-        model, mesh, machine, batch=batch, seq=seq, strategy=strategy, memory_bytes=memory_bytes, baselines=True
-    )
+    graph = captured(model, batch, seq)
+    plan = make_anew(graph, mesh, machine, strategy=strategy, memory_bytes=memory_bytes, baselines=True)
     return json.dumps(plan.to_json(), sort_keys=True) + str(plan)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -24,6 +25,7 @@ LINK, MEMORY = 1e9, 4e10
 MACHINE = toy(link=LINK, memory=MEMORY)
 
 
+@functools.cache
 def graph_of(model: str, precision: str = "fp32"):
     return compiler.trace(*registry.build(model, batch=8, seq=16, device="meta"), precision=precision)
 

@@ -125,7 +125,7 @@ def test_a_router_beside_experts_that_are_cut_stays_whole(name):
     assert {*routers.values()} == {"R"} and {*experts.values()} == {"tp:S(2)"}
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(st.dictionaries(st.sampled_from(["blocks.*.up", "blocks.*.down", "blocks.*", "blocks.0.up", "head", "embed",
                                         "*"]),
                        st.sampled_from(sorted(STYLES))))  # fmt: skip
