@@ -24,7 +24,7 @@ from ..frontend.call_signature import split_example
 from ..frontend.user_lines import line_now
 from ..ir.mesh import Mesh
 from ..plans.plan import Plan
-from ..processes import agree, watch
+from ..processes import agree, process_groups, watch
 from ..processes.stage_mesh import StageMesh
 from ..schedule.played import Played
 from ..storage.model_folder import save_model
@@ -174,7 +174,8 @@ class ParallelModule(OfSource):
         what the rank computes: `unreduced_gradient_bytes` for all, also where the parameter and its reduced gradient
         are sharded (ZeRO). Under a pipeline they come on top of the sums of the micro-batches of the next call, which
         the plan counts, and a parameter that several stages share is reduced in each backward."""
-        self._captures.prepare_no_sync()
+        with watch.asking("no_sync, entered for the first time"):
+            self._captures.prepare_no_sync()
         with self._captures.accumulation.deferring():
             yield
 
@@ -212,7 +213,8 @@ class ParallelModule(OfSource):
                 fix="save_adapter(folder) for what trained; its base is the folder or model that this one was compiled "
                 "from",
             )
-        save_model(self, folder)
+        with watch.asking("save_pretrained"):
+            save_model(self, folder)
 
     def _lora(self) -> Adapters:
         """Return the adapters. Raises AdaptError if the model was compiled without LoRA."""
@@ -279,7 +281,7 @@ class ParallelModule(OfSource):
             local = [local_gradient(p) for p in trained.values()]
             counted = [gradient for gradient, name in zip(local, trained) if self._counts(name)]
             mine = torch.nn.utils.get_total_norm(counted, norm_type)
-            dist.all_gather(list(norms), mine.to(norms))
+            dist.all_gather(list(norms), mine.to(norms), group=process_groups.tensor_group("norm"))
         norm = torch.linalg.vector_norm(norms, norm_type).to(next((g.dtype for g in local), torch.float32))
         if local:
             torch._foreach_mul_(local, torch.clamp(max_norm / (norm + 1e-6), max=1.0))

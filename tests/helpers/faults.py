@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+import autopar
 from autopar import Plan, models
 from autopar.ir.mesh import Mesh
 from tests.helpers import gloo
@@ -26,6 +27,7 @@ from tests.helpers import gloo
 MODEL = "mlp:hidden=16,layers=1"
 FAULTS = ("kill", "exit", "raise", "stop", "sleep")
 HANGS = ("stop", "sleep")
+APART = ("clip", "save", "no_sync", "skip", "extra")  # one rank calls what the others do not
 TIMEOUT_SECONDS = 3.0
 
 
@@ -102,7 +104,6 @@ def _wait(condition, seconds: float) -> None:
 def _main(rank: int, world: int, folder: str, fault: str, mesh: str, plan: Plan, backend: str | None) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
-    import autopar
     from autopar.processes import process_groups
 
     os.environ["AUTOPAR_TIMEOUT_S"] = str(TIMEOUT_SECONDS)
@@ -127,6 +128,9 @@ def _main(rank: int, world: int, folder: str, fault: str, mesh: str, plan: Plan,
                 if fault == "exit":
                     sys.exit(0)
                 raise ValueError("a bad batch")
+            if fault in APART and os.path.exists(f"{folder}/go"):
+                fault = _apart(fault, model, batch, folder)
+                continue
             model(**batch).loss.backward()
     except Exception as error:
         ranks = getattr(error, "ranks", None) or (getattr(error, "rank", None),)
@@ -136,3 +140,20 @@ def _main(rank: int, world: int, folder: str, fault: str, mesh: str, plan: Plan,
             )
         sys.excepthook(*sys.exc_info())  # as the interpreter does at the end of a program
         sys.exit(3)
+
+
+def _apart(fault: str, model, batch: dict, folder: str) -> str:
+    """Do on this rank what the others do not, and return no fault: it goes on as they do."""
+    if fault == "clip":
+        model.clip_grad_norm_(1.0)
+    elif fault == "save":
+        autopar.save_checkpoint(folder, model, step=1)
+    elif fault == "no_sync":
+        with model.no_sync():
+            model(**batch).loss.backward()
+    elif fault == "skip":
+        model(**batch)
+    elif fault == "extra":
+        model(**batch)
+        model(**batch).loss.backward()
+    return ""

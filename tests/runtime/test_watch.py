@@ -8,10 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import fx
+from torch.utils.data._utils import signal_handling
 
 import autopar
 from autopar._torch import c10d
-from autopar.processes.watch import Guarded
+from autopar.processes.causes import Cause
+from autopar.processes.watch import Guarded, Watch
 from tests.helpers import faults
 
 from .parity import planned
@@ -47,6 +49,28 @@ def test_survivors_name_the_rank(fault, plan):
     assert outcome.seconds < (faults.TIMEOUT_SECONDS if fault in faults.HANGS else 0) + 5, outcome
 
 
+APART = {
+    "skip": "rank 3 waits at the .* in the forward graph",
+    "extra": "rank 3 waits at the .* in the forward graph",
+    "clip": "rank 3 waits at the norm of the gradients",
+    "no_sync": "rank 3 waits at no_sync, entered for the first time",
+    "save": "rank 3 waits at save_checkpoint",
+}
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.gloo
+@pytest.mark.parametrize("fault", APART)
+def test_a_rank_that_calls_alone_is_named(fault, plan):
+    """It waits for the others at what it called, and they for it: nobody is late, and nobody aborts."""
+    outcome = faults.run(fault, MESH, plan, VICTIM, after=0.1)
+    assert sorted(outcome.errors) == [0, 1, 2] and not outcome.silent and set(outcome.codes) == {3}, outcome
+    for kind, ranks, _, text in outcome.errors.values():
+        assert (kind, ranks) == ("DesyncError", (3,)) and re.search(APART[fault], text), text
+        assert "ranks 0, 1, 2 wait at" in text and "on every rank alike" in text, text
+    assert outcome.seconds < faults.TIMEOUT_SECONDS + 5, outcome
+
+
 @pytest.mark.slow
 @pytest.mark.gloo
 def test_graphs_through_torch_compile(plan, fault="kill"):
@@ -72,3 +96,21 @@ def test_out_of_memory_is_told_as_that():
     with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
         guarded(torch.ones(2))
     assert watch.running is None
+
+
+def test_a_killed_worker_of_a_loader_is_told_as_that():
+    """Torch raises it in the middle of whatever runs: no collective failed."""
+    handler = compile("raise RuntimeError('DataLoader worker is killed')", signal_handling.__file__, "exec")
+    watch = SimpleNamespace(calls=0, step=1, running=None, verdict=None, cause=None, failed_at=None)
+    with pytest.raises(RuntimeError, match="worker is killed"), Watch.collective(watch, "the norm of the gradients"):
+        exec(handler)
+    assert watch.running is None
+
+
+def test_those_who_wait_for_the_same_are_told_first():
+    told = []
+    peers = SimpleNamespace(rank=0, world=4, ask=lambda message, ranks, seconds: told.append(list(ranks)))
+    watch = SimpleNamespace(cause=None, peers=peers)
+    for _ in range(2):
+        Watch._tell(watch, Cause("gone", [1], "rank 1 died"), [0, 1], range(4))
+    assert told == [[0, 1], [0, 1, 2, 3]]
