@@ -85,12 +85,19 @@ def run(args: argparse.Namespace) -> int:
     if "RANK" not in os.environ or world is None:
         return _spawn(settings, devices)
     if int(world) != devices:
+        nodes = max(1, int(world) // int(os.environ.get("LOCAL_WORLD_SIZE", world)))
         raise MeshError(f"the mesh {args.mesh} has {devices} devices, torchrun started {world} processes",
-                        fix=f"start it with --nproc-per-node {devices}")  # fmt: skip
+                        fix=f"start it with {_of_torchrun(devices, nodes)}")  # fmt: skip
     from .train_rank import train
 
     train(int(os.environ["RANK"]), devices, "env://", settings)
     return 0
+
+
+def _of_torchrun(devices: int, nodes: int) -> str:
+    """Return the options with which torchrun starts a process a device, on as many nodes as now if they divide them."""
+    nodes = nodes if devices % nodes == 0 else 1
+    return f"--nnodes {nodes} --nproc-per-node {devices // nodes}" if nodes > 1 else f"--nproc-per-node {devices}"
 
 
 def _device(asked: str | None, processes: int) -> tuple[str, str]:

@@ -51,14 +51,10 @@ def in_process(rank: int, devices: int, folder: str, settings: dict) -> None:
     try:
         train(rank, devices, f"file://{folder}/rendezvous", settings)
     except AutoparError as error:
-        watch.fail(error)
         Path(folder, f"error-{rank}.json").write_text(json.dumps([error.message, error.fix]))
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)  # the parent is interrupted too and says so
-    except Exception as error:
-        watch.fail(error)
-        raise
 
 
 def train(rank: int, devices: int, rendezvous: str, settings: dict) -> None:
@@ -75,6 +71,9 @@ def train(rank: int, devices: int, rendezvous: str, settings: dict) -> None:
         mesh = Mesh.parse(settings["mesh"])
         device_mesh = init_device_mesh(settings["device"], mesh.sizes, mesh_dim_names=mesh.names)
         _run(device_mesh, settings, say=print if rank == 0 else _silent)
+    except Exception as error:
+        watch.fail(error)  # before the groups end, which others wait in
+        raise
     finally:
         process_groups.end()
 

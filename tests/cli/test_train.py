@@ -15,11 +15,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
+from autopar.cli import train_rank
 from autopar.cli.main import main
 from autopar.cli.shown_steps import shown_steps
 from autopar.cli.train import flops_of_step
+from autopar.errors import AutoparError
 from autopar.models import build
 from autopar.models.text_data import Packed, tokens_of
 from tests.storage.damage import Killed, end_test
@@ -324,11 +327,30 @@ def test_an_interrupt_ends_every_process():
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def test_torchrun_with_another_number_of_processes(capsys, monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "3")
+@pytest.mark.parametrize(("world", "local", "fix"), [
+    (3, 3, "start it with --nproc-per-node 4"), (2, 1, "start it with --nnodes 2 --nproc-per-node 2"),
+    (3, 1, "start it with --nproc-per-node 4"),
+])  # fmt: skip
+def test_torchrun_with_another_number_of_processes(world, local, fix, capsys, monkeypatch):
+    for name, value in {"RANK": 0, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": local}.items():
+        monkeypatch.setenv(name, str(value))
     assert main(["train", *MLP]) == 2
-    assert "torchrun started 3" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert f"torchrun started {world}" in err and fix in err
+
+
+def test_a_rank_of_torchrun_tells_the_others_why_it_ends(tmp_path, monkeypatch):
+    """While its groups are there: at the end of the program nobody could be told."""
+    told = []
+
+    def fails(*args, **options):
+        raise AutoparError("no", fix="yes")
+
+    monkeypatch.setattr(train_rank, "_run", fails)
+    monkeypatch.setattr(train_rank.watch, "fail", lambda error: told.append((str(error), dist.is_initialized())))
+    with pytest.raises(AutoparError):
+        train_rank.train(0, 1, f"file://{tmp_path}/store", {"timeout": None, "device": "cpu", "mesh": "dp=1"})
+    assert told == [("no\n  fix: yes", True)]
 
 
 def left_of(process: subprocess.Popen) -> bool:
