@@ -95,7 +95,7 @@ def rendezvous(module: str, number: int, call: str, fix: str = SAME_CALL) -> Non
             continue
         store.add(key, -1)
         store.delete_key(f"{key}/{rank}")
-        error = None if ahead else watch.absent(missing, f"a call with {first}")
+        error = None if ahead else watch.absent(missing, f"a call with {first}", fix)
         if error is None:
             error = DesyncError(
                 f"rank {rank} is called with {first}, and rank {', '.join(map(str, ahead or missing))} is not "
@@ -155,6 +155,7 @@ def check_programs(plan: Plan, program: Sequence[tuple[str, str, tuple[int, ...]
     """Raise DesyncError with both lines of the first collective, or with both plans, in which ranks differ. `program`
     as RankProgram.collectives gives it; ranks of the same stages that share no group have the same collectives too.
     Only digests travel unless they differ."""
+    watch.note(plan)
     groups = sorted({group for group, _, _ in program})
     digests = {"": _digest([what for _, what, _ in program])}
     digests |= {group: _digest([entry for entry in program if entry[0] == group]) for group in groups}

@@ -9,6 +9,7 @@ that could be asked at the start: of others an answer that is missing says nothi
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import random
@@ -46,6 +47,7 @@ class Peers:
         address = LOOPBACK if is_one else everyone_is_on[self.rank].address, self.listener.getsockname()[1]
         everyone = _gather((address, secrets.token_hex(16)))
         self.addresses, self.word, self.world = [address for address, _ in everyone], everyone[0][1], len(everyone)
+        self.run = hashlib.sha256(self.word.encode()).hexdigest()[:8]  # one name on all ranks, and no secret
         os.register_at_fork(after_in_child=self.close)  # a child that lives on would answer for a dead process
         threading.Thread(target=self._listen, name="autopar peers", daemon=True).start()
         self.unheard = self._try_ways()

@@ -12,13 +12,16 @@ from __future__ import annotations
 import contextlib
 import linecache
 import os
+import socket
 import sys
 import threading
 import time
+import traceback
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,9 +32,11 @@ from .._torch.loaders import is_of_a_loader
 from ..codegen.python_code import is_collective
 from ..errors import AutoparError, CollectiveTimeout, DesyncError, RankFailure
 from ..ir.graph import describe
+from ..plans.plan import Plan
 from . import causes, process_groups
 from .causes import Cause, Progress, named
 from .peers import Peers
+from .records import MOST, Record
 
 PATIENCE_SECONDS = 2.0  # for a dying process to close its connections
 END = 1 << 30  # position after the last collective of a graph
@@ -46,6 +51,11 @@ class Watch:
         self.calls = self.step = 0
         self.entered: Counter[str] = Counter()  # calls of compiled modules
         self.began = 0.0
+        self.last: deque[tuple[int, int, str]] = deque(maxlen=MOST)  # calls: number, step, what
+        self.plans: dict[str, int] = {}  # by hash, of how many stages
+        self.answers: dict[int, dict | str] = {}
+        self.recording, self.recorded = threading.Lock(), False
+        self.record_file: Path | None = None
         self.running: Guarded | str | None = None
         self.failed_at: Progress | None = None
         self.cause: Cause | None = None
@@ -63,11 +73,16 @@ class Watch:
         elif self.step == 2:
             process_groups.limit_waits(time.monotonic() - self.began)
 
+    def count(self, what: str) -> None:
+        """Count a call in which all ranks meet."""
+        self.calls += 1
+        self.last.append((self.calls, self.step, what))
+
     @contextlib.contextmanager
     def collective(self, what: str) -> Iterator[None]:
         """Guard a collective that is not part of a graph: if it fails, raise what `verdict` returns. After a failure
         none is begun: it is raised again."""
-        self.calls += 1
+        self.count(what)
         here = Progress(self.calls, 1, self.step, what, what)
         if self.failed_at is not None and self.cause is not None:
             raise self.error(self.cause, here)
@@ -88,15 +103,15 @@ class Watch:
         if self.cause is not None:
             raise self.error(self.cause, Progress(self.calls, 1, self.step, what, what))
 
-    def absent(self, ranks: list[int], what: str) -> AutoparError | None:
+    def absent(self, ranks: list[int], what: str, fix: str) -> AutoparError | None:
         """Return the error about ranks that did not come to `what`, of which all others are told, if they are gone or
-        stand still; None if they wait at something else."""
+        stand still; None if they wait at something else. `fix`: where they were not meant to come."""
         here = Progress(END, 1, self.step, what, what)
         cause = causes.found(self.peers.ask({}, ranks), self.peers.rank, here, self.peers.machines, waited=True)
         if cause is None or cause.kind not in ("gone", "late", "failed"):
             return None
         self._tell(cause, range(self.peers.world))
-        return self.error(cause, here)
+        return self.error(cause, here, otherwise=f"; if it was not to come, {fix}")
 
     # what happened
 
@@ -112,9 +127,12 @@ class Watch:
         process_groups.release()
         return self.error(cause, here, node)
 
-    def error(self, cause: Cause, here: Progress, node: fx.Node | None = None) -> AutoparError:
-        """Return the error of this rank, which is `here`, for a cause."""
+    def error(self, cause: Cause, here: Progress, node: fx.Node | None = None, otherwise: str = "") -> AutoparError:
+        """Return the error of this rank, which is `here`, for a cause. `otherwise`: what else helps against a late
+        rank."""
+        self.record()
         fields: dict[str, Any] = {}
+        seen = f"; autopar doctor {self.record_file.parent} says what each rank did" if self.record_file else ""
         if node is not None:
             fields |= dict(node=_in_module(node), source=node.meta.get("source") or None)
         where, ranks = f"{here.what}, step {here.step}" if here.step else here.what, tuple(cause.ranks)
@@ -122,24 +140,25 @@ class Watch:
             return DesyncError(
                 f"ranks wait for each other: {cause.what}", ranks=ranks, **fields,
                 fix="call the model, backward, no_sync, clip_grad_norm_ and save_checkpoint on every rank alike, also "
-                "where a rank skips a batch",
+                "where a rank skips a batch" + seen,
             )  # fmt: skip
         fields |= dict(step=here.step, collective=here.what)
         if cause.kind == "late":
             return CollectiveTimeout(
                 f"{named(ranks)} did not arrive in time at {where}: {cause.what}", ranks=ranks,
-                **fields, fix="see what holds that rank up; AUTOPAR_TIMEOUT_S=seconds waits longer",
+                **fields, fix=f"see what holds that rank up; AUTOPAR_TIMEOUT_S=seconds waits longer{otherwise}{seen}",
             )  # fmt: skip
         rank = ranks[0] if ranks else None
         fix = f"see the output of rank {rank}; start again from a checkpoint" if ranks else "see the error above"
-        return RankFailure(f"{cause.what}, while rank {self.peers.rank} was at {where}", rank=rank, fix=fix, **fields)
+        what = f"{cause.what}, while rank {self.peers.rank} was at {where}"
+        return RankFailure(what, rank=rank, fix=fix + seen, **fields)
 
     def _find_cause(self, here: Progress, near: Sequence[int], timed_out: bool) -> Cause:
         deadline, far = time.monotonic() + PATIENCE_SECONDS, {*range(self.peers.world)} - {*near}
         while self.cause is None:
             answers: dict[int, dict | str] = {}
             for ranks, are_all in ((near, not far), (far, True)):
-                answers |= self.peers.ask({}, ranks)
+                self.answers = answers = answers | self.peers.ask({}, ranks)
                 waited = timed_out or time.monotonic() > deadline
                 cause = causes.found(answers, self.peers.rank, here, self.peers.machines, waited)
                 if cause is not None and (are_all or cause.kind != "apart"):  # who is the odd one, all say
@@ -154,11 +173,13 @@ class Watch:
             self.cause = cause
             for ranks in of:
                 self.peers.ask({"cause": asdict(cause)}, ranks, seconds=0.5)
+            self.record()
 
     def _answer(self, message: dict) -> dict:
         """Answer another rank, on the listening thread."""
         if self.cause is None and message.get("cause"):
             self.cause = Cause(**message["cause"])
+            self.record()  # also where this rank stands still, and raises nothing
         return asdict(self._progress()) | {"cause": self.cause and asdict(self.cause), "entered": self.entered}
 
     def _excepthook(self, kind: type, value: BaseException, trace) -> None:
@@ -172,6 +193,26 @@ class Watch:
         reason = f"{type(error).__name__}: {error}".splitlines()[0].strip(" :")[:300]
         cause = Cause("failed", [self.peers.rank], f"rank {self.peers.rank} failed in step {self.step} with {reason}")
         self._tell(cause, range(self.peers.world))
+
+    def record(self) -> None:
+        """Write down, the first time, where this rank is; its own thread does so when it raises, the listening thread
+        when it is told."""
+        with self.recording:
+            if self.recorded or self.cause is None:
+                return
+            self.recorded, rank = True, self.peers.rank
+            here, graph = self._progress(), self.running if isinstance(self.running, Guarded) else None
+            frame = sys._current_frames().get(self.thread)
+            lines = [f for f in traceback.extract_stack(frame) if not f.filename.startswith(_INTERNAL)] if frame else []
+            self.record_file = Record(
+                run=self.peers.run, rank=rank, world=self.peers.world, machine=self.peers.machines[rank],
+                host=socket.gethostname(), process=os.getpid(), torch=torch.__version__,
+                when=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+                plans=self.plans, place=here, cause=self.cause, answers=self.answers,
+                calls=[call for call in self.last if call[0] <= here.call],
+                collectives=graph.passed(here.position) if graph is not None else [],
+                stack=[f"{f.filename}:{f.lineno} in {f.name}" for f in lines[-MOST:]],
+            ).write()  # fmt: skip
 
     def _progress(self) -> Progress:
         """Return where this rank's own thread is, seen from the listening thread."""
@@ -204,10 +245,10 @@ class Guarded:
 
     def __call__(self, *values):
         watch = self.watch
-        watch.calls += 1
-        watch.running = self
         if self.phase == "forward":
             watch.begin_step()
+        watch.count(self.doing)
+        watch.running = self
         try:
             return self.run(*values)
         except torch.OutOfMemoryError:  # also where a collective's result was to be allocated
@@ -235,6 +276,13 @@ class Guarded:
                 return 2 * (passed - (started is not node)) + 1, f"the {started.meta['collective']}", started
             passed += node is not None and is_collective(node)
         return 0, self.doing, None
+
+    def passed(self, position: int) -> list[str]:
+        """Return the last collectives of the graph up to a position, that one included."""
+        if self.code is None:
+            return []
+        found = [node.meta["collective"] for node in self.module.graph.nodes if is_collective(node)]
+        return found[: (position + 1) // 2][-MOST:]
 
 
 _INTERNAL = tuple(
@@ -296,6 +344,12 @@ def ahead(module: str, ranks: list[int]) -> list[int]:
     return [rank for rank, a in answers.items() if isinstance(a, dict) and a["entered"].get(module, 0) > mine]
 
 
+def note(plan: Plan) -> None:
+    """Note a plan that all ranks run."""
+    if _current is not None:
+        _current.plans[plan.hash] = plan.pipeline.ranks
+
+
 def fail(error: BaseException) -> None:
     """Tell the other ranks that this one ends with `error`. Uncaught exceptions of a program do so by themselves."""
     if _current is not None and not isinstance(error, (RankFailure, CollectiveTimeout)):
@@ -308,9 +362,9 @@ def check_told(what: str) -> None:
         _current.check_told(what)
 
 
-def absent(ranks: list[int], what: str) -> AutoparError | None:
+def absent(ranks: list[int], what: str, fix: str) -> AutoparError | None:
     """Return the error about ranks that are gone or stand still and do not come to `what`, None if they do neither."""
-    return None if _current is None else _current.absent(ranks, what)
+    return None if _current is None else _current.absent(ranks, what, fix)
 
 
 def is_first_step() -> bool:

@@ -22,6 +22,8 @@ import torch.distributed as dist
 import autopar
 from autopar import Plan, models
 from autopar.ir.mesh import Mesh
+from autopar.processes.diagnosis import sentences
+from autopar.processes.records import Record
 from tests.helpers import gloo
 
 MODEL = "mlp:hidden=16,layers=1"
@@ -35,12 +37,13 @@ TIMEOUT_SECONDS = 3.0
 class Outcome:
     """`seconds`: from the fault to the end of the last survivor's process; `errors`: by survivor, (type, ranks named,
     step, text); `codes`: exit codes of survivors; `silent`: survivors that were still there at the end and had to be
-    killed."""
+    killed; `diagnosis`: what the ranks' records say together."""
 
     seconds: float
     errors: dict[int, tuple[str, tuple[int, ...], int, str]]
     codes: tuple[int, ...]
     silent: tuple[int, ...]
+    diagnosis: list[str]
 
     def named_right(self, fault: str, victim: int) -> bool:
         """Whether every survivor raised the right error about the right rank, with the step it was in."""
@@ -82,7 +85,9 @@ def run(fault: str, mesh: str, plan: Plan, victim: int, after: float, seconds: f
             took = time.monotonic() - start
             silent = tuple(r for r in survivors if processes[r].is_alive())
             errors = {r: ast.literal_eval(text) for r in survivors if (text := _read(Path(folder, f"error-{r}")))}
-            return Outcome(took, errors, tuple(processes[r].exitcode for r in survivors if r not in silent), silent)
+            left = [Record.read(file) for file in sorted(Path(folder, "records").glob("*.json"))]
+            codes = tuple(processes[r].exitcode for r in survivors if r not in silent)
+            return Outcome(took, errors, codes, silent, sentences(left) if left else [])
         finally:
             for process in processes:
                 process.kill()
@@ -107,6 +112,7 @@ def _main(rank: int, world: int, folder: str, fault: str, mesh: str, plan: Plan,
     from autopar.processes import process_groups
 
     os.environ["AUTOPAR_TIMEOUT_S"] = str(TIMEOUT_SECONDS)
+    os.environ["AUTOPAR_RECORDS"] = f"{folder}/records"
     process_groups.STEPS = 0  # else a slow machine's first step would set the limit
     torch.set_num_threads(1)
     sys.stderr = open(os.devnull, "w")

@@ -47,6 +47,9 @@ def test_survivors_name_the_rank(fault, plan):
         assert "all_" in text or "reduce_scatter" in text, text
         assert "node: " in text and "source: mlp.py:" in text and "fix: " in text, text
     assert outcome.seconds < (faults.TIMEOUT_SECONDS if fault in faults.HANGS else 0) + 5, outcome
+    has_record = fault in ("raise", "sleep")  # the others end or stand still before they could write one
+    said = "rank 3's program is at .*faults.py:[0-9]+ in _main" if has_record else "rank 3 left no record: killed"
+    assert re.search(said, "\n".join(outcome.diagnosis)) and outcome.diagnosis[0].startswith("run "), outcome.diagnosis
 
 
 APART = {
@@ -68,6 +71,9 @@ def test_a_rank_that_calls_alone_is_named(fault, plan):
     for kind, ranks, _, text in outcome.errors.values():
         assert (kind, ranks) == ("DesyncError", (3,)) and re.search(APART[fault], text), text
         assert "ranks 0, 1, 2 wait at" in text and "on every rank alike" in text, text
+        assert "autopar doctor" in text, text
+    assert len(outcome.diagnosis) > 2 and "ranks 0, 1, 2, 3" in outcome.diagnosis[0], outcome.diagnosis
+    assert any(line.startswith("call ") and "rank 3" in line for line in outcome.diagnosis), outcome.diagnosis
     assert outcome.seconds < faults.TIMEOUT_SECONDS + 5, outcome
 
 
@@ -81,6 +87,13 @@ def test_graphs_through_torch_compile(plan, fault="kill"):
         assert re.search(WORDS[fault], text) and re.search("the compiled (forward|backward) graph, step", text), text
 
 
+def _watch(**others) -> Watch:
+    """One that has no other ranks."""
+    made = object.__new__(Watch)
+    vars(made).update(calls=0, step=1, last=[], running=None, cause=None, failed_at=None, record=lambda: None, **others)
+    return made
+
+
 def test_out_of_memory_is_told_as_that():
     """Also where a collective's result is allocated: no rank is asked, and none is blamed."""
     graph = fx.Graph()
@@ -90,7 +103,7 @@ def test_out_of_memory_is_told_as_that():
     def fails(*values):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    watch = SimpleNamespace(calls=0, step=1, running=None, verdict=None)
+    watch = _watch()
     guarded = Guarded(watch, fx.GraphModule(torch.nn.Module(), graph), "backward", fails)
     guarded.code, guarded.at = fails.__code__, lambda line: (1, "all_reduce", started)
     with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
@@ -101,8 +114,8 @@ def test_out_of_memory_is_told_as_that():
 def test_a_killed_worker_of_a_loader_is_told_as_that():
     """Torch raises it in the middle of whatever runs: no collective failed."""
     handler = compile("raise RuntimeError('DataLoader worker is killed')", signal_handling.__file__, "exec")
-    watch = SimpleNamespace(calls=0, step=1, running=None, verdict=None, cause=None, failed_at=None)
-    with pytest.raises(RuntimeError, match="worker is killed"), Watch.collective(watch, "the norm of the gradients"):
+    watch = _watch()
+    with pytest.raises(RuntimeError, match="worker is killed"), watch.collective("the norm of the gradients"):
         exec(handler)
     assert watch.running is None
 
@@ -110,7 +123,7 @@ def test_a_killed_worker_of_a_loader_is_told_as_that():
 def test_those_who_wait_for_the_same_are_told_first():
     told = []
     peers = SimpleNamespace(rank=0, world=4, ask=lambda message, ranks, seconds: told.append(list(ranks)))
-    watch = SimpleNamespace(cause=None, peers=peers)
+    watch = _watch(peers=peers)
     for _ in range(2):
-        Watch._tell(watch, Cause("gone", [1], "rank 1 died"), [0, 1], range(4))
+        watch._tell(Cause("gone", [1], "rank 1 died"), [0, 1], range(4))
     assert told == [[0, 1], [0, 1, 2, 3]]
