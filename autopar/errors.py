@@ -157,6 +157,10 @@ class DesyncError(AutoparError):
         super().__init__(message, **fields)
 
 
+class NotFiniteError(AutoparError):
+    """A parameter that trains has become NaN or infinite."""
+
+
 class CompilerError(AutoparError):
     """torch.compile, where it was asked for, could not compile a graph."""
 

@@ -35,6 +35,7 @@ from .adapters import Adapters
 from .captures import Captures
 from .compiler_protocol import Compiler
 from .elsewhere import name_absent
+from .equal_ranks import EVERY, EqualRanks
 from .generation import with_cache
 from .inputs import data_axes
 from .lengths import Lengths, Padding
@@ -54,7 +55,7 @@ STATE_HOOKS = (
 )
 OWN = (
     "capture_limit", "adapter_names", "quantized_names", "plan", "random", "stage_mesh", "elsewhere", "layouts",
-    "_forms", "_pp_ranks", "_captures", "_lengths", "_observers_are_frozen", "_adapters",
+    "_forms", "_pp_ranks", "_captures", "_lengths", "_observers_are_frozen", "_adapters", "_equal_ranks",
 )  # fmt: skip
 
 
@@ -77,9 +78,10 @@ class ParallelModule(OfSource):
     def __init__(
         self, source: nn.Module, compiler: Compiler, example_inputs, inputs: str, device_mesh,
         weights: Weights | None = None, attachment: Attachment | None = None, outputs: str = "stage",
-        pad: Padding | None = None,
+        pad: Padding | None = None, check_every: int | None = EVERY,
     ):  # fmt: skip
         self.begin(source)
+        self._equal_ranks = EqualRanks(check_every)
         mesh, self.capture_limit = Mesh.of(device_mesh), captures.LIMIT
         count = math.prod(map(mesh.size, data_axes(mesh))) if inputs == "local" else 1
         self._lengths = Lengths(pad, (source.forward, compiler.loss_fn), count)
@@ -138,6 +140,7 @@ class ParallelModule(OfSource):
             args, kwargs, lengths = self._lengths.agreed(args, kwargs, self._captures.serves_several)
             step, call = self._captures.find(args, kwargs)
             call.lengths = lengths
+            self._equal_ranks.before(self, call)
             return step(call)
         except AutoparError as error:
             error.locate(line_now())
