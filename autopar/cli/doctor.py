@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-from ..processes import diagnosis, records
 from . import common
 
 EXAMPLE = "autopar doctor /tmp/autopar-records"
@@ -20,6 +19,8 @@ def add(subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print what the records say, of each run."""
+    from ..processes import diagnosis, records
+
     found = [records.Record.read(file) for file in records.files_of(args.files)]
     common.show("\n\n".join("\n".join(diagnosis.sentences(of_run)) for of_run in diagnosis.runs(found)))
     return 0

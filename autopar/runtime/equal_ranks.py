@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,7 +47,7 @@ class EqualRanks:
     def _compare(self, module: nn.Module) -> None:
         here = {name: local(p) for name, p in module.named_parameters() if p.requires_grad}
         sums = _sums(here)
-        digests = defaultdict(hashlib.sha256)
+        digests: dict[Part, Any] = defaultdict(hashlib.sha256)
         parts = {name: _part(module, name) for name in here}
         for name in here:
             digests[parts[name]].update(sums[name].to_bytes(8, "little", signed=True))
@@ -78,7 +79,7 @@ class EqualRanks:
         for rank, found in enumerate(by_rank):
             for name, (part, total) in found.items():
                 sides[name][part, total].append(rank)
-        differ = {}
+        differ: dict[str, list[list[int]]] = {}
         for name, by_value in sides.items():
             for part in {part for part, _ in by_value}:
                 of_part = [ranks for (other, _), ranks in by_value.items() if other == part]
