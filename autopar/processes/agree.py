@@ -114,11 +114,11 @@ def check_calls(call: str, fix: str) -> None:
             raise InputError(f"rank {other} is called with {theirs} and rank {dist.get_rank()} with {call}", fix=fix)
 
 
-def extremes(numbers: Sequence[int]) -> tuple[list[int], list[int]]:
+def extremes(numbers: Sequence[int], what: str = "the lengths of the ranks") -> tuple[list[int], list[int]]:
     """Return the least and the largest of each number over all ranks, which have equally many. It goes from host to
     host, and waits for no device."""
     both = torch.tensor([*(-n for n in numbers), *numbers], dtype=torch.int64)
-    with watch.collective("the lengths of the ranks"):
+    with watch.collective(what):
         dist.all_reduce(both, dist.ReduceOp.MAX, process_groups.host_group())
     least, most = both.view(2, -1).tolist()
     return [-n for n in least], most

@@ -25,18 +25,20 @@ from autopar.cli.train import flops_of_step
 from autopar.errors import AutoparError
 from autopar.models import build
 from autopar.models.text_data import Packed, tokens_of
+from autopar.storage.checkpoint import latest_checkpoint
 from tests.storage.damage import Killed, end_test
 
 MLP = ["--model", "mlp-tiny:layers=1", "--mesh", "dp=2,tp=2", "--batch", "4", "--seq", "4"]
 
 
-def autopar(*words: str, **environment: str) -> subprocess.Popen:
+def autopar(*words: str, background: bool = False, **environment: str) -> subprocess.Popen:
     """Start the command in a process group of its own, which an interrupt reaches even where this one ignores it, as
-    shells make background jobs do."""
+    shells make background jobs do; `background`: it ignores interrupts."""
+    interrupt = signal.SIG_IGN if background else signal.SIG_DFL
     return subprocess.Popen(
         [sys.executable, "-m", "autopar.cli", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, interrupt),
     )  # fmt: skip
 
 
@@ -315,13 +317,32 @@ def test_an_error_of_all_ranks_is_one_line():
 
 @pytest.mark.gloo
 @pytest.mark.slow
-def test_an_interrupt_ends_every_process():
-    process = autopar("train", *MLP, "--mesh", "dp=2", "--steps", "1000000")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_every_process_after_a_checkpoint(number, tmp_path):
+    process = autopar("train", *MLP, "--mesh", "dp=2", "--steps", "1000000", "--checkpoint", str(tmp_path))
     try:
         assert any("loss" in line for line in process.stdout)
-        os.kill(process.pid, signal.SIGINT)
-        process.communicate(timeout=60)
-        assert process.returncode == 130 and not left_of(process)
+        os.killpg(process.pid, number)  # as a terminal and a scheduler send it, to all
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 128 + number and not left_of(process), err
+        step = int(re.search(r"stopped after step (\d+): saved in", out)[1])
+        assert latest_checkpoint(tmp_path).name == f"step-{step:08d}"
+    finally:
+        if left_of(process):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["planning", "loss"])
+def test_no_process_outlives_the_one_that_started_it(moment):
+    """Also where it ignores interrupts, as background jobs do."""
+    process = autopar("train", *MLP, "--mesh", "dp=2", "--steps", "1000000", background=True)
+    try:
+        assert any(moment in line for line in process.stdout)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(60)
+        assert not left_of(process)
     finally:
         if left_of(process):
             os.killpg(process.pid, signal.SIGKILL)
