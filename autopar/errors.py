@@ -149,7 +149,16 @@ class ModelError(AutoparError):
 
 
 class DesyncError(AutoparError):
-    """Ranks disagree about the plan or about the collectives that they are going to run."""
+    """Ranks disagree about the plan or about the collectives that they run. `ranks`: those that are not where most are,
+    in a step, as far as it is known."""
+
+    def __init__(self, message: str, *, ranks: tuple[int, ...] = (), **fields):
+        self.ranks = tuple(ranks)
+        super().__init__(message, **fields)
+
+
+class NotFiniteError(AutoparError):
+    """A parameter that trains has become NaN or infinite."""
 
 
 class CompilerError(AutoparError):

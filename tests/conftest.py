@@ -18,6 +18,7 @@ import pytest
 logging.getLogger("torch.__trace").propagate = False  # thousands of lines about graphs in the report of a failed test
 # Graphs are many small objects that stay: looking for garbage in them took a tenth of the time.
 gc.set_threshold(100_000, 20, 100)
+os.environ.setdefault("AUTOPAR_RECORDS", "off")  # of failures that tests are about
 os.environ.setdefault("AUTOPAR_CACHE", "off")  # tests are about what is traced and planned now
 FOLDER = Path(__file__).parent / "golden"
 FILES_A_COLLECTION = 16  # what compiles leave behind is old, and is looked through in full collections alone

@@ -41,6 +41,7 @@ from ..plans.plan import Plan
 from ..processes import agree, process_groups, watch
 from ..processes.machines import told
 from ..runtime import optimizers
+from ..runtime.equal_ranks import EVERY
 from ..runtime.first_call import CompiledAtFirstCall
 from ..runtime.inputs import check_local
 from ..runtime.lengths import Padding
@@ -224,6 +225,7 @@ def compile(
     schedule: words.Schedule | Schedule = "auto",
     stages_per_rank: int | None = None,
     pad: Padding | None = None,
+    check_every: int | None = EVERY,
 ) -> ParallelModule:
     """Return a drop-in module that runs `model` on all devices of a DeviceMesh: same call, same gradients for the same
     global batch.
@@ -240,7 +242,9 @@ def compile(
     device. `baselines=True` sets the experts' strategies beside the plan, which takes as long as the search itself;
     else they are looked at only where the plan may be more than 0.2% from the best. Other arguments as in
     `autopar.plan`. The source model's parameters are taken over; where ranks built it with different values, rank 0's
-    count (runtime/same_values.py). Without example_inputs the model is compiled at its first call.
+    count (runtime/same_values.py). Before every `check_every`-th call that trains, ranks compare their parameters and
+    batches, and look for NaN (runtime/equal_ranks.py); None: never. Without example_inputs the model is compiled at its
+    first call.
 
     With `micro_batches=K`, or a plan made with it, a call takes the whole batch, cuts it into K and runs them one after
     the other. It computes the gradients at once, and `loss.backward()` hands them out: those of the whole batch. A loop
@@ -262,6 +266,8 @@ def compile(
     adaptations, added = order.checked(adapt), pass_manager.check_added(passes, PASSES)
     reduce_type(reduce_dtype)
     state_type(state_dtype)
+    if check_every is not None and (type(check_every) is not int or check_every < 1):
+        raise InputError(f"check_every is {check_every!r}", fix="a number of calls of 1 or more, or None for no check")
     if not hasattr(mesh, "get_group"):
         raise MeshError(
             f"compile needs a DeviceMesh, got {type(mesh).__name__}",
@@ -277,7 +283,7 @@ def compile(
         strategy=strategy, pin=pin,
         loss_fn=loss_fn, strict=strict, baselines=baselines, weights=weights, adapt=adaptations, passes=added,
         micro_batches=micro_batches, offload=offload, tile=tile, schedule=schedule, stages_per_rank=stages_per_rank,
-        pad=pad,
+        pad=pad, check_every=check_every,
     )  # fmt: skip
     if micro_batches not in (None, AUTO):
         accumulation.check(micro_batches)
@@ -294,7 +300,7 @@ def compile(
 
 @paused_collector()
 def _compile(model, device_mesh, example_inputs, *, inputs, outputs, plan, loss_fn, weights, adapt, passes, pad,
-             **options):  # fmt: skip
+             check_every, **options):  # fmt: skip
     process_groups.check_world(Mesh.of(device_mesh), device_mesh)
     watch.start()
     if device_mesh.device_type == "cpu":
@@ -315,7 +321,8 @@ def _compile(model, device_mesh, example_inputs, *, inputs, outputs, plan, loss_
     attachment = agree.everywhere(lambda: order.attach(model, adapt, "cpu", seed, weights is not None))
     try:
         compiler = CallCompiler(model, device_mesh, inputs, plan, loss_fn, options, adapt, passes)
-        module = ParallelModule(model, compiler, example_inputs, inputs, device_mesh, values, attachment, outputs, pad)
+        module = ParallelModule(model, compiler, example_inputs, inputs, device_mesh, values, attachment, outputs, pad,
+                                check_every)  # fmt: skip
         optimizers.follow(module)
         return module
     except BaseException:

@@ -13,7 +13,22 @@ from collections.abc import Sequence
 
 from ..errors import AutoparError, MemoryInfeasibleError
 from ..planner.refusal_text import refusal_text
-from . import calibrate, compare, cost, diff, estimate, explain, graph, plan, report, schedule, trace, train, verify
+from . import (
+    calibrate,
+    compare,
+    cost,
+    diff,
+    doctor,
+    estimate,
+    explain,
+    graph,
+    plan,
+    report,
+    schedule,
+    trace,
+    train,
+    verify,
+)
 
 
 class UsageError(AutoparError):
@@ -50,6 +65,7 @@ def parser() -> argparse.ArgumentParser:
         schedule,
         compare,
         diff,
+        doctor,
         train,
         verify,
         graph,

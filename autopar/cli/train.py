@@ -15,6 +15,7 @@ from ..ir.mesh import Mesh
 from ..plans.pipeline import axis_of
 from ..schedule import files
 from . import common
+from .stop_signals import StopSignals, end_with
 
 if TYPE_CHECKING:
     from torch import nn
@@ -85,12 +86,19 @@ def run(args: argparse.Namespace) -> int:
     if "RANK" not in os.environ or world is None:
         return _spawn(settings, devices)
     if int(world) != devices:
+        nodes = max(1, int(world) // int(os.environ.get("LOCAL_WORLD_SIZE", world)))
         raise MeshError(f"the mesh {args.mesh} has {devices} devices, torchrun started {world} processes",
-                        fix=f"start it with --nproc-per-node {devices}")  # fmt: skip
+                        fix=f"start it with {_of_torchrun(devices, nodes)}")  # fmt: skip
     from .train_rank import train
 
-    train(int(os.environ["RANK"]), devices, "env://", settings)
-    return 0
+    end_with(os.getppid())
+    return train(int(os.environ["RANK"]), devices, "env://", settings)
+
+
+def _of_torchrun(devices: int, nodes: int) -> str:
+    """Return the options with which torchrun starts a process a device, on as many nodes as now if they divide them."""
+    nodes = nodes if devices % nodes == 0 else 1
+    return f"--nnodes {nodes} --nproc-per-node {devices // nodes}" if nodes > 1 else f"--nproc-per-node {devices}"
 
 
 def _device(asked: str | None, processes: int) -> tuple[str, str]:
@@ -144,20 +152,28 @@ def _spawn(settings: dict, devices: int) -> int:
     with tempfile.TemporaryDirectory(prefix="autopar-") as folder:
         arguments = (devices, folder, settings)
         processes = mp.start_processes(in_process, arguments, devices, join=False, daemon=True, start_method="spawn")
-        try:
-            # one that fails raises here, when the others had time to say what they saw, and are ended
-            while not processes.join(timeout=1, grace_period=GRACE_SECONDS):
-                pass
-        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-            if reason := _reason(folder):
-                raise reason from None
-            print(f"autopar: {str(error).strip()}", file=sys.stderr)
-            return 1
-        finally:
+
+        def stop_all(number: int) -> None:
             for process in processes.processes:
-                if process.is_alive():
-                    process.kill()
-                process.join()
+                process.terminate()
+
+        with StopSignals(stop_all) as stop:
+            try:
+                # one that fails raises here, when the others had time to say what they saw, and are ended
+                while not processes.join(timeout=1, grace_period=GRACE_SECONDS):
+                    pass
+            except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+                if stop.received:
+                    return stop.code
+                if reason := _reason(folder):
+                    raise reason from None
+                print(f"autopar: {str(error).strip()}", file=sys.stderr)
+                return 1
+            finally:
+                for process in processes.processes:
+                    if process.is_alive():
+                        process.kill()
+                    process.join()
     return 0
 
 

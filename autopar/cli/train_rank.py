@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 import os
+import signal
 import statistics
 import sys
 import time
@@ -40,6 +42,7 @@ from ..utils.allocation_tracker import Allocations
 from ..utils.format import fit, ms, size
 from . import common
 from .shown_steps import shown_steps
+from .stop_signals import StopSignals, end_with
 
 WARM_UP = 2  # steps that are not timed
 OF_A_RUN = ("model", "batch", "seq", "seed", "lr", "data")  # settings that stay when a run goes on
@@ -47,22 +50,20 @@ OF_A_RUN = ("model", "batch", "seq", "seed", "lr", "data")  # settings that stay
 
 def in_process(rank: int, devices: int, folder: str, settings: dict) -> None:
     """Run `train` in a spawned process; an AutoparError is written down for the parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # which a terminal sends to all: the parent says what happens
+    parent = multiprocessing.parent_process()
+    end_with(parent.pid if parent is not None and parent.pid is not None else os.getppid())
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // devices))
     try:
-        train(rank, devices, f"file://{folder}/rendezvous", settings)
+        sys.exit(train(rank, devices, f"file://{folder}/rendezvous", settings))
     except AutoparError as error:
-        watch.fail(error)
         Path(folder, f"error-{rank}.json").write_text(json.dumps([error.message, error.fix]))
         sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)  # the parent is interrupted too and says so
-    except Exception as error:
-        watch.fail(error)
-        raise
 
 
-def train(rank: int, devices: int, rendezvous: str, settings: dict) -> None:
-    """Build the model, compile it, take the steps and print, on rank 0, how they went."""
+def train(rank: int, devices: int, rendezvous: str, settings: dict) -> int:
+    """Build the model, compile it, take the steps and print, on rank 0, how they went. Return the exit code: that of a
+    signal that ended the run early, else 0."""
     common.quiet()
     if settings["timeout"]:
         os.environ["AUTOPAR_TIMEOUT_S"] = str(settings["timeout"])
@@ -74,12 +75,16 @@ def train(rank: int, devices: int, rendezvous: str, settings: dict) -> None:
     try:
         mesh = Mesh.parse(settings["mesh"])
         device_mesh = init_device_mesh(settings["device"], mesh.sizes, mesh_dim_names=mesh.names)
-        _run(device_mesh, settings, say=print if rank == 0 else _silent)
+        with StopSignals(waits=False) as stop:
+            return _run(device_mesh, settings, stop, say=print if rank == 0 else _silent)
+    except Exception as error:
+        watch.fail(error)  # before the groups end, which others wait in
+        raise
     finally:
         process_groups.end()
 
 
-def _run(device_mesh, settings: dict, say) -> None:
+def _run(device_mesh, settings: dict, stop: StopSignals, say) -> int:
     batch, seq, steps = settings["batch"], settings["seq"], settings["steps"]
     torch.manual_seed(settings["seed"])
     folder = files_of(settings["model"])
@@ -114,6 +119,7 @@ def _run(device_mesh, settings: dict, say) -> None:
     kind = dtype if model.plan.precision == "fp32" else model.plan.precision  # in which products are computed
     peak_flops = device_mesh.size() * hardware.flops_per_second.get(kind, math.inf)
     seconds, peak = [], 0
+    stop.waits = True
     with shown_steps(steps, done, batch * seq, settings["flops"] / peak_flops, say) as show:
         for step in range(done + 1, steps + 1):
             call = split_example(tree_map(partial(_on, torch.device(settings["device"])), next(stream)))
@@ -129,7 +135,18 @@ def _run(device_mesh, settings: dict, say) -> None:
             peak = max(peak, most())
             optimizer.zero_grad()
             show(step, loss.item(), _now() - start)
-            _save(step, model, optimizer, scaler, stream, settings)
+            stopped = step < steps and agree.extremes([stop.received], "whether to stop")[1][0]
+            _save(step, model, optimizer, scaler, stream, settings, bool(stopped))
+            if stopped:
+                break
+    if seconds and stopped:
+        stop.received = stopped
+        folder = settings["checkpoint"]
+        say(
+            f"stopped after step {step}: "
+            + (f"saved in {folder}" if folder else "nothing is saved without --checkpoint")
+        )
+        return stop.code
     if settings["save_adapter"]:
         model.save_adapter(settings["save_adapter"])
         say(f"adapter saved in {settings['save_adapter']}")
@@ -139,13 +156,15 @@ def _run(device_mesh, settings: dict, say) -> None:
         model.save_pretrained(settings["save"])
         say(f"model saved in {settings['save']}")
     if not seconds:
-        return say(f"all {steps} steps were taken before")
+        say(f"all {steps} steps were taken before")
+        return 0
     timed = seconds[WARM_UP:] or seconds
     figures = torch.tensor([statistics.median(timed), float(peak)], dtype=torch.float64)
     dist.all_reduce(figures, dist.ReduceOp.MAX)
     say(fit("\n" + _comparison(model.plan, *figures.tolist(), len(timed))))
     if settings["trace"]:
         _trace(model, settings, say)
+    return 0
 
 
 def _trace(model, settings: dict, say) -> None:
@@ -196,10 +215,10 @@ def _check_settings(loaded: checkpoint.Checkpoint, settings: dict) -> None:
         )
 
 
-def _save(step: int, model, optimizer, scaler, stream, settings: dict) -> None:
-    """Save a checkpoint, if the settings want one after this step."""
+def _save(step: int, model, optimizer, scaler, stream, settings: dict, now: bool) -> None:
+    """Save a checkpoint, if there is a folder for it and the settings want one after this step, or it is to be now."""
     every = settings["every"]
-    if settings["checkpoint"] and (step == settings["steps"] or every and step % every == 0):
+    if settings["checkpoint"] and (now or step == settings["steps"] or every and step % every == 0):
         data = {"settings": {name: settings[name] for name in OF_A_RUN}}
         data |= {"position": stream.position} if hasattr(stream, "position") else {}
         checkpoint.save_checkpoint(

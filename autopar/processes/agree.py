@@ -23,7 +23,7 @@ from ..plans.plan import Plan
 from . import process_groups, watch
 
 T = TypeVar("T")
-SECONDS_BETWEEN_LOOKS = 1.0
+SECONDS_BETWEEN_LOOKS, MOST_SECONDS_BETWEEN_LOOKS = 1.0, 8.0
 OWN_LENGTHS = (
     "where each rank pads its batch to its own longest, pass pad={'input_ids': 0, 'labels': -100, 'attention_mask': 0} "
     "to autopar.compile, with the names and values of what you pad: ranks then agree on a length"
@@ -65,7 +65,7 @@ def from_rank_zero(make: Callable[[], T]) -> T:
         except Exception as caught:
             error = caught
             box[1] = _portable(caught)
-    with watch.collective("the plan of rank 0"):
+    with watch.collective(watch.asked("the plan of rank 0")):
         dist.broadcast_object_list(box, src=0, group=process_groups.control_group())
     if error is not None:
         raise error
@@ -78,26 +78,31 @@ def rendezvous(module: str, number: int, call: str, fix: str = SAME_CALL) -> Non
 
     A rank may come alone: the others run a step of theirs meanwhile, and a collective would mix with those of that
     step. So ranks wait for each other at the store, as long as a collective does or until one of the others is in a
-    later call of the module, and then raise DesyncError. `number` is that of the module's rendezvous."""
+    later call of the module. Raises RankFailure or CollectiveTimeout about a rank that died or is busy elsewhere, else
+    DesyncError. `number` is that of the module's rendezvous."""
     store, world, rank = _torch.default_store(), dist.get_world_size(), dist.get_rank()
-    key, patience = f"autopar/{module}/{number}", process_groups.timeout_seconds()
+    patience = process_groups.timeout_seconds() * (process_groups.FIRST_STEP if watch.is_first_step() else 1)
+    key, first = f"autopar/{module}/{number}", f"{call} for the first time"
     store.set(f"{key}/{rank}", call)
     if store.add(key, 1) == world:
         store.set(f"{key}/all", "here")
-    end, ahead = time.monotonic() + patience, []
-    while not _arrived(store, f"{key}/all", min(SECONDS_BETWEEN_LOOKS, end - time.monotonic())):
-        ahead = watch.ahead(module)
+    end, seconds = time.monotonic() + patience, SECONDS_BETWEEN_LOOKS
+    while not _arrived(store, f"{key}/all", min(seconds, end - time.monotonic())):
+        watch.check_told(f"a call with {first}")
+        missing = [r for r in range(world) if not store.check([f"{key}/{r}"])]
+        ahead, seconds = watch.ahead(module, missing), min(2 * seconds, MOST_SECONDS_BETWEEN_LOOKS)
         if not ahead and time.monotonic() < end:
             continue
-        missing = ahead or [r for r in range(world) if not store.check([f"{key}/{r}"])]
         store.add(key, -1)
         store.delete_key(f"{key}/{rank}")
-        error = DesyncError(
-            f"rank {rank} is called with {call} for the first time, and rank {', '.join(map(str, missing))} is not "
-            + ("and has gone on" if ahead else f"after {patience:g} s"),
-            fix=fix,
-        )
-        watch.fail(error)
+        error = None if ahead else watch.absent(missing, f"a call with {first}", fix)
+        if error is None:
+            error = DesyncError(
+                f"rank {rank} is called with {first}, and rank {', '.join(map(str, ahead or missing))} is not "
+                + ("and has gone on" if ahead else f"after {patience:g} s"),
+                ranks=tuple(ahead or missing), fix=fix,
+            )  # fmt: skip
+            watch.fail(error)
         raise error
     check_calls(call, fix)
 
@@ -109,11 +114,11 @@ def check_calls(call: str, fix: str) -> None:
             raise InputError(f"rank {other} is called with {theirs} and rank {dist.get_rank()} with {call}", fix=fix)
 
 
-def extremes(numbers: Sequence[int]) -> tuple[list[int], list[int]]:
+def extremes(numbers: Sequence[int], what: str = "the lengths of the ranks") -> tuple[list[int], list[int]]:
     """Return the least and the largest of each number over all ranks, which have equally many. It goes from host to
     host, and waits for no device."""
     both = torch.tensor([*(-n for n in numbers), *numbers], dtype=torch.int64)
-    with watch.collective("the lengths of the ranks"):
+    with watch.collective(what):
         dist.all_reduce(both, dist.ReduceOp.MAX, process_groups.host_group())
     least, most = both.view(2, -1).tolist()
     return [-n for n in least], most
@@ -122,7 +127,9 @@ def extremes(numbers: Sequence[int]) -> tuple[list[int], list[int]]:
 def _arrived(store: dist.Store, key: str, seconds: float) -> bool:
     try:
         store.wait([key], timedelta(seconds=max(seconds, 0.01)))
-    except RuntimeError:
+    except RuntimeError as error:
+        if "timeout" not in str(error).lower():  # another's, such as of a killed worker of a DataLoader
+            raise
         return False
     return True
 
@@ -148,6 +155,7 @@ def check_programs(plan: Plan, program: Sequence[tuple[str, str, tuple[int, ...]
     """Raise DesyncError with both lines of the first collective, or with both plans, in which ranks differ. `program`
     as RankProgram.collectives gives it; ranks of the same stages that share no group have the same collectives too.
     Only digests travel unless they differ."""
+    watch.note(plan)
     groups = sorted({group for group, _, _ in program})
     digests = {"": _digest([what for _, what, _ in program])}
     digests |= {group: _digest([entry for entry in program if entry[0] == group]) for group in groups}
@@ -232,7 +240,7 @@ def union(names: Sequence[str]) -> list[str]:
 
 def _gather(value: object) -> list:
     everyone: list = [None] * dist.get_world_size()
-    with watch.collective("what ranks agree on before the first step"):
+    with watch.collective(watch.asked("what ranks agree on before the first step")):
         dist.all_gather_object(everyone, value, group=process_groups.control_group())
     return everyone
 

@@ -2,18 +2,22 @@
 
 Each process listens on a port of its own, on a thread that sleeps until somebody asks, so that nothing is sent while
 all goes well. Messages are one line of JSON each way. A rank that refuses the connection is gone; one that takes it, as
-its operating system does, and says nothing is stopped.
+its operating system does, and says nothing is stopped; one to which there is no way is cut off. That holds of ranks
+that could be asked at the start: of others an answer that is missing says nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
+import random
 import secrets
 import socket
 import threading
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 
 import torch.distributed as dist
@@ -21,8 +25,11 @@ import torch.distributed as dist
 from . import process_groups
 from .machines import LOOPBACK, Machine, numbered
 
-GONE, SILENT = "gone", "silent"  # instead of an answer
+GONE, SILENT, CUT_OFF, UNKNOWN = "gone", "silent", "cut off", "unknown"  # instead of an answer
 LONGEST_BYTES = 1 << 16
+MOST_AT_ONCE = 64  # ranks that one asks: where thousands wait for one, it would answer none of them in time
+START_SECONDS = 10.0  # for the first answer, of a process that is busy
+_random = random.SystemRandom()  # the program's own numbers stay as they are
 
 
 class Peers:
@@ -39,16 +46,44 @@ class Peers:
         self.listener = socket.create_server((LOOPBACK, 0), backlog=128) if is_one else _for_all_machines()
         address = LOOPBACK if is_one else everyone_is_on[self.rank].address, self.listener.getsockname()[1]
         everyone = _gather((address, secrets.token_hex(16)))
-        self.addresses, self.word = [address for address, _ in everyone], everyone[0][1]
+        self.addresses, self.word, self.world = [address for address, _ in everyone], everyone[0][1], len(everyone)
+        self.run = hashlib.sha256(self.word.encode()).hexdigest()[:8]  # one name on all ranks, and no secret
         os.register_at_fork(after_in_child=self.close)  # a child that lives on would answer for a dead process
         threading.Thread(target=self._listen, name="autopar peers", daemon=True).start()
+        self.unheard = self._try_ways()
 
-    def ask(self, message: dict, seconds: float = 1.0) -> dict[int, dict | str]:
-        """Ask all other ranks at once and return their answers: plain data, GONE or SILENT."""
-        others = [rank for rank in range(len(self.addresses)) if rank != self.rank]
+    def ask(self, message: dict, ranks: Collection[int], seconds: float = 1.0) -> dict[int, dict | str]:
+        """Ask some ranks at once, MOST_AT_ONCE of them at random if there are more, and return the others' answers:
+        plain data, GONE, SILENT, CUT_OFF or UNKNOWN."""
+        others = [rank for rank in ranks if rank != self.rank]
+        others = _random.sample(others, min(len(others), MOST_AT_ONCE))  # in another order on each rank
         line = json.dumps(message | {"word": self.word}).encode() + b"\n"
-        with ThreadPoolExecutor(min(32, len(others))) as pool:
-            return dict(zip(others, pool.map(lambda rank: _exchange(self.addresses[rank], line, seconds), others)))
+        with ThreadPoolExecutor(32) as pool:
+            answers = pool.map(lambda rank: _exchange(self.addresses[rank], line, seconds), others)
+            return {rank: self._known(rank, answer) for rank, answer in zip(others, answers)}
+
+    def _known(self, rank: int, answer: dict | str) -> dict | str:
+        """Return an answer, UNKNOWN where its lack says nothing: a machine is never cut off from itself."""
+        is_own = self.machines[rank] == self.machines[self.rank]
+        says_nothing = rank in self.unheard or (answer == CUT_OFF and is_own)
+        return UNKNOWN if isinstance(answer, str) and says_nothing else answer
+
+    def _try_ways(self) -> frozenset[int]:
+        """Return the ranks that cannot be asked, of which rank 0 warns. Each rank asks one, on another machine if there
+        is one. Collective."""
+        self.unheard = frozenset[int]()
+        world, here = self.world, self.machines.count(self.machines[self.rank])
+        other = (self.rank + (here if here < world else 1)) % world
+        answer = self.ask({}, [other], START_SECONDS)[other]
+        unheard = sorted({rank for rank in _gather(None if isinstance(answer, dict) else other) if rank is not None})
+        if unheard and self.rank == 0:
+            warnings.warn(
+                f"ranks {', '.join(map(str, unheard))} cannot be asked where they are, at "
+                f"{self.addresses[unheard[0]]}: what is said when a rank fails will be less exact; let processes of "
+                "all machines connect to each other",
+                stacklevel=2,
+            )
+        return frozenset(unheard)
 
     def close(self) -> None:
         """Close the port on which this process listens."""
@@ -76,7 +111,13 @@ def _for_all_machines() -> socket.socket:
 
 def _exchange(address: tuple[str, int], line: bytes, seconds: float) -> dict | str:
     try:
-        with socket.create_connection(address, timeout=seconds) as connection:
+        connection = socket.create_connection(address, timeout=seconds)
+    except ConnectionError:
+        return GONE
+    except OSError:  # no answer, no way, no such name
+        return CUT_OFF
+    try:
+        with connection:
             connection.sendall(line)
             answer = _read_line(connection)
         return json.loads(answer) if answer else GONE

@@ -26,11 +26,11 @@ TIMEOUT_SECONDS = 120.0  # that a collective waits for others, or 20 times the f
 FIRST_STEP = 10  # times that in the first step
 STEPS = 20
 
-# Weak references, so that the caller's destroy_process_group ends the groups. By ranks; None where this rank is no
-# member.
+# Weak references, so that the caller's destroy_process_group ends the groups. By lane and ranks; None where this rank
+# is no member.
 _world: weakref.ref = weakref.ref(Mesh)  # whose they are; none yet
 _control: tuple[weakref.ref, weakref.ref] = (_world, _world)  # whose the group of `control_group` is, and the group
-_own: dict[tuple[int, ...], weakref.ref | None] = {}
+_own: dict[tuple[str, tuple[int, ...]], weakref.ref | None] = {}
 
 
 def check_world(mesh: Mesh, device_mesh) -> int:
@@ -45,10 +45,13 @@ def check_world(mesh: Mesh, device_mesh) -> int:
     return dist.get_rank()
 
 
-def bind(names: Iterable[str], mesh: Mesh, device_mesh, rank: int) -> dict[str, str]:
+def bind(
+    names: Iterable[str], mesh: Mesh, device_mesh, rank: int, lane: str = "", on_host: bool = False
+) -> dict[str, str]:
     """Return the name of the process group of this rank for every logical name. Collective: all ranks call it with the
-    same names."""
-    own = dist.get_backend() == "gloo" and mesh.devices > 1
+    same names. Two lanes share no group of autopar's own: collectives of one never meet those of the other. `on_host`:
+    of gloo, whatever the backend is."""
+    own = (on_host or dist.get_backend() == "gloo") and mesh.devices > 1
     bound = {}
     for name in sorted({*names}):
         axes = tuple(name.split(","))
@@ -58,7 +61,7 @@ def bind(names: Iterable[str], mesh: Mesh, device_mesh, rank: int) -> dict[str, 
             bound[name] = dist.group.WORLD.group_name
         else:
             for ranks in sorted({tuple(sorted(mesh.group(axes, r))) for r in range(mesh.devices)}):
-                group = _own_group(ranks)
+                group = _own_group(ranks, lane)
                 bound[name] = group.group_name if group is not None else bound.get(name, "")
     return bound
 
@@ -76,21 +79,29 @@ class ProcessGroups:
         """Return whether collectives of the graphs run on gloo."""
         return dist.get_backend() == "gloo"
 
-    def bind(self, names: Iterable[str]) -> dict[str, str]:
-        return bind(names, self.mesh, self.device_mesh, self.rank)
+    def bind(self, names: Iterable[str], lane: str = "") -> dict[str, str]:
+        return bind(names, self.mesh, self.device_mesh, self.rank, lane)
 
 
-def _own_group(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-    """Return the group of these ranks, None without this one. Collective: all ranks of the world ask for the same ones
-    in order."""
+def members(group_name: str) -> list[int] | None:
+    """Return the ranks of a process group of this name, None if it is not known any more."""
+    try:
+        return dist.get_process_group_ranks(_torch.group_of(group_name))
+    except (RuntimeError, KeyError, ValueError):
+        return None
+
+
+def _own_group(ranks: tuple[int, ...], lane: str = "") -> dist.ProcessGroup | None:
+    """Return the group of these ranks in a lane, None without this one. Collective: all ranks of the world ask for the
+    same ones in order."""
     global _world
     if _world() is not dist.group.WORLD:
         _world = weakref.ref(dist.group.WORLD)
         _own.clear()
-    if ranks not in _own:
-        group = _new_group(list(ranks))
-        _own[ranks] = weakref.ref(group) if dist.get_rank() in ranks else None
-    reference = _own[ranks]
+    if (lane, ranks) not in _own:
+        group = _new_group(list(ranks), "gloo")
+        _own[lane, ranks] = weakref.ref(group) if dist.get_rank() in ranks else None
+    reference = _own[lane, ranks]
     return reference() if reference is not None else None
 
 
@@ -108,15 +119,24 @@ def _new_group(ranks: list[int] | None = None, backend: str | None = None) -> di
 
 
 def host_group() -> dist.ProcessGroup:
-    """Return a group of all ranks for tensors on the host in a step, of gloo. Collective the first time."""
+    """Return a group of all ranks for numbers on the host in a step, of gloo. Collective the first time."""
     if dist.get_backend() == "gloo":
-        return cast(dist.ProcessGroup, _own_group(tuple(range(dist.get_world_size()))))
+        return cast(dist.ProcessGroup, _own_group(tuple(range(dist.get_world_size())), "host"))
     return control_group()
+
+
+def tensor_group(lane: str = "") -> dist.ProcessGroup:
+    """Return a group of all ranks for tensors on the mesh's devices outside of graphs: on gloo one of autopar's own,
+    else the caller's. In a `lane` it waits as long as a step's collectives do, and without one as `control_group`.
+    Collective the first time."""
+    if dist.get_backend() != "gloo":
+        return cast(dist.ProcessGroup, dist.group.WORLD)
+    return cast(dist.ProcessGroup, _own_group(tuple(range(dist.get_world_size())), lane)) if lane else control_group()
 
 
 def control_group() -> dist.ProcessGroup:
     """Return a group of all ranks for what they tell each other between steps, of gloo. It waits FIRST_STEP times
-    AUTOPAR_TIMEOUT_S, since one may trace and plan for all. Collective the first time."""
+    AUTOPAR_TIMEOUT_S, since one may trace, plan or write for all. Collective the first time."""
     global _control
     of_world, group = _control
     if of_world() is not dist.group.WORLD or group() is None:
@@ -138,7 +158,8 @@ def limit_waits(step_seconds: float) -> None:
 def release() -> None:
     """Give autopar's groups up after a failure: ranks that wait for this one in a group without the failed one learn of
     it."""
-    for group in _living():
+    control = _control[1]()
+    for group in (*_living(), *([control] if control is not None else [])):
         dist.destroy_process_group(group)
     _own.clear()
 

@@ -20,7 +20,8 @@ class StageMesh:
     """`mesh`, and `device_mesh` of those of its devices that run what this rank runs. `coordinate`: of this rank in it.
     `pp_rank`: of this rank along the pipeline's axis, 0 without one. `ranks`: by pipeline rank, the world's ranks that
     are the mesh's devices, in order. `group`: the process group of those with this pipeline rank, None for all of the
-    world; `pp_group`: of the ranks at this coordinate along the pipeline, None without one."""
+    world; `pp_group`: of the ranks at this coordinate along the pipeline, None without one; `pp_host_group`: of the
+    same, for what stages ask each other."""
 
     mesh: Mesh
     device_mesh: object
@@ -29,6 +30,7 @@ class StageMesh:
     ranks: tuple[tuple[int, ...], ...]
     group: object = None
     pp_group: object = None
+    pp_host_group: object = None
 
     @staticmethod
     def alone(mesh: Mesh, device_mesh) -> StageMesh:
@@ -42,6 +44,8 @@ class StageMesh:
             return StageMesh.alone(plan.mesh, device_mesh)
         rank, axis, mesh = dist.get_rank(), plan.pipeline.axis, plan.pipeline.mesh_of_stage(plan.mesh)
         coordinate = plan.mesh.coordinate(rank)
+        asked = process_groups.bind([axis], plan.mesh, device_mesh, rank, "stages", on_host=True)
+        host_group = _torch.group_of(asked[axis])
         pp_ranks = [plan.mesh.coordinate(r)[axis] for r in range(plan.mesh.devices)]
         ranks = tuple(
             tuple(r for r, p in enumerate(pp_ranks) if p == pp_rank) for pp_rank in range(plan.pipeline.ranks)
@@ -51,12 +55,12 @@ class StageMesh:
             names = (*device_mesh.mesh_dim_names, ALONE)
             one = DeviceMesh(device_mesh.device_type, device_mesh.mesh.unsqueeze(-1), mesh_dim_names=names)
             pp_group = _torch.group_of(groups[axis])
-            return StageMesh(mesh, one[ALONE], {ALONE: 0}, coordinate[axis], ranks, None, pp_group)
+            return StageMesh(mesh, one[ALONE], {ALONE: 0}, coordinate[axis], ranks, None, pp_group, host_group)
         together = ",".join(mesh.names)
         groups = process_groups.bind([axis, together], plan.mesh, device_mesh, rank)
         group, pp_group = _torch.group_of(groups[together]), _torch.group_of(groups[axis])
         here = {n: coordinate[n] for n in mesh.names}
-        return StageMesh(mesh, device_mesh[mesh.names], here, coordinate[axis], ranks, group, pp_group)
+        return StageMesh(mesh, device_mesh[mesh.names], here, coordinate[axis], ranks, group, pp_group, host_group)
 
     @property
     def device(self) -> torch.device:
@@ -68,5 +72,5 @@ class StageMesh:
             return [value]
         everyone: list = [None] * len(self.ranks)
         with watch.collective(what):
-            dist.all_gather_object(everyone, value, group=self.pp_group)
+            dist.all_gather_object(everyone, value, group=self.pp_host_group)
         return everyone

@@ -1,10 +1,10 @@
 """Report why a collective fails: which rank is missing, since what step, and where everybody is.
 
 A step costs nothing for it but a count of graph calls. The work is done when gloo reports that a connection broke or
-that a wait took too long: the rank asks all others where they are (autopar/processes/peers.py). Who is gone, who stands
-still and who is at an earlier point of the same program follows from their answers. The first to find out tells all
-others, as does a rank that ends with an exception, so that every survivor names the same first cause, also one that
-only sees its neighbour give up.
+that a wait took too long: the rank asks where the others are (autopar/processes/peers.py), those of the group that
+failed first. Who is gone, who stands still and who waits at something else follows from their answers
+(autopar/processes/causes.py). The first to find out tells the others, as does a rank that ends with an exception, so
+that every survivor names the same first cause, also one that only sees its neighbour give up.
 """
 
 from __future__ import annotations
@@ -12,48 +12,34 @@ from __future__ import annotations
 import contextlib
 import linecache
 import os
+import socket
 import sys
 import threading
 import time
+import traceback
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import fx
 
+from .._torch.loaders import is_of_a_loader
 from ..codegen.python_code import is_collective
-from ..errors import AutoparError, CollectiveTimeout, RankFailure
+from ..errors import AutoparError, CollectiveTimeout, DesyncError, RankFailure
 from ..ir.graph import describe
-from . import process_groups
-from .peers import GONE, SILENT, Peers
+from ..plans.plan import Plan
+from . import causes, process_groups
+from .causes import Cause, Progress, named
+from .peers import Peers
+from .records import MOST, Record
 
 PATIENCE_SECONDS = 2.0  # for a dying process to close its connections
 END = 1 << 30  # position after the last collective of a graph
-
-
-@dataclass(frozen=True)
-class Progress:
-    """The position of a rank: in the call number `call` of a graph (or of an agreement of all ranks) and at `position`
-    in it, 2k after k collectives, 2k + 1 in the next one. All ranks run through the same collectives in the same
-    order."""
-
-    call: int
-    position: int
-    step: int
-    what: str
-
-
-@dataclass(frozen=True)
-class Cause:
-    """The first thing that went wrong. `kind`: "gone", "failed" (`what` says how), "late" or "unknown"."""
-
-    kind: str
-    ranks: list[int]
-    what: str
 
 
 class Watch:
@@ -65,13 +51,18 @@ class Watch:
         self.calls = self.step = 0
         self.entered: Counter[str] = Counter()  # calls of compiled modules
         self.began = 0.0
+        self.last: deque[tuple[int, int, str]] = deque(maxlen=MOST)  # calls: number, step, what
+        self.plans: dict[str, int] = {}  # by hash, of how many stages
+        self.answers: dict[int, dict | str] = {}
+        self.recording, self.recorded = threading.Lock(), False
+        self.record_file: Path | None = None
         self.running: Guarded | str | None = None
         self.failed_at: Progress | None = None
         self.cause: Cause | None = None
         self.peers = Peers(self._answer)
         self.hook, sys.excepthook = sys.excepthook, self._excepthook
 
-    # the three points where ranks meet
+    # the points where ranks meet
 
     def begin_step(self) -> None:
         """Count a step; forward graphs call this. The first step may take as long as it likes, the others are held to
@@ -82,19 +73,45 @@ class Watch:
         elif self.step == 2:
             process_groups.limit_waits(time.monotonic() - self.began)
 
+    def count(self, what: str) -> None:
+        """Count a call in which all ranks meet."""
+        self.calls += 1
+        self.last.append((self.calls, self.step, what))
+
     @contextlib.contextmanager
     def collective(self, what: str) -> Iterator[None]:
-        """Guard a collective that is not part of a graph: if it fails, raise what `verdict` returns."""
-        self.calls += 1
+        """Guard a collective that is not part of a graph: if it fails, raise what `verdict` returns. After a failure
+        none is begun: it is raised again."""
+        self.count(what)
+        here = Progress(self.calls, 1, self.step, what, what)
+        if self.failed_at is not None and self.cause is not None:
+            raise self.error(self.cause, here)
         self.running = what
         try:
             yield
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            raise self.verdict(error, Progress(self.calls, 1, self.step, what)) from error
+            if is_of_a_loader(error):
+                raise
+            raise self.verdict(error, here) from error
         finally:
             self.running = None
+
+    def check_told(self, what: str) -> None:
+        """Raise the error of a failure of which another rank has told this one, which waits at `what`."""
+        if self.cause is not None:
+            raise self.error(self.cause, Progress(self.calls, 1, self.step, what, what))
+
+    def absent(self, ranks: list[int], what: str, fix: str) -> AutoparError | None:
+        """Return the error about ranks that did not come to `what`, of which all others are told, if they are gone or
+        stand still; None if they wait at something else. `fix`: where they were not meant to come."""
+        here = Progress(END, 1, self.step, what, what)
+        cause = causes.found(self.peers.ask({}, ranks), self.peers.rank, here, self.peers.machines, waited=True)
+        if cause is None or cause.kind not in ("gone", "late", "failed"):
+            return None
+        self._tell(cause, range(self.peers.world))
+        return self.error(cause, here, otherwise=f"; if it was not to come, {fix}")
 
     # what happened
 
@@ -102,49 +119,67 @@ class Watch:
         """Return the error to raise instead of what the backend says of a collective at `here`; every rank is told the
         cause."""
         self.failed_at = here
-        cause = self._find_cause(here, timed_out="timed out" in str(error).lower())
-        self._tell(cause)
+        members = process_groups.members(node.args[-1]) if node is not None else None
+        everyone = range(self.peers.world)
+        near = everyone if members is None else members
+        cause = self._find_cause(here, near, timed_out="timed out" in str(error).lower())
+        self._tell(cause, near, everyone)
         process_groups.release()
-        fields: dict[str, Any] = dict(step=here.step, collective=here.what)
+        return self.error(cause, here, node)
+
+    def error(self, cause: Cause, here: Progress, node: fx.Node | None = None, otherwise: str = "") -> AutoparError:
+        """Return the error of this rank, which is `here`, for a cause. `otherwise`: what else helps against a late
+        rank."""
+        self.record()
+        fields: dict[str, Any] = {}
+        seen = f"; autopar doctor {self.record_file.parent} says what each rank did" if self.record_file else ""
         if node is not None:
             fields |= dict(node=_in_module(node), source=node.meta.get("source") or None)
-        where = f"{here.what}, step {here.step}" if here.step else here.what
+        where, ranks = f"{here.what}, step {here.step}" if here.step else here.what, tuple(cause.ranks)
+        if cause.kind == "apart":
+            return DesyncError(
+                f"ranks wait for each other: {cause.what}", ranks=ranks, **fields,
+                fix="call the model, backward, no_sync, clip_grad_norm_ and save_checkpoint on every rank alike, also "
+                "where a rank skips a batch" + seen,
+            )  # fmt: skip
+        fields |= dict(step=here.step, collective=here.what)
         if cause.kind == "late":
             return CollectiveTimeout(
-                f"{_ranks(cause.ranks)} did not arrive in time at {where}: {cause.what}", ranks=tuple(cause.ranks),
-                **fields, fix="see what holds that rank up; AUTOPAR_TIMEOUT_S=seconds waits longer",
+                f"{named(ranks)} did not arrive in time at {where}: {cause.what}", ranks=ranks,
+                **fields, fix=f"see what holds that rank up; AUTOPAR_TIMEOUT_S=seconds waits longer{otherwise}{seen}",
             )  # fmt: skip
-        rank = cause.ranks[0] if cause.ranks else None
-        fix = f"see the output of rank {rank}; start again from a checkpoint" if cause.ranks else "see the error above"
-        return RankFailure(f"{cause.what}, while rank {self.peers.rank} was at {where}", rank=rank, fix=fix, **fields)
+        rank = ranks[0] if ranks else None
+        fix = f"see the output of rank {rank}; start again from a checkpoint" if ranks else "see the error above"
+        what = f"{cause.what}, while rank {self.peers.rank} was at {where}"
+        return RankFailure(what, rank=rank, fix=fix + seen, **fields)
 
-    def _find_cause(self, here: Progress, timed_out: bool) -> Cause:
-        deadline = time.monotonic() + PATIENCE_SECONDS
+    def _find_cause(self, here: Progress, near: Sequence[int], timed_out: bool) -> Cause:
+        deadline, far = time.monotonic() + PATIENCE_SECONDS, {*range(self.peers.world)} - {*near}
         while self.cause is None:
-            answers = self.peers.ask({})
-            causes = [a["cause"] for a in answers.values() if isinstance(a, dict) and a.get("cause")]
-            gone = [rank for rank, answer in answers.items() if answer == GONE]
-            if causes:
-                return Cause(**causes[0])
-            if gone:
-                return Cause("gone", gone, f"{_ranks(gone)} died: no process answers any more")
-            late = _late(answers, here)
-            if late and (timed_out or time.monotonic() > deadline):
-                return Cause("late", list(late), "; ".join(f"rank {rank} {text}" for rank, text in late.items()))
+            answers: dict[int, dict | str] = {}
+            for ranks, are_all in ((near, not far), (far, True)):
+                self.answers = answers = answers | self.peers.ask({}, ranks)
+                waited = timed_out or time.monotonic() > deadline
+                cause = causes.found(answers, self.peers.rank, here, self.peers.machines, waited)
+                if cause is not None and (are_all or cause.kind != "apart"):  # who is the odd one, all say
+                    return cause
             if time.monotonic() > deadline:
-                return Cause("unknown", [], "a collective failed though every rank answers")
+                return causes.unknown(answers)
             time.sleep(0.1)
         return self.cause
 
-    def _tell(self, cause: Cause) -> None:
+    def _tell(self, cause: Cause, *of: Sequence[int]) -> None:
         if self.cause is None:
             self.cause = cause
-            self.peers.ask({"cause": asdict(cause)}, seconds=0.5)
+            for ranks in of:
+                self.peers.ask({"cause": asdict(cause)}, ranks, seconds=0.5)
+            self.record()
 
     def _answer(self, message: dict) -> dict:
         """Answer another rank, on the listening thread."""
         if self.cause is None and message.get("cause"):
             self.cause = Cause(**message["cause"])
+            self.record()  # also where this rank stands still, and raises nothing
         return asdict(self._progress()) | {"cause": self.cause and asdict(self.cause), "entered": self.entered}
 
     def _excepthook(self, kind: type, value: BaseException, trace) -> None:
@@ -156,9 +191,28 @@ class Watch:
     def fail(self, error: BaseException) -> None:
         """Tell all others that this rank is about to end with `error`."""
         reason = f"{type(error).__name__}: {error}".splitlines()[0].strip(" :")[:300]
-        self._tell(
-            Cause("failed", [self.peers.rank], f"rank {self.peers.rank} failed in step {self.step} with {reason}")
-        )
+        cause = Cause("failed", [self.peers.rank], f"rank {self.peers.rank} failed in step {self.step} with {reason}")
+        self._tell(cause, range(self.peers.world))
+
+    def record(self) -> None:
+        """Write down, the first time, where this rank is; its own thread does so when it raises, the listening thread
+        when it is told."""
+        with self.recording:
+            if self.recorded or self.cause is None:
+                return
+            self.recorded, rank = True, self.peers.rank
+            here, graph = self._progress(), self.running if isinstance(self.running, Guarded) else None
+            frame = sys._current_frames().get(self.thread)
+            lines = [f for f in traceback.extract_stack(frame) if not f.filename.startswith(_INTERNAL)] if frame else []
+            self.record_file = Record(
+                run=self.peers.run, rank=rank, world=self.peers.world, machine=self.peers.machines[rank],
+                host=socket.gethostname(), process=os.getpid(), torch=torch.__version__,
+                when=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+                plans=self.plans, place=here, cause=self.cause, answers=self.answers,
+                calls=[call for call in self.last if call[0] <= here.call],
+                collectives=graph.passed(here.position) if graph is not None else [],
+                stack=[f"{f.filename}:{f.lineno} in {f.name}" for f in lines[-MOST:]],
+            ).write()  # fmt: skip
 
     def _progress(self) -> Progress:
         """Return where this rank's own thread is, seen from the listening thread."""
@@ -166,18 +220,18 @@ class Watch:
         if running is not None and self.failed_at is not None:
             return self.failed_at
         if isinstance(running, str):
-            return Progress(self.calls, 1, self.step, running)
+            return Progress(self.calls, 1, self.step, running, running)
         outside = ""
         while frame is not None:
             if running is not None and running.code in (None, frame.f_code):
                 position, what = running.at(frame.f_lineno)[:2]
-                return Progress(self.calls, position, self.step, what)
+                return Progress(self.calls, position, self.step, what, running.doing)
             path = frame.f_code.co_filename
             if not outside and not path.startswith(_INTERNAL):
                 outside = f"{os.path.basename(path)}:{frame.f_lineno} in {frame.f_code.co_name}"
             frame = frame.f_back
         if running is not None:
-            return Progress(self.calls, 0, self.step, f"the {running.phase} graph")
+            return Progress(self.calls, 0, self.step, running.doing, running.doing)
         return Progress(self.calls, END, self.step, outside or "outside of the model")
 
 
@@ -186,23 +240,24 @@ class Guarded:
 
     def __init__(self, watch: Watch, module: fx.GraphModule, phase: str, run: Callable):
         self.watch, self.module, self.phase, self.run = watch, module, phase, run
+        self.doing = f"the {phase} graph"
         self.code = module.forward.__code__ if run == module.forward else None  # None: compiled, lines say nothing
 
     def __call__(self, *values):
         watch = self.watch
-        watch.calls += 1
-        watch.running = self
         if self.phase == "forward":
             watch.begin_step()
+        watch.count(self.doing)
+        watch.running = self
         try:
             return self.run(*values)
         except torch.OutOfMemoryError:  # also where a collective's result was to be allocated
             raise
         except RuntimeError as error:
             position, what, node = self.at(_line_in(self.code, error))
-            if node is None and self.code is not None:
+            if is_of_a_loader(error) or (node is None and self.code is not None):
                 raise
-            raise watch.verdict(error, Progress(watch.calls, position, watch.step, what), node) from error
+            raise watch.verdict(error, Progress(watch.calls, position, watch.step, what, self.doing), node) from error
         finally:
             watch.running = None
 
@@ -220,13 +275,21 @@ class Guarded:
                     return 2 * passed, f"{node.name if node else 'the end'} in the {self.phase}", None
                 return 2 * (passed - (started is not node)) + 1, f"the {started.meta['collective']}", started
             passed += node is not None and is_collective(node)
-        return 0, f"the {self.phase} graph", None
+        return 0, self.doing, None
+
+    def passed(self, position: int) -> list[str]:
+        """Return the last collectives of the graph up to a position, that one included."""
+        if self.code is None:
+            return []
+        found = [node.meta["collective"] for node in self.module.graph.nodes if is_collective(node)]
+        return found[: (position + 1) // 2][-MOST:]
 
 
 _INTERNAL = tuple(
     os.path.dirname(path) + os.sep for path in (torch.__file__, os.path.dirname(__file__), os.__file__)
 ) + ("<",)
 _current: Watch | None = None
+_asking = ""  # what ranks agree for
 
 
 def start() -> None:
@@ -247,6 +310,22 @@ def guarded(module: fx.GraphModule, phase: str, run: Callable) -> Callable:
     return run if _current is None else Guarded(_current, module, phase, run)
 
 
+@contextlib.contextmanager
+def asking(what: str) -> Iterator[None]:
+    """Call what ranks agree on inside by the name of what they call together, such as "save_checkpoint"."""
+    global _asking
+    before, _asking = _asking, _asking or what
+    try:
+        yield
+    finally:
+        _asking = before
+
+
+def asked(default: str) -> str:
+    """Return what ranks agree for now."""
+    return _asking or default
+
+
 def collective(what: str):
     """Return a context for a collective outside of the graphs, with the same errors. All ranks enter it."""
     return contextlib.nullcontext() if _current is None else _current.collective(what)
@@ -258,11 +337,17 @@ def enter(module: str) -> None:
         _current.entered[module] += 1
 
 
-def ahead(module: str) -> list[int]:
-    """Return the ranks that are in a later call of a module than this one."""
-    answers = _current.peers.ask({}) if _current is not None else {}
+def ahead(module: str, ranks: list[int]) -> list[int]:
+    """Return those of some ranks that are in a later call of a module than this one."""
+    answers = _current.peers.ask({}, ranks) if _current is not None else {}
     mine = 0 if _current is None else _current.entered[module]
     return [rank for rank, a in answers.items() if isinstance(a, dict) and a["entered"].get(module, 0) > mine]
+
+
+def note(plan: Plan) -> None:
+    """Note a plan that all ranks run."""
+    if _current is not None:
+        _current.plans[plan.hash] = plan.pipeline.ranks
 
 
 def fail(error: BaseException) -> None:
@@ -271,17 +356,20 @@ def fail(error: BaseException) -> None:
         _current.fail(error)
 
 
-def _late(answers: dict[int, dict | str], here: Progress) -> dict[int, str]:
-    """Return the ranks that keep the one at `here` waiting and where they are; not those that wait for others
-    themselves."""
-    behind = {
-        rank: a for rank, a in answers.items() if a == SILENT or (a["call"], a["position"]) < (here.call, here.position)
-    }
-    busy = {rank: a for rank, a in behind.items() if a == SILENT or a["position"] % 2 == 0} or behind
-    return {
-        rank: "does not answer: it is stopped or cut off" if a == SILENT else f"is at {a['what']}, step {a['step']}"
-        for rank, a in busy.items()
-    }
+def check_told(what: str) -> None:
+    """Raise RankFailure or the like if another rank has told this one, which waits at `what`, that it failed."""
+    if _current is not None:
+        _current.check_told(what)
+
+
+def absent(ranks: list[int], what: str, fix: str) -> AutoparError | None:
+    """Return the error about ranks that are gone or stand still and do not come to `what`, None if they do neither."""
+    return None if _current is None else _current.absent(ranks, what, fix)
+
+
+def is_first_step() -> bool:
+    """Return whether no step has begun."""
+    return _current is None or _current.step == 0
 
 
 def _line_in(code, error: BaseException) -> int:
@@ -295,7 +383,3 @@ def _line_in(code, error: BaseException) -> int:
 def _in_module(node: fx.Node) -> str:
     module = node.meta.get("module")
     return f"{describe(node)}{f', in {module}' if module else ''}"
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -16,6 +16,7 @@ from ..storage.model_folder import whole
 from ..storage.state_dict import translate_states
 from . import captures, parts
 from .adapters import Adapters
+from .equal_ranks import EqualRanks
 from .modes import Modes
 from .parameter_hooks import give_all_whole_gradients
 from .parameters import taken_over
@@ -38,6 +39,7 @@ def deep_copy(module, memo: dict):
     for name in AS_THEY_ARE:
         setattr(made, name, getattr(module, name))
     made.random = RandomState(module.random.seed, module.random.offset, module.random.follows)
+    made._equal_ranks = EqualRanks(module._equal_ranks.every)
     made._forms = _forms(module._forms, memo)
     give_all_whole_gradients(made, made.layouts, made.stage_mesh)
     translate_states(made, made.layouts, made.stage_mesh, made.elsewhere)

@@ -38,7 +38,9 @@ class LoadedGraph:
     backward."""
 
     def __init__(self, module: fx.GraphModule, groups: ProcessGroups, device: torch.device, phase: str):
-        self.module = bind_groups(module, groups.bind(group_names(module))).to(device)
+        # a rank that skips a backward, or makes a forward more, must not meet what others send in theirs
+        lane = phase if phase == "forward" else ""
+        self.module = bind_groups(module, groups.bind(group_names(module), lane)).to(device)
         if groups.are_gloo:
             gather_by_broadcasts(self.module)
         self.options: Mapping[str, object] | None = None  # of torch.compile, if the graph goes through it

@@ -24,7 +24,7 @@ from ..frontend.call_signature import split_example
 from ..frontend.user_lines import line_now
 from ..ir.mesh import Mesh
 from ..plans.plan import Plan
-from ..processes import agree, watch
+from ..processes import agree, process_groups, watch
 from ..processes.stage_mesh import StageMesh
 from ..schedule.played import Played
 from ..storage.model_folder import save_model
@@ -35,6 +35,7 @@ from .adapters import Adapters
 from .captures import Captures
 from .compiler_protocol import Compiler
 from .elsewhere import name_absent
+from .equal_ranks import EVERY, EqualRanks
 from .generation import with_cache
 from .inputs import data_axes
 from .lengths import Lengths, Padding
@@ -54,7 +55,7 @@ STATE_HOOKS = (
 )
 OWN = (
     "capture_limit", "adapter_names", "quantized_names", "plan", "random", "stage_mesh", "elsewhere", "layouts",
-    "_forms", "_pp_ranks", "_captures", "_lengths", "_observers_are_frozen", "_adapters",
+    "_forms", "_pp_ranks", "_captures", "_lengths", "_observers_are_frozen", "_adapters", "_equal_ranks",
 )  # fmt: skip
 
 
@@ -77,9 +78,10 @@ class ParallelModule(OfSource):
     def __init__(
         self, source: nn.Module, compiler: Compiler, example_inputs, inputs: str, device_mesh,
         weights: Weights | None = None, attachment: Attachment | None = None, outputs: str = "stage",
-        pad: Padding | None = None,
+        pad: Padding | None = None, check_every: int | None = EVERY,
     ):  # fmt: skip
         self.begin(source)
+        self._equal_ranks = EqualRanks(check_every)
         mesh, self.capture_limit = Mesh.of(device_mesh), captures.LIMIT
         count = math.prod(map(mesh.size, data_axes(mesh))) if inputs == "local" else 1
         self._lengths = Lengths(pad, (source.forward, compiler.loss_fn), count)
@@ -138,6 +140,7 @@ class ParallelModule(OfSource):
             args, kwargs, lengths = self._lengths.agreed(args, kwargs, self._captures.serves_several)
             step, call = self._captures.find(args, kwargs)
             call.lengths = lengths
+            self._equal_ranks.before(self, call)
             return step(call)
         except AutoparError as error:
             error.locate(line_now())
@@ -174,7 +177,8 @@ class ParallelModule(OfSource):
         what the rank computes: `unreduced_gradient_bytes` for all, also where the parameter and its reduced gradient
         are sharded (ZeRO). Under a pipeline they come on top of the sums of the micro-batches of the next call, which
         the plan counts, and a parameter that several stages share is reduced in each backward."""
-        self._captures.prepare_no_sync()
+        with watch.asking("no_sync, entered for the first time"):
+            self._captures.prepare_no_sync()
         with self._captures.accumulation.deferring():
             yield
 
@@ -212,7 +216,8 @@ class ParallelModule(OfSource):
                 fix="save_adapter(folder) for what trained; its base is the folder or model that this one was compiled "
                 "from",
             )
-        save_model(self, folder)
+        with watch.asking("save_pretrained"):
+            save_model(self, folder)
 
     def _lora(self) -> Adapters:
         """Return the adapters. Raises AdaptError if the model was compiled without LoRA."""
@@ -279,7 +284,7 @@ class ParallelModule(OfSource):
             local = [local_gradient(p) for p in trained.values()]
             counted = [gradient for gradient, name in zip(local, trained) if self._counts(name)]
             mine = torch.nn.utils.get_total_norm(counted, norm_type)
-            dist.all_gather(list(norms), mine.to(norms))
+            dist.all_gather(list(norms), mine.to(norms), group=process_groups.tensor_group("norm"))
         norm = torch.linalg.vector_norm(norms, norm_type).to(next((g.dtype for g in local), torch.float32))
         if local:
             torch._foreach_mul_(local, torch.clamp(max_norm / (norm + 1e-6), max=1.0))

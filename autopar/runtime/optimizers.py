@@ -45,7 +45,7 @@ from ..errors import OptimizerError
 from ..frontend.precision import state_type
 from ..ir.layout import Layout
 from ..ir.mesh import Mesh
-from ..processes import watch
+from ..processes import process_groups, watch
 from ..processes.dtensors import as_dtensor
 from ..storage.weights import shortened
 from .muon import check_parts, step_muon
@@ -278,7 +278,7 @@ def _unscaled_together(unscale: Callable) -> Callable:
         none = torch.full_like(found_inf, -1.0)  # a stage may have no gradient: that is no error if another has one
         worst = torch.stack([none, *(here.to(none.device) for here in found.values())]).amax()
         with watch.collective("whether gradients are finite"):
-            dist.all_reduce(worst, dist.ReduceOp.MAX)
+            dist.all_reduce(worst, dist.ReduceOp.MAX, process_groups.tensor_group("finite"))
         if not found and worst < 0:
             return {}  # which GradScaler refuses
         return {device: worst.to(device) for device in found or [worst.device]}

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import DesyncError, InputError
-from ..processes import agree, watch
+from ..processes import agree, process_groups, watch
 
 WORDS = 1 << 16  # int64 numbers of a tensor that are multiplied at once: what fits into a core's cache
 STEP = 0x9E3779B97F4A7C15 - 2**64  # odd, so that no difference is lost when the sum of a chunk is multiplied by it
@@ -138,7 +138,7 @@ def _broadcast(tensor: Tensor, device: torch.device) -> None:
         part = flat[start : start + BROADCAST_BYTES]
         moved = part.to(device)
         with watch.collective("the values of rank 0"):
-            dist.broadcast(moved, src=0)
+            dist.broadcast(moved, src=0, group=process_groups.tensor_group())
         if moved is not part and dist.get_rank():
             part.copy_(moved)
     if dist.get_rank() and sent is not target:

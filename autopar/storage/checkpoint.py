@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import CheckpointError, InputError
-from ..processes import agree
+from ..processes import agree, watch
 from . import optimizer_state
 from .durable import Digest, disk_errors, sync_folder, write_file
 from .manifest import COMMIT, REPLACED, Manifest, complete, folder_name, incomplete, is_checkpoint, number_of
@@ -57,6 +57,7 @@ class Checkpoint:
     saved: str = ""
 
 
+@watch.asking("save_checkpoint")
 def save_checkpoint(
     root: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, step: int, scheduler=None,
     data=None, scaler=None, keep: int | None = None,
@@ -72,6 +73,9 @@ def save_checkpoint(
     saved."""
     _check_model(model)
     agree.everywhere(lambda: _check_numbers(step, keep))
+    given = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+    words = [f"step={step}", f"keep={keep}", *(name for name, value in given.items() if value is not None)]
+    agree.check_calls(f"save_checkpoint({', '.join(words)})", fix="save the same on every rank")
     root = Path(root).expanduser()
     final = root / folder_name(step)
     unfinished = root / f".{final.name}.unfinished"
@@ -120,6 +124,7 @@ def save_checkpoint(
     return final
 
 
+@watch.asking("load_checkpoint")
 def load_checkpoint(
     folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, scheduler=None, data=None,
     scaler=None,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..ir.layout import Layout, local_ranges, local_shape
 from ..ir.mesh import Mesh
-from ..processes import watch
+from ..processes import process_groups, watch
 from ..processes.stage_mesh import StageMesh
 from .tensor_file import Form, Ranges
 
@@ -58,18 +58,19 @@ def gather_to(owner: int, held: Held, stage: StageMesh) -> Tensor | None:
     like = part if part is not None else torch.empty(0, dtype=held.form.dtype, device=stage.device)
     whole = like.new_empty(shape) if rank == owner and len(parts) > 1 else None
     with watch.collective("a tensor gathered from its parts"):
+        group = process_groups.tensor_group()
         for coordinate, holders in parts:
             sender = owner if owner in holders else holders[0]
             if rank == owner:
                 received = part
                 if sender != owner:
                     received = like.new_empty(local_shape(shape, held.layout, stage.mesh, coordinate))
-                    dist.recv(received, sender)
+                    dist.recv(received, sender, group=group)
                 if whole is None:
                     return received
                 _copy_into(whole, received, local_ranges(shape, held.layout, stage.mesh, coordinate))
             elif rank == sender:
-                dist.send(part.contiguous(), owner)
+                dist.send(part.contiguous(), owner, group=group)
     return whole
 
 
@@ -81,13 +82,14 @@ def gather_everywhere(part: Tensor, shape: Sequence[int], layout: Layout, stage:
         return part
     rank, whole = dist.get_rank(), part.new_empty(tuple(shape))
     with watch.collective("a tensor gathered from its parts"):
+        group = stage.group or process_groups.tensor_group()
         for coordinate, holders in parts:
             sent = (
                 part.contiguous()
                 if rank == holders[0]
                 else part.new_empty(local_shape(shape, layout, stage.mesh, coordinate))
             )
-            dist.broadcast(sent, holders[0], group=stage.group)
+            dist.broadcast(sent, holders[0], group=group)
             _copy_into(whole, sent, local_ranges(shape, layout, stage.mesh, coordinate))
     return whole
 

@@ -15,25 +15,30 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
+from autopar.cli import train_rank
 from autopar.cli.main import main
 from autopar.cli.shown_steps import shown_steps
 from autopar.cli.train import flops_of_step
+from autopar.errors import AutoparError
 from autopar.models import build
 from autopar.models.text_data import Packed, tokens_of
+from autopar.storage.checkpoint import latest_checkpoint
 from tests.storage.damage import Killed, end_test
 
 MLP = ["--model", "mlp-tiny:layers=1", "--mesh", "dp=2,tp=2", "--batch", "4", "--seq", "4"]
 
 
-def autopar(*words: str, **environment: str) -> subprocess.Popen:
+def autopar(*words: str, background: bool = False, **environment: str) -> subprocess.Popen:
     """Start the command in a process group of its own, which an interrupt reaches even where this one ignores it, as
-    shells make background jobs do."""
+    shells make background jobs do; `background`: it ignores interrupts."""
+    interrupt = signal.SIG_IGN if background else signal.SIG_DFL
     return subprocess.Popen(
         [sys.executable, "-m", "autopar.cli", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, interrupt),
     )  # fmt: skip
 
 
@@ -312,23 +317,61 @@ def test_an_error_of_all_ranks_is_one_line():
 
 @pytest.mark.gloo
 @pytest.mark.slow
-def test_an_interrupt_ends_every_process():
-    process = autopar("train", *MLP, "--mesh", "dp=2", "--steps", "1000000")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_every_process_after_a_checkpoint(number, tmp_path):
+    process = autopar("train", *MLP, "--mesh", "dp=2", "--steps", "1000000", "--checkpoint", str(tmp_path))
     try:
         assert any("loss" in line for line in process.stdout)
-        os.kill(process.pid, signal.SIGINT)
-        process.communicate(timeout=60)
-        assert process.returncode == 130 and not left_of(process)
+        os.killpg(process.pid, number)  # as a terminal and a scheduler send it, to all
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 128 + number and not left_of(process), err
+        step = int(re.search(r"stopped after step (\d+): saved in", out)[1])
+        assert latest_checkpoint(tmp_path).name == f"step-{step:08d}"
     finally:
         if left_of(process):
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def test_torchrun_with_another_number_of_processes(capsys, monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "3")
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["planning", "loss"])
+def test_no_process_outlives_the_one_that_started_it(moment):
+    """Also where it ignores interrupts, as background jobs do."""
+    process = autopar("train", *MLP, "--mesh", "dp=2", "--steps", "1000000", background=True)
+    try:
+        assert any(moment in line for line in process.stdout)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(60)
+        assert not left_of(process)
+    finally:
+        if left_of(process):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("world", "local", "fix"), [
+    (3, 3, "start it with --nproc-per-node 4"), (2, 1, "start it with --nnodes 2 --nproc-per-node 2"),
+    (3, 1, "start it with --nproc-per-node 4"),
+])  # fmt: skip
+def test_torchrun_with_another_number_of_processes(world, local, fix, capsys, monkeypatch):
+    for name, value in {"RANK": 0, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": local}.items():
+        monkeypatch.setenv(name, str(value))
     assert main(["train", *MLP]) == 2
-    assert "torchrun started 3" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert f"torchrun started {world}" in err and fix in err
+
+
+def test_a_rank_of_torchrun_tells_the_others_why_it_ends(tmp_path, monkeypatch):
+    """While its groups are there: at the end of the program nobody could be told."""
+    told = []
+
+    def fails(*args, **options):
+        raise AutoparError("no", fix="yes")
+
+    monkeypatch.setattr(train_rank, "_run", fails)
+    monkeypatch.setattr(train_rank.watch, "fail", lambda error: told.append((str(error), dist.is_initialized())))
+    with pytest.raises(AutoparError):
+        train_rank.train(0, 1, f"file://{tmp_path}/store", {"timeout": None, "device": "cpu", "mesh": "dp=1"})
+    assert told == [("no\n  fix: yes", True)]
 
 
 def left_of(process: subprocess.Popen) -> bool:

@@ -19,13 +19,17 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+import autopar
 from autopar import Plan, models
 from autopar.ir.mesh import Mesh
+from autopar.processes.diagnosis import sentences
+from autopar.processes.records import Record
 from tests.helpers import gloo
 
 MODEL = "mlp:hidden=16,layers=1"
 FAULTS = ("kill", "exit", "raise", "stop", "sleep")
 HANGS = ("stop", "sleep")
+APART = ("clip", "save", "no_sync", "skip", "extra")  # one rank calls what the others do not
 TIMEOUT_SECONDS = 3.0
 
 
@@ -33,12 +37,13 @@ TIMEOUT_SECONDS = 3.0
 class Outcome:
     """`seconds`: from the fault to the end of the last survivor's process; `errors`: by survivor, (type, ranks named,
     step, text); `codes`: exit codes of survivors; `silent`: survivors that were still there at the end and had to be
-    killed."""
+    killed; `diagnosis`: what the ranks' records say together."""
 
     seconds: float
     errors: dict[int, tuple[str, tuple[int, ...], int, str]]
     codes: tuple[int, ...]
     silent: tuple[int, ...]
+    diagnosis: list[str]
 
     def named_right(self, fault: str, victim: int) -> bool:
         """Whether every survivor raised the right error about the right rank, with the step it was in."""
@@ -80,7 +85,9 @@ def run(fault: str, mesh: str, plan: Plan, victim: int, after: float, seconds: f
             took = time.monotonic() - start
             silent = tuple(r for r in survivors if processes[r].is_alive())
             errors = {r: ast.literal_eval(text) for r in survivors if (text := _read(Path(folder, f"error-{r}")))}
-            return Outcome(took, errors, tuple(processes[r].exitcode for r in survivors if r not in silent), silent)
+            left = [Record.read(file) for file in sorted(Path(folder, "records").glob("*.json"))]
+            codes = tuple(processes[r].exitcode for r in survivors if r not in silent)
+            return Outcome(took, errors, codes, silent, sentences(left) if left else [])
         finally:
             for process in processes:
                 process.kill()
@@ -102,10 +109,10 @@ def _wait(condition, seconds: float) -> None:
 def _main(rank: int, world: int, folder: str, fault: str, mesh: str, plan: Plan, backend: str | None) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
-    import autopar
     from autopar.processes import process_groups
 
     os.environ["AUTOPAR_TIMEOUT_S"] = str(TIMEOUT_SECONDS)
+    os.environ["AUTOPAR_RECORDS"] = f"{folder}/records"
     process_groups.STEPS = 0  # else a slow machine's first step would set the limit
     torch.set_num_threads(1)
     sys.stderr = open(os.devnull, "w")
@@ -127,6 +134,9 @@ def _main(rank: int, world: int, folder: str, fault: str, mesh: str, plan: Plan,
                 if fault == "exit":
                     sys.exit(0)
                 raise ValueError("a bad batch")
+            if fault in APART and os.path.exists(f"{folder}/go"):
+                fault = _apart(fault, model, batch, folder)
+                continue
             model(**batch).loss.backward()
     except Exception as error:
         ranks = getattr(error, "ranks", None) or (getattr(error, "rank", None),)
@@ -136,3 +146,20 @@ def _main(rank: int, world: int, folder: str, fault: str, mesh: str, plan: Plan,
             )
         sys.excepthook(*sys.exc_info())  # as the interpreter does at the end of a program
         sys.exit(3)
+
+
+def _apart(fault: str, model, batch: dict, folder: str) -> str:
+    """Do on this rank what the others do not, and return no fault: it goes on as they do."""
+    if fault == "clip":
+        model.clip_grad_norm_(1.0)
+    elif fault == "save":
+        autopar.save_checkpoint(folder, model, step=1)
+    elif fault == "no_sync":
+        with model.no_sync():
+            model(**batch).loss.backward()
+    elif fault == "skip":
+        model(**batch)
+    elif fault == "extra":
+        model(**batch)
+        model(**batch).loss.backward()
+    return ""

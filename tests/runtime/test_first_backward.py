@@ -37,7 +37,7 @@ def test_peak_of_the_first_step(alone):
 class _Groups:
     are_gloo = False
 
-    def bind(self, names):
+    def bind(self, names, lane):
         return {}
 
 

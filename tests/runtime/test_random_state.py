@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.errors import DesyncError
+from autopar.errors import CollectiveTimeout
 from autopar.runtime.random_state import RandomState
 from tests.helpers import gloo
 
@@ -86,7 +86,7 @@ def _reseeded(rank: int, mesh: str) -> list[float]:
     if rank == 1:
         torch.manual_seed(5)
         os.environ["AUTOPAR_TIMEOUT_S"] = "0.5"
-        with pytest.raises(DesyncError, match="torch seeded anew(.|\n)*torch.manual_seed on every rank"):
+        with pytest.raises(CollectiveTimeout, match="torch seeded anew(.|\n)*torch.manual_seed on every rank"):
             model(x)
     return first
 

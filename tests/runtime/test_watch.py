@@ -8,10 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import fx
+from torch.utils.data._utils import signal_handling
 
 import autopar
 from autopar._torch import c10d
-from autopar.processes.watch import Guarded
+from autopar.processes.causes import Cause
+from autopar.processes.watch import Guarded, Watch
 from tests.helpers import faults
 
 from .parity import planned
@@ -45,6 +47,34 @@ def test_survivors_name_the_rank(fault, plan):
         assert "all_" in text or "reduce_scatter" in text, text
         assert "node: " in text and "source: mlp.py:" in text and "fix: " in text, text
     assert outcome.seconds < (faults.TIMEOUT_SECONDS if fault in faults.HANGS else 0) + 5, outcome
+    has_record = fault in ("raise", "sleep")  # the others end or stand still before they could write one
+    said = "rank 3's program is at .*faults.py:[0-9]+ in _main" if has_record else "rank 3 left no record: killed"
+    assert re.search(said, "\n".join(outcome.diagnosis)) and outcome.diagnosis[0].startswith("run "), outcome.diagnosis
+
+
+APART = {
+    "skip": "rank 3 waits at the .* in the forward graph",
+    "extra": "rank 3 waits at the .* in the forward graph",
+    "clip": "rank 3 waits at the norm of the gradients",
+    "no_sync": "rank 3 waits at no_sync, entered for the first time",
+    "save": "rank 3 waits at save_checkpoint",
+}
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.gloo
+@pytest.mark.parametrize("fault", APART)
+def test_a_rank_that_calls_alone_is_named(fault, plan):
+    """It waits for the others at what it called, and they for it: nobody is late, and nobody aborts."""
+    outcome = faults.run(fault, MESH, plan, VICTIM, after=0.1)
+    assert sorted(outcome.errors) == [0, 1, 2] and not outcome.silent and set(outcome.codes) == {3}, outcome
+    for kind, ranks, _, text in outcome.errors.values():
+        assert (kind, ranks) == ("DesyncError", (3,)) and re.search(APART[fault], text), text
+        assert "ranks 0, 1, 2 wait at" in text and "on every rank alike" in text, text
+        assert "autopar doctor" in text, text
+    assert len(outcome.diagnosis) > 2 and "ranks 0, 1, 2, 3" in outcome.diagnosis[0], outcome.diagnosis
+    assert any(line.startswith("call ") and "rank 3" in line for line in outcome.diagnosis), outcome.diagnosis
+    assert outcome.seconds < faults.TIMEOUT_SECONDS + 5, outcome
 
 
 @pytest.mark.slow
@@ -57,6 +87,13 @@ def test_graphs_through_torch_compile(plan, fault="kill"):
         assert re.search(WORDS[fault], text) and re.search("the compiled (forward|backward) graph, step", text), text
 
 
+def _watch(**others) -> Watch:
+    """One that has no other ranks."""
+    made = object.__new__(Watch)
+    vars(made).update(calls=0, step=1, last=[], running=None, cause=None, failed_at=None, record=lambda: None, **others)
+    return made
+
+
 def test_out_of_memory_is_told_as_that():
     """Also where a collective's result is allocated: no rank is asked, and none is blamed."""
     graph = fx.Graph()
@@ -66,9 +103,27 @@ def test_out_of_memory_is_told_as_that():
     def fails(*values):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    watch = SimpleNamespace(calls=0, step=1, running=None, verdict=None)
+    watch = _watch()
     guarded = Guarded(watch, fx.GraphModule(torch.nn.Module(), graph), "backward", fails)
     guarded.code, guarded.at = fails.__code__, lambda line: (1, "all_reduce", started)
     with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
         guarded(torch.ones(2))
     assert watch.running is None
+
+
+def test_a_killed_worker_of_a_loader_is_told_as_that():
+    """Torch raises it in the middle of whatever runs: no collective failed."""
+    handler = compile("raise RuntimeError('DataLoader worker is killed')", signal_handling.__file__, "exec")
+    watch = _watch()
+    with pytest.raises(RuntimeError, match="worker is killed"), watch.collective("the norm of the gradients"):
+        exec(handler)
+    assert watch.running is None
+
+
+def test_those_who_wait_for_the_same_are_told_first():
+    told = []
+    peers = SimpleNamespace(rank=0, world=4, ask=lambda message, ranks, seconds: told.append(list(ranks)))
+    watch = _watch(peers=peers)
+    for _ in range(2):
+        watch._tell(Cause("gone", [1], "rank 1 died"), [0, 1], range(4))
+    assert told == [[0, 1], [0, 1, 2, 3]]

@@ -61,7 +61,7 @@ class Reads:
         patch.setattr(
             tensor_file.TensorFile, "read", lambda file, name, *a: (self.names.add(name), read(file, name, *a))[1]
         )
-        patch.setattr(dist, "recv", lambda tensor, src: (self.senders.add(src), recv(tensor, src))[1])
+        patch.setattr(dist, "recv", lambda tensor, src, **group: (self.senders.add(src), recv(tensor, src, **group))[1])
 
 
 def _between_meshes(rank: int, root: str, wanted: list[float]) -> dict:

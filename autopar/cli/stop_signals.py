@@ -1,0 +1,61 @@
+"""SIGTERM and Ctrl-C let a run end after the step that it is in, with a checkpoint, and no process outlives the one
+that started it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+REPEAT_SECONDS = 2.0  # in which a launcher passes on what the terminal has sent to all
+SECONDS_BETWEEN_LOOKS = 1.0
+
+
+class StopSignals:
+    """A context that counts signals instead of ending the process. `received`: the first one, 0 before. A second one
+    ends it at once, as does the first where nothing is worth waiting for (`waits` is False). `told`: called with the
+    first."""
+
+    def __init__(self, told: Callable[[int], None] = lambda number: None, waits: bool = True):
+        self.received, self.told, self.waits, self.first = 0, told, waits, 0.0
+
+    def __enter__(self) -> StopSignals:
+        self.before = {number: signal.getsignal(number) for number in SIGNALS}
+        for number, handler in self.before.items():
+            if handler is not signal.SIG_IGN:  # as shells say of SIGINT to background jobs
+                signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *error) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    @property
+    def code(self) -> int:
+        """Return the exit code of a process that ended by the signal, as shells count them."""
+        return 128 + self.received
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.received and time.monotonic() < self.first + REPEAT_SECONDS:
+            return
+        is_first = not self.received
+        self.received, self.first = self.received or number, time.monotonic()
+        if is_first:
+            self.told(number)
+        if not is_first or not self.waits:
+            raise SystemExit(self.code)
+
+
+def end_with(parent: int) -> None:
+    """Let this process end within a second or two when its parent, of this number, is gone in whatever way."""
+    threading.Thread(target=_end_after, args=(parent,), name="autopar parent", daemon=True).start()
+
+
+def _end_after(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(SECONDS_BETWEEN_LOOKS)
+    os._exit(128 + signal.SIGHUP)  # at once: this process may be waiting for others in a collective

@@ -1,0 +1,96 @@
+"""What a rank leaves of a failure: a file of JSON that says where it was, what it called last and what others answered.
+
+Nothing is written while all goes well. `autopar doctor` reads the files of all ranks (diagnosis.py). They lie in the
+folder AUTOPAR_RECORDS, else in autopar-records in that for temporary files; AUTOPAR_RECORDS=off writes none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ..errors import InputError
+from .causes import Cause, Progress
+
+MOST = 200  # calls, collectives or lines of a stack
+LONGEST_BYTES, MOST_RANKS = 1 << 24, 1 << 20  # of a file that is read
+SUFFIX = ".json"
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a rank knows at a failure. `when`: in UTC; `plans`: by hash, of how many stages; `answers`: of other ranks,
+    where they were; `calls`: the last ones, as (number, step, what), in which all ranks meet; `collectives`: the last
+    ones of the graph that runs; `stack`: of the program, innermost line last."""
+
+    run: str
+    rank: int
+    world: int
+    machine: int
+    host: str
+    process: int
+    when: str
+    torch: str
+    plans: dict[str, int]
+    place: Progress
+    cause: Cause
+    answers: dict[int, dict | str]
+    calls: Sequence[tuple[int, int, str]]
+    collectives: Sequence[str]
+    stack: Sequence[str]
+
+    def write(self) -> Path | None:
+        """Write the record, whole or not at all, and return its file, None if none is wanted. The failure has an error
+        of its own to raise, so that a folder that cannot be written is none."""
+        asked = os.environ.get("AUTOPAR_RECORDS") or os.path.join(tempfile.gettempdir(), "autopar-records")
+        if asked == "off":
+            return None
+        folder = Path(asked).expanduser()
+        file = folder / f"{self.run}-rank-{self.rank:05d}{SUFFIX}"
+        unfinished = file.with_suffix(".unfinished")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            unfinished.write_text(json.dumps(asdict(self), indent=1))
+            unfinished.replace(file)
+        except OSError:
+            return None
+        return file
+
+    @classmethod
+    def read(cls, file: Path) -> Record:
+        """Return the record in a file. Raises InputError if it is none."""
+        try:
+            with open(file, "rb") as stream:
+                found = json.loads(stream.read(LONGEST_BYTES))
+            texts = {name: str(found[name]) for name in ("run", "host", "when", "torch")}
+            numbers = {name: int(found[name]) for name in ("rank", "world", "machine", "process")}
+            if not 0 <= numbers["rank"] < numbers["world"] <= MOST_RANKS:
+                raise ValueError
+            call, position, step = (int(found["place"][name]) for name in ("call", "position", "step"))
+            cause = Cause(**found["cause"])
+            return cls(
+                **texts, **numbers, answers={int(rank): answer for rank, answer in found["answers"].items()},
+                plans={str(plan): int(stages) for plan, stages in found["plans"].items()},
+                place=Progress(call, position, step, str(found["place"]["what"]), str(found["place"]["doing"])),
+                cause=Cause(str(cause.kind), [int(rank) for rank in cause.ranks], str(cause.what)),
+                calls=[(int(number), int(step), str(what)) for number, step, what in found["calls"]],
+                collectives=[str(text) for text in found["collectives"]], stack=[str(line) for line in found["stack"]],
+            )  # fmt: skip
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
+            said = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else "is no record of a failure"
+            raise InputError(f"{file} {said}", fix="give the files that AUTOPAR_RECORDS=FOLDER names") from None
+
+
+def files_of(paths: Sequence[str]) -> list[Path]:
+    """Return the files of records among some files and folders. Raises InputError if there is none."""
+    found = []
+    for path in map(Path, paths):
+        found += sorted(path.glob(f"*-rank-*{SUFFIX}")) if path.is_dir() else [path]
+    if not found:
+        raise InputError(f"there is no record of a failure in {', '.join(paths)}",
+                         fix="give the folder AUTOPAR_RECORDS of the run, or files from it")  # fmt: skip
+    return found
