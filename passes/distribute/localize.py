@@ -37,7 +37,7 @@ from torch import fx
 
 from ... import rules
 from ..._torch import graph_module, tree_flatten, tree_unflatten
-from ...cost.exchange import IDENTITIES, OF_TOKENS
+from ...cost.exchange import IDENTITIES, WAYS
 from ...errors import VerifyError
 from ...ir.casts import own_casts
 from ...ir.graph import OutputRole, describe, is_tensor, operand, outputs_of, tensor_arguments, tensor_of, values_of
@@ -86,7 +86,7 @@ class _Localizer:
     def __init__(self, joint, sharding: Sharding, rank: int, reduce_scatter: str, coordinate: Mapping | None = None,
                  reduce_dtype: torch.dtype | None = None):  # fmt: skip
         self.joint, self.sharding, self.mesh, self.rank = joint, sharding, sharding.mesh, rank
-        self.coordinate = coordinate or self.mesh.coordinate(rank)
+        self.coordinate, self.is_micro_batch = coordinate or self.mesh.coordinate(rank), coordinate is not None
         self.root = torch.nn.Module()
         self.builder = Builder(fx.Graph())
         self.emitter = Emitter(self.builder, self.mesh, self.coordinate, reduce_scatter)
@@ -163,7 +163,7 @@ class _Localizer:
         else:
             flat = [self._copy(a, next(layouts), node.meta["phase"], node) if is_tensor(a) else a for a in flat]
         args, kwargs = tree_unflatten(flat, spec)
-        if node.target in IDENTITIES or node.target in OF_TOKENS:
+        if node.target in WAYS and not self.is_micro_batch:  # which are planned and localized in their turn
             self._exchange(node, sharding, args)
             return
         if self.ring.goes_round(node, sharding):

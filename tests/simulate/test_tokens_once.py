@@ -52,6 +52,17 @@ def test_gradients(mesh, strategy, experts, active, routing):
     assert max(report.errors.values()) <= EXACT, (report.errors, report.diverging)
 
 
+@pytest.mark.parametrize("active", [1, 2])
+def test_micro_batches_send_rows_too(active):
+    model, given = Mixture(4, active), inputs()
+    captured = compiler.trace(model, given)
+    options = PlanOptions(toy(link=1e6), strategy="expert", baselines=False, micro_batches=2)
+    plan = make_plan(captured, Mesh.parse("ep=2"), options)
+    assert any(c.kind == "all_to_all" for c in plan.collectives)
+    report = verify_plan(captured, plan, model, given)
+    assert max(report.errors.values()) <= EXACT, (report.errors, report.diverging)
+
+
 @pytest.mark.parametrize("mesh", ["ep=2", "ep=4"])
 def test_bytes_are_those_of_the_routing(mesh):
     """Of all ranks together: a row for each token and each other device that has some of its experts, five times;
