@@ -49,7 +49,7 @@ def exchange_bytes(node: fx.Node, strategy: Strategy, mesh: Mesh) -> float:
     axes = exchange_axes(node, strategy, mesh)
     ways = math.prod(map(mesh.size, axes))
     if node.target in OF_TOKENS:
-        moved = _token_bytes(node, strategy, mesh) * _times(node, strategy, mesh, axes)
+        moved = token_bytes(node, strategy, mesh) * _times(node, strategy, mesh, axes)
     else:
         moved = bytes_of(node.meta["val"]) * fraction(strategy.outputs[0], mesh)
     return moved * (ways - 1) / ways
@@ -74,7 +74,7 @@ def _through_memory_bytes(node: fx.Node, strategy: Strategy, mesh: Mesh, axes: t
     they are sent, and tokens that are sent once, before and after."""
     if node.target not in OF_TOKENS:
         return 0.0
-    tokens, active = _token_bytes(node, strategy, mesh), token_sizes(node)[1]
+    tokens, active = token_bytes(node, strategy, mesh), token_sizes(node)[1]
     once = _times(node, strategy, mesh, axes) * tokens if goes_once(node, strategy) else 0.0
     return 2 * active * tokens + 4 * once if node.target in BACK else (active - 1) * tokens + 2 * once
 
@@ -98,7 +98,7 @@ def _times(node: fx.Node, strategy: Strategy, mesh: Mesh, axes: tuple[str, ...])
     return devices_of_token(int(node.args[2]), active, ways) if goes_once(node, strategy) else active
 
 
-def _token_bytes(node: fx.Node, strategy: Strategy, mesh: Mesh) -> float:
+def token_bytes(node: fx.Node, strategy: Strategy, mesh: Mesh) -> float:
     """Return the bytes of the tokens of one device, each sent once."""
     tokens, _, width = token_sizes(node)
     cut = (*strategy.inputs[1].dims, *strategy.outputs[0].dims[1:])  # tokens as their rows, and the width

@@ -11,6 +11,7 @@ from torch import fx
 from ... import rules
 from ...cost.compute import ComputeCost, fused_inputs
 from ...cost.exchange import WAYS, exchange_seconds, moves_rows
+from ...cost.expert_load import load_of
 from ...cost.memory import Optimizer
 from ...cost.orthogonalize import OrthogonalizeCost
 from ...cost.update import UpdateCost
@@ -197,7 +198,8 @@ def _op_choices(node: fx.Node, rule: Rule | None, part_sets, mesh: Mesh, cost: C
         if not is_fused_away:
             traffic += sum(bytes_of(value) * fraction(layout, mesh) for value, layout in zip(outputs, option.outputs))
         price = cost.seconds(node, option, mesh, traffic) if moves_rows(node, option) else 0.0
-        seconds.append(price + exchange_seconds(node, option, mesh, cost.hardware))
+        load = load_of(node, option, mesh, cost.expert_load)
+        seconds.append(load * (price + exchange_seconds(node, option, mesh, cost.hardware)))
     if rule is not None and rule.apart:
         options, seconds = _cheapest(options, seconds)
     choices = _free(options)
