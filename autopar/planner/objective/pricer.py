@@ -167,7 +167,7 @@ class Pricer:
     def inside_bytes(self, vertex: Vertex, k: int) -> float:
         """Return the bytes that an op allocates while it runs under the strategy `k` of its class."""
         if (key := (vertex.cls, k)) not in self._inside:
-            strategy = self.problem.choices(vertex.index).strategies[k]
+            strategy = self.problem.classes[vertex.cls].strategies[k]
             load = load_of(vertex.node, strategy, self.problem.mesh, self.expert_load)
             self._inside[key] = load * inside_bytes(self.problem, vertex, strategy)
         return self._inside[key]
