@@ -25,7 +25,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from transformers import (
-    AutoModelForCausalLM, DeepseekV3Config, MixtralConfig, PretrainedConfig, Qwen3MoeConfig,
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen3MoeConfig,
 )  # fmt: skip
 
 import autopar

@@ -95,6 +95,18 @@ class Problem:
         nodes = {node for region in self.tiled for node in (region.sums, region.dx, region.dw)}
         return frozenset(v.index for v in self.vertices if v.node in nodes and v.kind == "op")
 
+    @cached_property
+    def owned_axes(self) -> Mapping[int, list[tuple[str, ...]]]:
+        """Return, for every class that may have rows by owner, the axes over which each of its strategies has them."""
+        found = {
+            cls: [
+                tuple(sorted({axis for layout in (*s.inputs, *s.outputs) for axis in layout.owned_axes}))
+                for s in options.strategies
+            ]
+            for cls, options in self.classes.items()
+        }
+        return {cls: axes for cls, axes in found.items() if any(axes)}
+
     def whole_nodes(self, node: fx.Node, first: int) -> list[fx.Node]:
         """Return the nodes of the whole graph that a node of the planned graph stands for; for `first` see `copies`."""
         return [node] if self.compact is None else self.compact.nodes(node, first)
