@@ -15,6 +15,7 @@ from .dual import Dual
 from .local_search import LocalSearch
 
 PASSES = 3
+Options = dict[int, np.ndarray]  # by class
 
 
 def with_owners(dual: Dual, tied: LocalSearch, choice: dict[int, int]) -> list[dict[int, int]]:
