@@ -6,8 +6,8 @@ A mapping is what its source says of the parameters: attention and embeddings cu
 expert parallelism (and over tp as well where expert-tensor parallelism has its size), stages, micro-batches and
 schedule. It is planned with these layouts pinned, so that everything that is not part of a mapping is the best for it.
 autopar plans the same mesh, micro-batches and schedule with nothing pinned. Models are transformers' own, on the meta
-device, in bf16, pointwise ops fused. Seconds to plan are of one process from the model to the plan; those beside the
-first row of a model include what is then known.
+device, in bf16, pointwise ops fused. Batches are ours: one sample a replica and micro-batch. Seconds to plan are those
+of one process from the model to the plan, tracing included.
 
 Mixtral 8x22B    256 H100, TP 4, PP 4, EP 8: Megatron-Core's README of 2024
 Qwen3-235B-A22B  256 H100, TP 2, PP 8, VP 4, EP 32: Megatron-Bridge, docs/performance-summary.md, 25.11
