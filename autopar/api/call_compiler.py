@@ -216,7 +216,10 @@ class CallCompiler:
         trains = any(role.kind == "parameter" and role.trainable for role in leaves)
         held = 0.0 if trains else first.memory.get("gradients", 0.0) + first.memory.get("optimizer", 0.0)
         here = first.sharding.on_host & set(leaves.values())  # parameters stay where they are
-        asked = {k: self.options[k] for k in ("hardware", "optimizer", "precision", "execution", "strategy", "strict")}
+        asked = {
+            k: self.options[k]
+            for k in ("hardware", "optimizer", "precision", "execution", "expert_load", "strategy", "strict")
+        }
         if self.given is not None:
             asked["strategy"] = first.strategy
         asked_again = options_of(

@@ -76,6 +76,7 @@ def plan(
     reduce_dtype: str | torch.dtype | None = None,
     state_dtype: str | torch.dtype | None = None,
     execution: words.Execution = "eager",
+    expert_load: float = 1.0,
     pin: Mapping[str, str] | None = None,
     forbid: Mapping[str, str | Sequence[str]] | None = None,
     adapt: Sequence[Adaptation] = (),
@@ -107,7 +108,8 @@ def plan(
     "fp16", in which gradients are added up over devices, if it is narrower than theirs. `state_dtype`: "bf16",
     in which the optimizer's tensors are kept from step to step (runtime/narrow_state.py). `execution`: "eager", op by
     op as compiled models run by themselves, or "compiled", priced for one on which `.compile()` is called: pointwise
-    ops fused, launches hidden. `adapt`: LoRA, QLoRA, FakeQuant (autopar/adapt), planned with the rest. `passes`:
+    ops fused, launches hidden. `expert_load`: rows of experts that the busiest device is assumed to get, over the mean
+    of all (cost/expert_load.py). `adapt`: LoRA, QLoRA, FakeQuant (autopar/adapt), planned with the rest. `passes`:
     autopar.Pass values of your own, each run after the compiler's pass that it names (docs/extending.md).
     `baselines=False` leaves the expert strategies out, "pipelines" adds experts' pipelines on the devices of a mesh
     without stages, which takes longer. `example_inputs` are the whole batch of a step, which is cut
@@ -126,7 +128,8 @@ def plan(
     takes several searches."""
     return search(
         model, mesh, example_inputs, hardware=hardware, memory=memory, optimizer=optimizer, precision=precision,
-        reduce_dtype=reduce_dtype, state_dtype=state_dtype, execution=execution, strategy=strategy, pin=pin,
+        reduce_dtype=reduce_dtype, state_dtype=state_dtype, execution=execution, expert_load=expert_load,
+        strategy=strategy, pin=pin,
         forbid=forbid, adapt=adapt, passes=passes, loss_fn=loss_fn, strict=strict, baselines=baselines,
         micro_batches=micro_batches, schedule=schedule, stages_per_rank=stages_per_rank, recompute=recompute,
         tile=tile, offload=offload, fixes=fixes, solver=solver,
@@ -138,7 +141,7 @@ def search(
     model: nn.Module, mesh, example_inputs, *, adapt=(), passes=(), loss_fn=None, fixes=True, name=None,
     report=lambda text: None, hardware=None, memory=None, optimizer="adamw", precision="auto", strategy=None, pin=None,
     strict=False, baselines=True, forbid=None, offload="none", reduce_dtype=None, state_dtype=None,
-    execution="eager", tokens_per_second=False, cache=NO_CACHE, **staged,
+    execution="eager", expert_load=1.0, tokens_per_second=False, cache=NO_CACHE, **staged,
 ) -> Planned:  # fmt: skip
     """Plan as `plan` does, and return all that the search knows beside the plan. `cache`: a CompileCache, in which
     captures are looked for and kept. `staged`: micro_batches, schedule, stages_per_rank, recompute, tile, solver, and
@@ -148,7 +151,8 @@ def search(
     request = PlanRequest.of(
         mesh, name or type(model).__name__, hardware=hardware, memory=memory, optimizer=optimizer, precision=precision,
         strategy=strategy, pin=pin, strict=strict, fixed={}, baselines=baselines, forbid=forbid, offload=offload,
-        reduce_dtype=reduce_dtype, state_dtype=state_dtype, execution=execution, styles=styles_of(model), **staged,
+        reduce_dtype=reduce_dtype, state_dtype=state_dtype, execution=execution, expert_load=expert_load,
+        styles=styles_of(model), **staged,
     )  # fmt: skip
     adaptations, added = order.checked(adapt), pass_manager.check_added(passes, PASSES)
 
@@ -212,6 +216,7 @@ def compile(
     reduce_dtype: str | torch.dtype | None = None,
     state_dtype: str | torch.dtype | None = None,
     execution: words.Execution = "eager",
+    expert_load: float = 1.0,
     pin: Mapping[str, str] | None = None,
     adapt: Sequence[Adaptation] = (),
     passes: Sequence[Pass] = (),
@@ -280,7 +285,7 @@ def compile(
     arguments = dict(
         inputs=inputs, outputs=outputs, plan=plan, hardware=hardware, memory=memory, optimizer=optimizer,
         precision=precision, reduce_dtype=reduce_dtype, state_dtype=state_dtype, execution=execution,
-        strategy=strategy, pin=pin,
+        expert_load=expert_load, strategy=strategy, pin=pin,
         loss_fn=loss_fn, strict=strict, baselines=baselines, weights=weights, adapt=adaptations, passes=added,
         micro_batches=micro_batches, offload=offload, tile=tile, schedule=schedule, stages_per_rank=stages_per_rank,
         pad=pad, check_every=check_every,

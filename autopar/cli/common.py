@@ -69,6 +69,8 @@ def add_planning(parser, hardware: str | None) -> None:
     parser.add_argument("--state-dtype", metavar="T", help=state_dtype)
     execution = "eager: op by op (default); compiled: by torch.compile, pointwise ops fused and launches hidden"
     parser.add_argument("--execution", choices=("eager", "compiled"), default="eager", help=execution)
+    load = "rows of experts that the busiest device is assumed to get, over the mean (default 1.0: balanced routing)"
+    parser.add_argument("--expert-load", type=float, default=1.0, metavar="X", help=load)
     known = f"{', '.join(RECIPES)}, or one that --model FILE.py:FUNCTION registers (default: whatever is fastest)"
     parser.add_argument("--strategy", help=known)
     parser.add_argument("--memory", help="memory limit of a device, such as 40GiB or 80GB (default: the hardware's)")
@@ -249,8 +251,8 @@ def planning(args: argparse.Namespace) -> dict:
     """Return the arguments of `add_planning` as those of `autopar.plan`."""
     return dict(
         name=args.model, hardware=args.hardware, precision=args.precision, reduce_dtype=args.reduce_dtype,
-        state_dtype=args.state_dtype, execution=args.execution, strategy=args.strategy, memory=args.memory,
-        offload=args.offload, pin=pins(args),
+        state_dtype=args.state_dtype, execution=args.execution, expert_load=args.expert_load, strategy=args.strategy,
+        memory=args.memory, offload=args.offload, pin=pins(args),
     )  # fmt: skip
 
 

@@ -1,28 +1,39 @@
 """Price rows on their way to their experts and back, if experts get equal numbers of them.
 
 With r rows of d bytes over P devices, each of which holds r / P of them, a device sends r d / P (P - 1) / P; the counts
-of rows that go first wait for the link once. Rows that every device has are picked without a message.
+of rows that go first wait for the link once. Rows that every device has are picked without a message. Tokens with k of
+E experts each that go once to every device that has some of theirs go to
+
+    P (1 - C(E - E / P, k) / C(E, k))
+
+devices each, as any k of the experts are as probable. Which of the rows that arrive are of which token is one message
+more, and what is sent once is read and written once more on the way there, twice on the way back.
 """
 
 from __future__ import annotations
 
 import math
 
+import torch
 from torch import fx
 
 from ..hardware.schema import Hardware
-from ..ir.graph import bytes_of
-from ..ir.layout import fraction
+from ..ir.graph import bytes_of, tensor_arguments
+from ..ir.layout import chunk, fraction
 from ..ir.mesh import Mesh
 from ..ops import autopar
 from ..rules import Strategy
+from ..rules.experts import ONCE
 
-WAYS = (autopar.dispatch.default, autopar.combine.default)
+IDENTITIES = (autopar.dispatch.default, autopar.combine.default)  # where no rows are sent
+OF_TOKENS = (autopar.dispatch_tokens.default, autopar.combine_tokens.default)
+WAYS = IDENTITIES + OF_TOKENS
+BACK = (autopar.combine.default, autopar.combine_tokens.default)
 
 
 def moves_rows(node: fx.Node, strategy: Strategy) -> bool:
     """Return whether an op does anything: neither a dispatch nor a combine that leaves rows where they are."""
-    return node.target not in WAYS or bool(_owned(node, strategy))
+    return node.target not in IDENTITIES or bool(_owned(node, strategy))
 
 
 def exchange_axes(node: fx.Node, strategy: Strategy, mesh: Mesh) -> tuple[str, ...]:
@@ -35,21 +46,72 @@ def exchange_axes(node: fx.Node, strategy: Strategy, mesh: Mesh) -> tuple[str, .
 
 def exchange_bytes(node: fx.Node, strategy: Strategy, mesh: Mesh) -> float:
     """Return the bytes that a device sends."""
-    ways = math.prod(mesh.size(axis) for axis in exchange_axes(node, strategy, mesh))
-    return bytes_of(node.meta["val"]) * fraction(strategy.outputs[0], mesh) * (ways - 1) / ways
+    axes = exchange_axes(node, strategy, mesh)
+    ways = math.prod(map(mesh.size, axes))
+    if node.target in OF_TOKENS:
+        moved = token_bytes(node, strategy, mesh) * _times(node, strategy, mesh, axes)
+    else:
+        moved = bytes_of(node.meta["val"]) * fraction(strategy.outputs[0], mesh)
+    return moved * (ways - 1) / ways
 
 
 def exchange_seconds(node: fx.Node, strategy: Strategy, mesh: Mesh, hardware: Hardware) -> float:
-    """Return the seconds of an exchange of rows; that of the rows' experts comes after one of counts."""
+    """Return the seconds of an exchange of rows; that of the rows' experts comes after one of counts, tokens that are
+    sent once after one of flags."""
     axes = exchange_axes(node, strategy, mesh)
     if not axes:
         return 0.0
     links = [hardware.links_for(mesh)[axis] for axis in axes]
     speed = min(link.all_to_all_bytes_per_second or link.bytes_per_second for link in links)
-    messages = 1 if node.meta["val"].dim() > 1 else 2
-    return messages * max(l.latency_seconds for l in links) + exchange_bytes(node, strategy, mesh) / speed
+    flags = goes_once(node, strategy) and node.target not in BACK and node.meta["phase"] == "forward"
+    messages = 1 + (node.meta["val"].dim() == 1) + flags
+    seconds = messages * max(l.latency_seconds for l in links) + exchange_bytes(node, strategy, mesh) / speed
+    return seconds + _through_memory_bytes(node, strategy, mesh, axes) / hardware.reached_memory_bytes_per_second
+
+
+def _through_memory_bytes(node: fx.Node, strategy: Strategy, mesh: Mesh, axes: tuple[str, ...]) -> float:
+    """Return the bytes that a device reads and writes beside what the op takes and gives: rows in the order in which
+    they are sent, and tokens that are sent once, before and after."""
+    if node.target not in OF_TOKENS:
+        return 0.0
+    tokens, active = token_bytes(node, strategy, mesh), token_sizes(node)[1]
+    once = _times(node, strategy, mesh, axes) * tokens if goes_once(node, strategy) else 0.0
+    return 2 * active * tokens + 4 * once if node.target in BACK else (active - 1) * tokens + 2 * once
+
+
+def goes_once(node: fx.Node, strategy: Strategy) -> bool:
+    """Return whether a token goes once to a device that has several of its experts."""
+    return node.target in OF_TOKENS and ONCE in strategy.choice
+
+
+def devices_of_token(experts: int, active: int, ways: int) -> float:
+    """Return to how many of so many devices, among which the experts are cut into blocks, a token goes on average."""
+    held = [stop - start for start, stop in (chunk(experts, ways, i) for i in range(ways))]
+    active = min(active, experts)
+    return sum(1.0 - math.comb(experts - here, active) / math.comb(experts, active) for here in held)
+
+
+def _times(node: fx.Node, strategy: Strategy, mesh: Mesh, axes: tuple[str, ...]) -> float:
+    """Return how often a token is sent, to the device itself as well."""
+    active = token_sizes(node)[1]
+    ways = math.prod(map(mesh.size, axes))
+    return devices_of_token(int(node.args[2]), active, ways) if goes_once(node, strategy) else active
+
+
+def token_bytes(node: fx.Node, strategy: Strategy, mesh: Mesh) -> float:
+    """Return the bytes of the tokens of one device, each sent once."""
+    tokens, _, width = token_sizes(node)
+    cut = (*strategy.inputs[1].dims, *strategy.outputs[0].dims[1:])  # tokens as their rows, and the width
+    return tokens * width / math.prod(mesh.size(axis) for axes in cut for axis in axes)
+
+
+def token_sizes(node: fx.Node) -> tuple[int, int, int]:
+    """Return the global number of tokens, the experts of each, and the bytes of a row that is sent."""
+    value = tensor_arguments(node)[0].meta["val"] if node.target not in BACK else node.meta["val"]
+    rows = len(tensor_arguments(node)[1].meta["val"])
+    dtype: torch.dtype = node.args[4] if node.target in BACK else value.dtype
+    return len(value), rows // len(value), value[0].numel() * dtype.itemsize
 
 
 def _owned(node: fx.Node, strategy: Strategy) -> tuple[str, ...]:
-    is_way_back = node.target is autopar.combine.default
-    return (strategy.inputs[0] if is_way_back else strategy.outputs[0]).owned_axes
+    return (strategy.inputs[0] if node.target in BACK else strategy.outputs[0]).owned_axes

@@ -35,6 +35,7 @@ from . import (  # noqa: F401  (most for their ops, which they register)
     linear_loss,
     matmul,
     nf4,
+    token_rows,
     vocab_loss,
 )
 from .attention_blocks import BLOCKS

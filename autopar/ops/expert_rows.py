@@ -1,9 +1,11 @@
 """Rows on their way to the devices that own their experts, and back.
 
 In the planned graph `dispatch` and `combine` change nothing: they are where rows may change between lying in their
-order and lying with their experts (a layout, "rows", of autopar/ir/layout.py). On a device that holds rows by expert
-their number is known at run time alone. The other ops here are what a device runs instead of the two: no row is
-dropped, whatever the routing.
+order and lying with their experts (a layout, "rows", of autopar/ir/layout.py). `dispatch_tokens` makes the rows of a
+token, one for each of its experts, and `combine_tokens` adds them up: a device that has several experts of a token may
+be sent it once and send one sum back. On a device that holds rows by expert their number is known at run time alone.
+The other ops (here and in token_rows.py) are what a device runs instead of these: no row is dropped, whatever the
+routing.
 """
 
 from __future__ import annotations
@@ -27,11 +29,24 @@ def combine(y: Tensor, group: Tensor, experts: int) -> Tensor:
     return y.clone()
 
 
+@custom_op("autopar::dispatch_tokens", mutates_args=())
+def dispatch_tokens(x: Tensor, group: Tensor, experts: int) -> Tensor:
+    """Return the rows (r, ...) of tokens (t, ...), r / t one after the other of each, that belong to the experts
+    `group` (r) of so many."""
+    return x.repeat_interleave(len(group) // len(x), 0)
+
+
+@custom_op("autopar::combine_tokens", mutates_args=())
+def combine_tokens(y: Tensor, group: Tensor, experts: int, active: int, dtype: torch.dtype) -> Tensor:
+    """Return the sums (r / active, ...) of so many rows of each token. `dtype`: that of what devices send."""
+    return y.unflatten(0, (-1, active)).sum(1)
+
+
 @custom_op("autopar::route", mutates_args=())
 def route(group: Tensor, firsts: list[int]) -> tuple[Tensor, Tensor, Tensor]:
     """Return the order of rows by the device that owns their expert, that order's inverse and how many rows go to each
     device. `firsts`: the first expert of every device but the first."""
-    owner = _owner(group, firsts)
+    owner = owner_of(group, firsts)
     order = owner.argsort(stable=True)
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     counts = torch.zeros(len(firsts) + 1, dtype=torch.int64, device=group.device)
@@ -41,7 +56,7 @@ def route(group: Tensor, firsts: list[int]) -> tuple[Tensor, Tensor, Tensor]:
 @custom_op("autopar::own_rows", mutates_args=())
 def own_rows(group: Tensor, firsts: list[int], device: int, expected: int) -> Tensor:
     """Return which rows belong to the experts of one device, `expected` ones where a graph is made."""
-    return (_owner(group, firsts) == device).nonzero().squeeze(1)
+    return (owner_of(group, firsts) == device).nonzero().squeeze(1)
 
 
 @custom_op("autopar::counts_on_host", mutates_args=())
@@ -64,12 +79,15 @@ def sizes(counts: Tensor, is_way_back: bool) -> tuple[list[int], list[int]]:
     return (received, sent) if is_way_back else (sent, received)
 
 
-def _owner(group: Tensor, firsts: list[int]) -> Tensor:
+def owner_of(group: Tensor, firsts: list[int]) -> Tensor:
+    """Return the device that has the expert of each row."""
     return torch.bucketize(group, torch.tensor(firsts, dtype=group.dtype, device=group.device), right=True)
 
 
 dispatch.register_fake(lambda x, group, experts: torch.empty_like(x))
 combine.register_fake(lambda y, group, experts: torch.empty_like(y))
+dispatch_tokens.register_fake(lambda x, group, experts: x.new_empty(len(group), *x.shape[1:]))
+combine_tokens.register_fake(lambda y, group, experts, active, dtype: y.new_empty(len(y) // active, *y.shape[1:]))
 
 
 @route.register_fake

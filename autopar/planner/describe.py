@@ -34,6 +34,7 @@ from .problem.offload import offloaded, update_seconds
 from .problem.problem import Problem
 from .problem.tiled_loss import told
 from .problem.vertices import STATE
+from .routing import routing_of
 from .solver.search import Outcome
 
 
@@ -68,6 +69,7 @@ def describe_plan(planned: Planned) -> Plan:
         meshes=planned.meshes, batches=planned.batches,
         offloaded=offloaded(problem, e), update_seconds=update_seconds(problem, e), reduce_dtype=options.reduce_dtype,
         tiled=told(problem, e, options.hardware), packed=_packed(problem, e),
+        routing=routing_of(problem, e, pricer),
         flops=flops_of_step(problem.graph, sum(pipeline.shares), options.hardware),
         state_dtype=options.state_dtype, execution=options.execution,
         outputs=outputs_in(sharding, problem, pricer, planned.captured),

@@ -23,7 +23,7 @@ PIPELINES = "pipelines"  # of `baselines`: experts' pipelines are costed beside 
 
 def options_of(mesh, hardware, memory, optimizer, precision, strategy, pin, strict, fixed, baselines, forbid=None,
                micro_batches=1, offload="none", on_host=(), reduce_dtype=None, state_dtype=None,
-               execution=EAGER) -> PlanOptions:  # fmt: skip
+               execution=EAGER, expert_load=1.0) -> PlanOptions:  # fmt: skip
     """Read the arguments of `autopar.plan` and `compile` as PlanOptions, checked as far as they can be without a model.
     Raise StrategyError or HardwareError for what cannot be right."""
     for what, value in (("optimizer", optimizer), ("strategy", "" if strategy is None else strategy)):
@@ -49,6 +49,8 @@ def options_of(mesh, hardware, memory, optimizer, precision, strategy, pin, stri
         raise StrategyError(
             f"cannot read {forbid!r:.80} as what is forbidden", fix='map globs to layouts, such as {"*.bias": "R"}'
         )
+    if isinstance(expert_load, bool) or not isinstance(expert_load, (int, float)):
+        raise StrategyError(f"expert_load is {expert_load!r:.80}", fix="give a number, 1.0 for balanced routing")
     profile = hardware_of(mesh, hardware)
     return PlanOptions(
         profile, memory_bytes=bytes_of_text(memory), optimizer=optimizer,
@@ -57,6 +59,7 @@ def options_of(mesh, hardware, memory, optimizer, precision, strategy, pin, stri
         fixed=fixed, strict=strict, baselines=baselines, micro_batches=micro_batches, offload=offload,
         on_host=frozenset(on_host), reduce_dtype=None if reduce_dtype is None else precision_name(reduce_dtype),
         state_dtype=None if state_dtype is None else precision_name(state_dtype), execution=execution,
+        expert_load=expert_load,
     )  # fmt: skip
 
 

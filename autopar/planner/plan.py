@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -66,7 +67,8 @@ class PlanOptions:
     the model's own tensor parallelism (see hf_tp_plan.py), one of the baselines. `reduce_dtype`, `state_dtype`: see
     `Plan`. `within`: the whole mesh, where the planned one is a stage's of a pipeline: links are those of the whole
     mesh, gradients are reduced once a step, and copies of parameters that are kept are gathered once. `overlay`:
-    another graph that runs with the same decisions, of fewer samples."""
+    another graph that runs with the same decisions, of fewer samples. `expert_load`: see
+    autopar/cost/expert_load.py."""
 
     hardware: Hardware
     memory_bytes: float | None = None
@@ -92,6 +94,7 @@ class PlanOptions:
     search: Search = Search()
     within: Mesh | None = None
     overlay: fx.Graph | None = None
+    expert_load: float = 1.0
 
     def of_state(self) -> Optimizer:
         """Return the optimizer with the type that its state is kept in. Raise StrategyError for an unknown one."""
@@ -112,6 +115,11 @@ class PlanOptions:
         reduce_type(self.reduce_dtype)
         if self.execution not in EXECUTIONS:
             raise StrategyError(f"no execution {self.execution!r} is known", fix=f"use {' or '.join(EXECUTIONS)}")
+        if not 1.0 <= self.expert_load < math.inf:
+            raise StrategyError(
+                f"experts of a device get {self.expert_load} times the mean of their rows",
+                fix="give expert_load=1.0, balanced routing, or more",
+            )
         passes.check(self.micro_batches)
         fixed_recompute.check(self.recompute)
         tiling.check(self.tile)
@@ -287,7 +295,7 @@ def _problem(
         fold if options.folded else unfolded, dict(options.fixed),
         {**options.pin, **dict(options.forbid), **dict.fromkeys(globs_of(options.strategy), "")},
         on_host, options.micro_batches, muon, options.execution,
-        may_cut_sequence(options.strategy, mesh, captured.signature.samples),
+        may_cut_sequence(options.strategy, mesh, captured.signature.samples), options.expert_load,
     )  # fmt: skip
     problem.fits = fitting(problem, options.overlay) if options.overlay is not None else {}
     return problem

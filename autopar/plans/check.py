@@ -15,8 +15,9 @@ from .. import rules
 from ..errors import PlanIncompatible
 from ..ir.casts import CAST, own_casts
 from ..ir.graph import PARTNERS, describe, is_op, outputs_of, tensor_arguments, tensor_of, values_of
-from ..ir.layout import Layout, is_even, is_legal
+from ..ir.layout import ROWS, Layout, is_even, is_legal
 from ..ir.mesh import Mesh
+from ..rules.expert_rows import has_rows
 from ..rules.loss_regions import loss_regions
 from ..rules.rule import Strategy
 from .sharding import NodeSharding, Sharding
@@ -118,7 +119,7 @@ def _is_offered(node: fx.Node, decision: NodeSharding, mesh: Mesh, reduced_after
     # As what it casts, in any order of axes; the one term of a sum over an axis of one device is the sum.
     if node.target is CAST and len(inputs) == 1 and decision.inputs == decision.outputs:
         (layout,) = decision.inputs
-        terms = {op for axis, op in layout.partial if mesh.size(axis) > 1}
+        terms = {op for axis, op in layout.partial if mesh.size(axis) > 1} - ({ROWS} if has_rows(node) else set())
         is_linear = reduced_after or (rule is not None and frozenset({0}) in rule.linear)
         sums = not terms or (is_linear and terms == {"sum"})
         return sums and len(layout.dims) == len(inputs[0]) and is_legal(inputs[0], layout, mesh)

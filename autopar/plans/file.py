@@ -235,6 +235,7 @@ OPTIONAL: Json = {
     "batches": [],
     "tiled": [],
     "packed": 0,
+    "routing": {"load": 1.0, "worst_peak_bytes": 0.0, "sent_bytes": 0.0, "gathered_bytes": 0.0},
     "update_seconds": 0.0,
     "flops": NO_FLOPS,
     "program": NO_PROGRAM,
@@ -268,6 +269,7 @@ SCHEMA: Kind = {
     "flops": {"model": amount, "dtype": text, "peak_per_second": amount, "published": amount},
     "program": {"choices": count, "excluded": count, "decided": count, "variables": count, "proved": flag},
     "outputs": [{"name": text, "shape": [count], "layout": text, "wire_bytes": amount, "seconds": amount}],
+    "routing": {"load": amount, "worst_peak_bytes": amount, "sent_bytes": amount, "gathered_bytes": amount},
     "packed": count, "tiled": [{"node": text, "layer": text, "bytes_": amount, "seconds": amount}],
     "reduces_once": flag, "overlaps": flag, "samples": count,
     "pipeline": {

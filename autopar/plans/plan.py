@@ -134,6 +134,18 @@ class Offloaded:
 
 
 @dataclass(frozen=True)
+class Routing:
+    """Rows of experts that are where their experts are. `load`: rows that the busiest device is assumed to get over the
+    mean of all; `worst_peak_bytes`: its peak if it gets all rows of every layer, 0 of stages. `sent_bytes`: of a step,
+    by a device under balanced routing; `gathered_bytes`: if all devices got all tokens instead."""
+
+    load: float
+    worst_peak_bytes: float
+    sent_bytes: float
+    gathered_bytes: float
+
+
+@dataclass(frozen=True)
 class Flops:
     """The FLOPs of a step by the model's mathematics, over all devices, most of them in `dtype`, in which a device does
     `peak_per_second` at best. `published`: the largest share of that in published runs on such devices, 0 if none is
@@ -197,6 +209,7 @@ class Plan:
     outputs: tuple[Output, ...] = ()  # empty if all are whole on every device
     tiled: tuple[TiledLoss, ...] = ()  # last layers whose logits are never whole
     packed: int = 0  # attentions among documents in a row, told apart by numbers and not by a mask of all pairs
+    routing: Routing | None = None  # of experts whose rows are sent to them
     pipeline: Pipeline = Pipeline()  # the sharding is of one micro-batch, on the mesh of a stage
     planning_seconds: float = field(default=0.0, compare=False)
 
@@ -211,7 +224,7 @@ class Plan:
             "mesh": str(self.mesh), "sharding": sharding_to_json(self.sharding), "version": VERSION,
         }  # fmt: skip
         values.pop("planning_seconds")
-        for name in ("reduce_dtype", "state_dtype", "outputs", "batches", "tiled", "packed"):
+        for name in ("reduce_dtype", "state_dtype", "outputs", "batches", "tiled", "packed", "routing"):
             if not values[name]:
                 values.pop(name)
         data: Json = json.loads(json.dumps(values, default=asdict))  # lists for tuples
@@ -288,6 +301,7 @@ class Plan:
                 "offloaded": Offloaded(**fields["offloaded"]),
                 "flops": Flops(**fields.get("flops", {})),
                 "program": DecidedProgram(**fields.get("program", {})),
+                "routing": Routing(**fields["routing"]) if "routing" in fields else None,
                 "pipeline": pipeline,
                 "meshes": tuple(MeshCandidate(**m) for m in fields["meshes"]),
                 "batches": tuple(BatchCandidate(**b) for b in fields.get("batches", ())),

@@ -42,6 +42,7 @@ def _result(plan: Plan) -> list[str]:
         *words.unsharded(plan),
         *axis_lines(plan),
         *_packed(plan),
+        *routing_lines(plan),
         *words.batches(plan),
         *speed_lines(plan),
         *_trained(plan),
@@ -113,6 +114,20 @@ def _packed(plan: Plan) -> list[str]:
     return [
         f"documents packed into rows: {readers} their numbers instead of a mask of all pairs; priced as if a row were "
         "one document"
+    ]
+
+
+def routing_lines(plan: Plan) -> list[str]:
+    """Return lines on how experts' rows are assumed to be routed, what that sends and what the worst would hold; none
+    if no rows are sent to experts."""
+    if plan.routing is None:
+        return []
+    r = plan.routing
+    held = f"; peak {size(plan.peak_bytes)} so, {size(r.worst_peak_bytes)} if one device got all rows of its group"
+    return [
+        f"experts: the busiest device is assumed to get {r.load:.2f} times the mean of the rows"
+        + (held if r.worst_peak_bytes else ""),
+        f"rows of experts: {size(r.sent_bytes)} sent by a device, {size(r.gathered_bytes)} if all tokens were gathered",
     ]
 
 

@@ -16,7 +16,8 @@ from .localize import LOCAL
 from .rule import Dim, Rows, Rule
 
 aten = torch.ops.aten
-WAYS = {autopar.dispatch.default, autopar.combine.default}
+DISPATCHES = {autopar.dispatch.default, autopar.dispatch_tokens.default}
+WAYS = DISPATCHES | {autopar.combine.default, autopar.combine_tokens.default}
 PRODUCTS = {autopar.grouped_mm.default, autopar.grouped_mm_dw.default}
 # their local constants are of other dims than rows
 KEEPS_ROWS = {
@@ -75,7 +76,7 @@ def _mark(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if "rows" in node.meta:
             continue
-        node.meta["rows"] = node.target is autopar.dispatch.default
+        node.meta["rows"] = node.target in DISPATCHES
         if not is_op(node) or node.target in WAYS:
             continue
         if any(has_rows(a) for a in tensor_arguments(node)) and (rule := rule_of(node)) is not None:

@@ -58,6 +58,7 @@ class Rule:
     within: factors that cut further what another factor of the same dim, which is even, leaves to a device: only over
         axes over which that one cannot be cut.
     zigzag: those of them that may be cut in zigzag.
+    apart: factors that make a strategy another one than those with the same layouts: it sends less.
     """
 
     inputs: tuple[tuple[Dim, ...], ...]
@@ -68,6 +69,7 @@ class Rule:
     contiguous: frozenset[str] = frozenset()
     within: Mapping[str, str] = field(default_factory=dict, hash=False)
     zigzag: frozenset[str] = frozenset()
+    apart: frozenset[str] = frozenset()
 
     def factors(self) -> list[str]:
         """Return factor names in order of first use."""
@@ -152,12 +154,13 @@ def _strategies(
     for factor in rule.factors():
         options += [(factor, p) for p in (1, *dict(parts).get(factor, ()))]
     options += [("+" + ",".join(map(str, sorted(s))), 1) for s in rule.linear]
-    result: dict[tuple[tuple[Layout, ...], tuple[Layout, ...]], Strategy] = {}
+    result: dict[tuple[object, ...], Strategy] = {}
     tensors = _tensors(rule, input_shapes, output_shapes)
     for choice in itertools.product(options, repeat=len(mesh.names)):
         strategy = _strategy(rule, choice, *tensors, mesh)
         if strategy is not None:
-            result.setdefault((strategy.inputs, strategy.outputs), strategy)
+            apart = not rule.apart.isdisjoint(strategy.choice)
+            result.setdefault((strategy.inputs, strategy.outputs, apart), strategy)
     return tuple(result.values())
 
 
@@ -194,6 +197,7 @@ class _Tensor:
 
     def __init__(self, rule: Rule, dims: tuple[Dim, ...], shape: Sequence[int], argument: int | None):
         self.dims, self.shape, self.reduction, self.within = dims, shape, rule.reduction, rule.within
+        self.even = rule.even
         own = set(names_in(dims))
         inputs = {name for one in rule.inputs for name in names_in(one)}
         self.summed_away = inputs - own if argument is None else set()
@@ -232,6 +236,9 @@ class _Tensor:
                     return None
                 owned += [(axis, ROWS) for factor in owners for axis in sharded[factor]]
                 by = {axis for entry in cut for axis in sharded[name_of(entry)]}
+                count = math.prod(map(mesh.size, by))
+                if any(self.even[name_of(entry)] % count for entry in cut if name_of(entry) in self.even):
+                    return None
                 last = {axis for e in cut if isinstance(e, Rows) and e.innermost for axis in sharded[e.factor]}
                 axes.append(tuple(sorted(by, key=lambda axis: (axis in last, mesh.names.index(axis)))))
                 counts.append(1)

@@ -93,6 +93,8 @@ enter("autopar.linear_dw.default", einsum("... o, ... i -> o i", [0], [1]))
 enter("autopar.grouped_mm.default autopar.grouped_mm_dw.default", experts.grouped)
 enter("autopar.dispatch.default", experts.dispatch)
 enter("autopar.combine.default", experts.combine)
+enter("autopar.dispatch_tokens.default", experts.dispatch_tokens)
+enter("autopar.combine_tokens.default", experts.combine_tokens)
 
 # quantized weights
 enter("autopar.dequantize.default", layers.dequantize)

@@ -3,6 +3,10 @@ experts.
 
 Between them lie the products of one grouping, forward and backward, and all ops between those that treat rows alike
 (gates, activations). Both change nothing: what they allow is another layout (autopar/rules/experts.py).
+
+Where rows are copies of tokens and their results are added up again, weighted, tokens are dispatched instead
+(`dispatch_tokens`) and sums come back (`combine_tokens`). The weights and what their gradients need of the results go
+to the experts as well.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from ...ir.graph import call, is_op, is_tensor, mark_phases, operand, renumbered
 from ...ops import autopar
 from ...rules import rule_of
 from ...rules.expert_rows import PRODUCTS, row_factor
+from . import rows_of_tokens
 
 aten = torch.ops.aten
 VIEWS = {aten.reshape.default, aten.unsqueeze.default, aten.expand.default, aten.squeeze.dim}
@@ -46,10 +51,13 @@ class _Region:
         self.group = operand(products[0], 2)
         self.inside: dict[fx.Node, list[bool]] = {node: _rows_of_product(node) for node in products}  # which are rows
         self.dispatched: dict[fx.Node, fx.Node] = {}
+        self.dtype = products[0].meta["val"].dtype
         self._add_between()
+        self._add_before()
 
     def _add_between(self) -> None:
-        """Find the ops that lead from one product's rows to another's."""
+        """Find the ops that lead from one product's rows to another's, to sums of the rows of a token, and beside these
+        to a number for each row, as the gradients of weights are."""
         made, found = {p for p in self.products if p.target is autopar.grouped_mm.default}, {}
         for node in self.graph.nodes:
             if not is_op(node) or node in self.products or not {tensor_of(a)[0] for a in tensor_arguments(node)} & made:
@@ -59,10 +67,29 @@ class _Region:
                 found[node] = is_rows
                 made.add(node)
         wanted = {tensor_of(a)[0] for p in self.products for a in tensor_arguments(p)}
+        summed = {node for node in found if _is_summed(node)}
+        if summed:
+            wanted |= summed | {node for node in found if is_tensor(node) and _width(node) == 1}
         for node in reversed(found):
             if node in wanted:
                 self.inside[node] = found[node]
                 wanted |= {tensor_of(a)[0] for a in tensor_arguments(node)}
+
+    def _add_before(self) -> None:
+        """Find the ops between copies of tokens and what reads them, where all others of their rows are as small as a
+        weight."""
+        for node in reversed(self.graph.nodes):
+            if is_op(node) and is_tensor(node) and node not in self.inside and self._is_read_inside_alone(node):
+                is_rows = _copies_with_weights(node)
+                if any(is_rows):
+                    self.inside[node] = is_rows
+
+    def _is_read_inside_alone(self, node: fx.Node) -> bool:
+        def reads_rows(user: fx.Node) -> bool:
+            arguments = tensor_arguments(user)
+            return user in self.inside and all(f for a, f in zip(arguments, self.inside[user]) if a is node)
+
+        return bool(node.users) and all(map(reads_rows, node.users))
 
     def enclose(self) -> None:
         """Send what the region reads to its experts, and what others read of it back."""
@@ -84,8 +111,12 @@ class _Region:
         if tensor_of(value)[0] in self.inside:
             return value
         key = self.group if _origin(value) == _origin(self.group) else value
+        if _width(value) == 1:
+            key = _origin(value)  # weights: what the backward makes again is what the forward dispatched
         if key not in self.dispatched:
-            if value.target is aten.index.Tensor and value.all_input_nodes[1:] == [self.group]:
+            if (copies := rows_of_tokens.copied(value)) is not None:
+                made = self._rows_of_tokens(copies.tokens(value), copies.active, value)
+            elif value.target is aten.index.Tensor and value.all_input_nodes[1:] == [self.group]:
                 made = call(value, aten.index.Tensor, value.args[0], [self._rows(self.group)])
             else:
                 made = call(value, autopar.dispatch.default, value, self.group, self.experts)
@@ -93,14 +124,66 @@ class _Region:
             self.dispatched[key] = made
         return self.dispatched[key]
 
+    def _rows_of_tokens(self, tokens: fx.Node, active: int, value: fx.Node) -> fx.Node:
+        """Return the rows that tokens make, at their experts; sent in the narrower type that they had before a cast."""
+        sent, wide = rows_of_tokens.narrowed(tokens)
+        rows = call(value, autopar.dispatch_tokens.default, sent, self.group, self.experts)
+        if wide is None:
+            return rows
+        rows.meta["val"] = value.meta["val"].to(sent.meta["val"].dtype)
+        made = call(value, aten._to_copy.default, rows, dtype=wide)
+        return made
+
     def _bring_back(self, value: fx.Node) -> None:
         others = [user for user in value.users if user not in self.inside]
+        for user in list(others):
+            if found := rows_of_tokens.sums(user, value):
+                self._bring_back_sums(value, user.meta["val"].shape[1], found)
+                others.remove(user)
         if others:
             with self.graph.inserting_after(value):
                 back = call(value, autopar.combine.default, value, self.group, self.experts)
             back.meta["val"] = value.meta["val"]
             for user in others:
                 user.replace_input_with(value, back)
+
+    def _bring_back_sums(self, value: fx.Node, active: int, sums: list[fx.Node]) -> None:
+        """Replace sums of the rows of each token by what comes back."""
+        for node in sums:
+            with self.graph.inserting_before(node):
+                dtype = min(self.dtype, value.meta["val"].dtype, key=lambda d: d.itemsize)
+                made = call(node, autopar.combine_tokens.default, value, self.group, self.experts, active, dtype)
+                made.meta["val"] = node.meta["val"].reshape(-1, *value.meta["val"].shape[1:])
+                if made.meta["val"].shape != node.meta["val"].shape:
+                    shaped = call(node, aten.unsqueeze.default, made, 1)
+                    shaped.meta["val"], made = node.meta["val"], shaped
+            node.replace_all_uses_with(made)
+
+
+def _is_summed(node: fx.Node) -> bool:
+    """Return whether rows are added up in their tokens."""
+    return is_tensor(node) and any(rows_of_tokens.sums(user, node) for user in node.users)
+
+
+def _copies_with_weights(node: fx.Node) -> list[bool]:
+    """Return which arguments of an op are rows, if some are copies of tokens, or made of such, and the others hold a
+    number for each; none for any other op."""
+    rule = rule_of(node)
+    arguments = tensor_arguments(node)
+    if rule is None or not rule.outputs or not rule.outputs[0] or rule.outputs[0][0] is None:
+        return []
+    factor = rule.outputs[0][0]
+    is_rows = [bool(dims) and dims[0] == factor for dims in rule.inputs]
+    rows = [a for a, flag in zip(arguments, is_rows) if flag]
+    if row_factor(node, rule, is_rows) != factor:
+        return []
+    made = [a for a in rows if rows_of_tokens.copied(a) is not None or is_op(a) and any(_copies_with_weights(a))]
+    return is_rows if made and all(a in made or _width(a) == 1 for a in rows) else []
+
+
+def _width(node: fx.Node) -> int:
+    """Return the elements of a row."""
+    return node.meta["val"][0].numel() if node.meta["val"].dim() and len(node.meta["val"]) else 0
 
 
 def _rows_of(node: fx.Node, made: set[fx.Node]) -> list[bool]:

@@ -23,7 +23,6 @@ from ...plans.sharding import NodeSharding
 from .emit import Builder, Collective
 
 aten = torch.ops.aten
-WAYS = (autopar.dispatch.default, autopar.combine.default)
 
 
 class RowExchange:
@@ -37,45 +36,49 @@ class RowExchange:
         """Return the local value of a dispatch or combine."""
         is_way_back = node.target is autopar.combine.default
         layout = sharding.inputs[0] if is_way_back else sharding.outputs[0]
-        axes = tuple(a for a in layout.owned_axes if self.mesh.size(a) > 1)
-        axes = tuple(a for a in self.mesh.names if a in axes)
+        axes = self.owned_axes(layout)
         if not axes:
             return x
         shape = local_shape(node.meta["val"].shape, sharding.outputs[0], self.mesh, self.coordinate)
         if set(axes) & set(sharding.inputs[1].sharding_axes):
-            return self._sent(node, x, self._route(group, axes, experts), axes, is_way_back, shape[0])
-        owned = (*layout.dims[0],)
-        rows = local_shape(group.meta["global"].shape, Layout((owned,)), self.mesh, self.coordinate)[0]
-        picked = self._picked(group, axes, experts, rows)
+            return self._sent(node, x, self.route(group, axes, experts), axes, is_way_back, shape[0])
+        picked = self.picked(group, layout, experts)
         if not is_way_back:
             return self.builder.call(aten.index_select.default, x, 0, picked, name=node.name)
         zeros = self.builder.call(aten.new_zeros.default, x, list(shape), name=f"{node.name}_zeros")
         return self.builder.call(aten.index_copy.default, zeros, 0, picked, x, name=node.name)
 
-    def _firsts(self, axes: tuple[str, ...], experts: int) -> list[int]:
+    def owned_axes(self, layout: Layout) -> tuple[str, ...]:
+        """Return the axes of several devices over which rows are where their experts are."""
+        return tuple(a for a in self.mesh.names if a in layout.owned_axes and self.mesh.size(a) > 1)
+
+    def firsts(self, axes: tuple[str, ...], experts: int) -> list[int]:
         """Return the first expert of every device along some axes but the first."""
         places = [self.mesh.coordinate(rank) for rank in self.mesh.group(axes, self.rank)]
         return [local_offset((experts,), Layout((axes,)), self.mesh, place, 0) for place in places[1:]]
 
-    def _picked(self, group: fx.Node, axes: tuple[str, ...], experts: int, rows: int) -> fx.Node:
+    def picked(self, group: fx.Node, layout: Layout, experts: int) -> fx.Node:
+        """Return which of all rows a device picks whose rows have a layout."""
+        axes = self.owned_axes(layout)
+        rows = local_shape(group.meta["global"].shape, Layout((layout.dims[0],)), self.mesh, self.coordinate)[0]
         key = (group, axes, "picked")
         if key not in self.routes:
             place = self.mesh.group(axes, self.rank).index(self.rank)
-            firsts = self._firsts(axes, experts)
-            self.routes[key] = (self._helper(group, autopar.own_rows.default, group, firsts, place, rows),)
+            firsts = self.firsts(axes, experts)
+            self.routes[key] = (self.helper(group, autopar.own_rows.default, group, firsts, place, rows),)
         return self.routes[key][0]
 
-    def _route(self, group: fx.Node, axes: tuple[str, ...], experts: int) -> tuple[fx.Node, ...]:
+    def route(self, group: fx.Node, axes: tuple[str, ...], experts: int) -> tuple[fx.Node, ...]:
         """Return the order of rows by owner, its inverse, and the counts of rows that are sent and received."""
         key = (group, axes, "sent")
         if key not in self.routes:
-            firsts, ways, name = self._firsts(axes, experts), [1] * math.prod(map(self.mesh.size, axes)), ",".join(axes)
-            route = self._helper(group, autopar.route.default, group, firsts)
-            order, inverse, sent = (self._helper(group, operator.getitem, route, i) for i in range(3))
-            started = self._helper(group, c10d.all_to_all_single.default, sent, ways, ways, name)
-            self._mark(started, sent, axes, f"{group.name}_counts")
-            received = self._helper(group, c10d.wait_tensor.default, started)
-            counts = self._helper(group, autopar.counts_on_host.default, sent, received)
+            firsts, ways, name = self.firsts(axes, experts), [1] * math.prod(map(self.mesh.size, axes)), ",".join(axes)
+            route = self.helper(group, autopar.route.default, group, firsts)
+            order, inverse, sent = (self.helper(group, operator.getitem, route, i) for i in range(3))
+            started = self.helper(group, c10d.all_to_all_single.default, sent, ways, ways, name)
+            self.mark(started, bytes_of(sent.meta["val"]), axes, f"{group.name}_counts")
+            received = self.helper(group, c10d.wait_tensor.default, started)
+            counts = self.helper(group, autopar.counts_on_host.default, sent, received)
             self.routes[key] = order, inverse, counts
         return self.routes[key]
 
@@ -84,21 +87,27 @@ class RowExchange:
         order, inverse, counts = route
         if not is_way_back:
             x = self.builder.call(aten.index_select.default, x, 0, order, name=f"{node.name}_sorted")
-        arguments = (x, counts, is_way_back, rows, ",".join(axes))
-        y = self.builder.call(autopar.exchange_rows.default, *arguments, name=f"{node.name}_exchange")
-        self._mark(y, x, axes, node.name)
+        y = self.exchange(node, x, counts, axes, is_way_back, rows, bytes_of(x.meta["val"]))
         if is_way_back:
             y = self.builder.call(aten.index_select.default, y, 0, inverse, name=node.name)
         return y
 
-    def _mark(self, started: fx.Node, x: fx.Node, axes: tuple[str, ...], tensor: str) -> None:
+    def exchange(self, node: fx.Node, x: fx.Node, counts: fx.Node, axes: tuple[str, ...], is_way_back: bool,
+                 expected: int, moved_bytes: float) -> fx.Node:  # fmt: skip
+        """Send rows and receive `expected` others. `moved_bytes`: of the rows of a device, those for itself among
+        them."""
+        arguments = (x, counts, is_way_back, expected, ",".join(axes))
+        y = self.builder.call(autopar.exchange_rows.default, *arguments, name=f"{node.name}_exchange")
+        self.mark(y, moved_bytes, axes, node.name)
+        return y
+
+    def mark(self, started: fx.Node, moved_bytes: float, axes: tuple[str, ...], tensor: str) -> None:
         """Say what a collective sends if experts get equal numbers of rows."""
         ways, phase = math.prod(map(self.mesh.size, axes)), started.meta.get("phase", "forward")
-        sent = bytes_of(x.meta["val"]) * (ways - 1) / ways
-        started.meta["collective"] = Collective("all_to_all", axes, sent, tensor, phase)
-        started.meta["tensor_bytes"] = bytes_of(x.meta["val"]) * ways
+        started.meta["collective"] = Collective("all_to_all", axes, moved_bytes * (ways - 1) / ways, tensor, phase)
+        started.meta["tensor_bytes"] = moved_bytes * ways
 
-    def _helper(self, group: fx.Node, target, *args) -> fx.Node:
+    def helper(self, group: fx.Node, target, *args) -> fx.Node:
         """Add an op beside the value that is moved, with neither its layout nor its global shape."""
         before = self.builder.meta
         self.builder.meta = {key: before[key] for key in ("phase", "module", "source") if key in before}

@@ -37,13 +37,15 @@ from torch import fx
 
 from ... import rules
 from ..._torch import graph_module, tree_flatten, tree_unflatten
+from ...cost.exchange import IDENTITIES, WAYS
 from ...errors import VerifyError
 from ...ir.casts import own_casts
 from ...ir.graph import OutputRole, describe, is_tensor, operand, outputs_of, tensor_arguments, tensor_of, values_of
 from ...ir.layout import Layout, is_partial_sum, local_part, local_shape
 from ...plans.sharding import NodeSharding, Sharding
 from .emit import Builder, Emitter
-from .exchange_rows import WAYS, RowExchange
+from .exchange_rows import RowExchange
+from .exchange_tokens import TokenExchange
 from .ring_attention import RingAttention
 from .zigzag_attention import ZigzagAttention
 
@@ -84,11 +86,12 @@ class _Localizer:
     def __init__(self, joint, sharding: Sharding, rank: int, reduce_scatter: str, coordinate: Mapping | None = None,
                  reduce_dtype: torch.dtype | None = None):  # fmt: skip
         self.joint, self.sharding, self.mesh, self.rank = joint, sharding, sharding.mesh, rank
-        self.coordinate = coordinate or self.mesh.coordinate(rank)
+        self.coordinate, self.is_micro_batch = coordinate or self.mesh.coordinate(rank), coordinate is not None
         self.root = torch.nn.Module()
         self.builder = Builder(fx.Graph())
         self.emitter = Emitter(self.builder, self.mesh, self.coordinate, reduce_scatter)
         self.exchange = RowExchange(self.builder, self.mesh, self.coordinate, rank)
+        self.exchange_tokens = TokenExchange(self.exchange)
         self.ring = RingAttention(self.builder, self.mesh, self.coordinate, rank)
         self.zigzag = ZigzagAttention(self.builder, self.mesh, self.coordinate)
         self.own: dict[tuple[str, int], tuple[fx.Node, Layout]] = {}
@@ -160,7 +163,7 @@ class _Localizer:
         else:
             flat = [self._copy(a, next(layouts), node.meta["phase"], node) if is_tensor(a) else a for a in flat]
         args, kwargs = tree_unflatten(flat, spec)
-        if node.target in WAYS:
+        if node.target in WAYS and not self.is_micro_batch:  # which are planned and localized in their turn
             self._exchange(node, sharding, args)
             return
         if self.ring.goes_round(node, sharding):
@@ -190,7 +193,8 @@ class _Localizer:
     def _exchange(self, node: fx.Node, sharding, args) -> None:
         """Send rows to their experts or back."""
         self.builder.meta = _origin(node)
-        local = self.exchange(node, sharding, *args)
+        exchange = self.exchange if node.target in IDENTITIES else self.exchange_tokens
+        local = exchange(node, sharding, *args)
         self._check(node, values_of(local), sharding)
         if local is not args[0]:
             local.meta |= {"global": node.meta["val"], "layout": sharding.outputs[0]}

@@ -20,6 +20,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ops import autopar
 from autopar.planner.plan import PlanOptions, make_plan
 from autopar.rules import rule_of, strategies
+from autopar.rules.experts import ONCE
 from autopar.simulate import step
 from autopar.simulate.compare import verify_plan
 from autopar.simulate.oracle import global_values, one_device_step, relative_error
@@ -213,11 +214,11 @@ def exchanges(plan, captured, rank: int = 0):
 def test_rows_are_sent_to_their_experts(ways):
     """Forward and back, and so do their gradients, and the rows once more for the gradient of the first matrices:
     T k d (P - 1) / P bytes of all devices each time; the plan tells no less than the program says."""
-    tokens, active = 64 * 3, 2
+    tokens, active = 64 * 3, 1  # several a token: test_tokens_once.py
     model, given = Mixture(4, active), inputs(64)
-    plan, captured = step.plan_and_capture(
-        model, f"ep={ways}", given, hardware="cpu-gloo", baselines=False, strategy="expert"
-    )
+    captured = compiler.trace(model, given)
+    options = PlanOptions(toy(link=1e6), strategy="expert", baselines=False)
+    plan = make_plan(captured, Mesh.parse(f"ep={ways}"), options)
     sent = [node.meta["collective"].wire_bytes for node in exchanges(plan, captured)]
     rows = tokens * active / ways * (ways - 1) / ways
     assert sent.count(rows * 8 * HIDDEN) == 5 and {*sent} <= {rows * 8 * HIDDEN, rows * 8}
@@ -229,16 +230,18 @@ def test_rows_are_sent_to_their_experts(ways):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_no_row_is_lost_on_real_processes(routing):
-    gloo.run(2, _on_processes, routing, seconds=200)
+@pytest.mark.parametrize("active", [2, 1])
+def test_no_row_is_lost_on_real_processes(active, routing):
+    gloo.run(2, _on_processes, active, routing, seconds=200)
 
 
-def _on_processes(rank: int, routing: str) -> None:
-    model, given = Mixture(3, 1, routing), inputs(4, 2)
-    reference = Mixture(3, 1, routing)
+def _on_processes(rank: int, active: int, routing: str) -> None:
+    model, given = Mixture(3, active, routing), inputs(4, 2)
+    reference = Mixture(3, active, routing)
     reference(*given).backward()
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
-    parallel = compile_(model, mesh, example_inputs=given, strategy="expert")
+    parallel = compile_(model, mesh, example_inputs=given, strategy="expert", hardware=toy(link=1e6))
+    assert any(ONCE in node.choice for node in parallel.plan.sharding.nodes.values()) == (active > 1)
     parallel(*given).backward()
     wanted = dict(reference.named_parameters())
     for name, parameter in parallel.named_parameters():

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from functools import cached_property
 
 import numpy as np
 import torch
 
+from ...cost.expert_load import load_of, load_of_rows
 from ...cost.transfer_prices import TransferPrices
 from ...ir.graph import operand
 from ...ir.layout import Layout, largest_local_numel
@@ -42,6 +44,7 @@ class Pricer:
         self.problem, self.prices, self.redistribute = problem, prices, prices.redistribute
         self.bucket_bytes, self.reduce_dtype = bucket_bytes, reduce_dtype
         self.micro_batches, self.reduces_once, self.gathers_once = micro_batches, reduces_once, gathers_once
+        self.expert_load = problem.expert_load
         self._local: dict[tuple, float] = {}
         self._inside: dict[tuple[int, int], float] = {}
         self._tables: dict[tuple[float, float], np.ndarray] = {}
@@ -151,11 +154,20 @@ class Pricer:
         """Return the bytes on the device that holds most of a tensor of any problem in this layout."""
         key = (tuple(value.shape), value.element_size(), layout)
         if key not in self._local:
-            self._local[key] = float(largest_local_numel(value.shape, layout, self.problem.mesh) * value.element_size())
+            local_bytes = largest_local_numel(value.shape, layout, self.problem.mesh) * value.element_size()
+            self._local[key] = local_bytes * load_of_rows(layout, self.problem.mesh, self.expert_load)
         return self._local[key]
+
+    def with_load(self, expert_load: float) -> Pricer:
+        """Return a pricer under which the busiest device of experts has so many times the mean of their rows."""
+        other = copy(self)
+        other.expert_load, other._local, other._inside = expert_load, {}, {}
+        return other
 
     def inside_bytes(self, vertex: Vertex, k: int) -> float:
         """Return the bytes that an op allocates while it runs under the strategy `k` of its class."""
         if (key := (vertex.cls, k)) not in self._inside:
-            self._inside[key] = inside_bytes(self.problem, vertex, self.problem.choices(vertex.index).strategies[k])
+            strategy = self.problem.classes[vertex.cls].strategies[k]
+            load = load_of(vertex.node, strategy, self.problem.mesh, self.expert_load)
+            self._inside[key] = load * inside_bytes(self.problem, vertex, strategy)
         return self._inside[key]

@@ -19,7 +19,7 @@ from ...frontend.export import Captured
 from ...ir.graph import fingerprint
 from ...ir.mesh import Mesh
 from ...plans.pipeline import AXIS, axis_of, inside
-from ...plans.plan import Alternative, Plan
+from ...plans.plan import Alternative, Plan, Routing
 from ...schedule.actions import Schedule
 from ...schedule.catalogue import KINDS, canonical
 from ...utils.format import percent, size
@@ -217,7 +217,7 @@ def described(best: Candidate, candidates: list[Candidate], captured: Captured, 
         step_seconds=step, bound=bound, gap=1 - bound / step if step else 0.0,
         compute_seconds=inner.compute_seconds * best.search.share / ranks,
         recompute_seconds=inner.recompute_seconds * best.search.share / ranks,
-        update_seconds=evaluated.parameter_seconds,
+        update_seconds=evaluated.parameter_seconds, routing=_routing(inner.routing, ranks),
         flops=replace(inner.flops, model=inner.flops.model * sum(pipeline.shares) / sum(inner.pipeline.shares)),
         outputs=outputs_in(inner.sharding, best.inner.whole[0], best.inner.pricer, captured),
         communication_seconds=evaluated.communication_seconds, exposed_seconds=_exposed(evaluated),
@@ -227,6 +227,14 @@ def described(best: Candidate, candidates: list[Candidate], captured: Captured, 
     )  # fmt: skip
     staged = Staged(plan, evaluated, tuple(t.evaluated for t in candidates), best)
     return replace(best.inner, captured=captured, micro=best.micro, staged=staged)
+
+
+def _routing(inner: Routing | None, ranks: int) -> Routing | None:
+    """Return what is assumed of routing where the layers are on so many ranks."""
+    if inner is None:
+        return None
+    sent, gathered = (bytes_ / ranks for bytes_ in (inner.sent_bytes, inner.gathered_bytes))
+    return replace(inner, worst_peak_bytes=0.0, sent_bytes=sent, gathered_bytes=gathered)
 
 
 def _alternative(name: str, one: Estimate | Candidate | AutoparError) -> Alternative:

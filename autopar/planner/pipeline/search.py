@@ -48,7 +48,7 @@ LESS = 0.95  # of what a next plan of a micro-batch may hold, so that it is anot
 MOST_LIMITS = 3  # on the memory of a micro-batch's plan that are tried, until its stages fit
 MOST_CUTS = 3  # of one schedule, each with less memory than the one before, until its evaluation agrees that it fits
 LITTLE = 1e-2  # of the compute: what all memory of the ranks is worth to the fastest plan
-MEMORY_PRICES = (0.1, 1.0)  # the same to others
+MEMORY_PRICES = (0.1, 1.0, 10.0)  # the same to others; at the last, experts are no longer gathered
 ROUGH = Search(gap=1e-2, largest_program=0)  # of which none is the best: as far as they are searched
 MOST_RECOMPUTE_ROUNDS = 4  # times that a cut is given more to compute again
 

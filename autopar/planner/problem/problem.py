@@ -56,6 +56,7 @@ class Problem:
         default_factory=dict
     )  # by class, strategies that another graph allows (see overlay.py)
     orthogonalize: OrthogonalizeCost | None = None
+    expert_load: float = 1.0
     tiled: tuple[LossRegion, ...] = ()  # computed in blocks, see tiled_loss.py
     _copies: dict[int, Sequence[int]] = field(default_factory=dict, init=False, repr=False)
 
@@ -94,6 +95,18 @@ class Problem:
         nodes = {node for region in self.tiled for node in (region.sums, region.dx, region.dw)}
         return frozenset(v.index for v in self.vertices if v.node in nodes and v.kind == "op")
 
+    @cached_property
+    def owned_axes(self) -> Mapping[int, list[tuple[str, ...]]]:
+        """Return, for every class that may have rows by owner, the axes over which each of its strategies has them."""
+        found = {
+            cls: [
+                tuple(sorted({axis for layout in (*s.inputs, *s.outputs) for axis in layout.owned_axes}))
+                for s in options.strategies
+            ]
+            for cls, options in self.classes.items()
+        }
+        return {cls: axes for cls, axes in found.items() if any(axes)}
+
     def whole_nodes(self, node: fx.Node, first: int) -> list[fx.Node]:
         """Return the nodes of the whole graph that a node of the planned graph stands for; for `first` see `copies`."""
         return [node] if self.compact is None else self.compact.nodes(node, first)
@@ -116,10 +129,12 @@ def build(
     orthogonalize: OrthogonalizeCost | None = None,
     execution: str = EAGER,
     zigzag: bool = False,
+    expert_load: float = 1.0,
 ) -> Problem:
     """Return the problem of a captured joint graph, of a step of so many `passes`. `fixed` gives layouts by placeholder
     name; `orthogonalize`: the price of Muon's updates of matrices; `execution`: how the graph runs; `zigzag`:
-    whether sequences may be cut so. `fold` gives the classes; leaves that different `pins` name do not share one."""
+    whether sequences may be cut so; `expert_load` as in `ComputeCost`. `fold` gives the classes; leaves that different
+    `pins` name do not share one."""
     compact = captured.compact
     graph = compact.graph if compact else captured.graph
     vertices, uses = vertices_of(graph)
@@ -147,7 +162,8 @@ def build(
     for v, cls in zip(vertices, fold(vertices, uses)):
         v.cls = cls
     _couple(vertices, uses)
-    cost, update = ComputeCost(hardware, execution), UpdateCost(hardware.reached_memory_bytes_per_second, passes)
+    cost = ComputeCost(hardware, execution, expert_load)
+    update = UpdateCost(hardware.reached_memory_bytes_per_second, passes)
     classes: dict[int, Choices] = {}
     for v in vertices:
         if v.cls not in classes:
@@ -187,6 +203,7 @@ def build(
         offload,
         compact,
         orthogonalize=orthogonalize,
+        expert_load=expert_load,
     )
     for v, copies in zip(vertices, problem.copies(problem.half)):
         classes[v.cls].copies += copies

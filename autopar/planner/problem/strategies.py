@@ -11,6 +11,7 @@ from torch import fx
 from ... import rules
 from ...cost.compute import ComputeCost, fused_inputs
 from ...cost.exchange import WAYS, exchange_seconds, moves_rows
+from ...cost.expert_load import load_of
 from ...cost.memory import Optimizer
 from ...cost.orthogonalize import OrthogonalizeCost
 from ...cost.update import UpdateCost
@@ -19,6 +20,7 @@ from ...ir.graph import bytes_of, is_foreign, tensor_arguments, tensor_of, value
 from ...ir.layout import ZIGZAG, Layout, fraction, is_even, is_legal, largest_local_numel
 from ...ir.mesh import Mesh
 from ...rules import Rule, Strategy
+from ...rules.expert_rows import has_rows
 from .offload import Offload
 from .vertices import STATE, Vertex
 
@@ -173,7 +175,7 @@ def _op_choices(node: fx.Node, rule: Rule | None, part_sets, mesh: Mesh, cost: C
         )
         options = [whole]
     else:
-        if node.target not in (*PASS_PARTIAL, *WAYS) and not is_foreign(node):
+        if node.target not in (*PASS_PARTIAL, *WAYS) and not is_foreign(node) and not has_rows(node):
             rule = replace(rule, linear=())
         parts = rules.factor_parts(node, rule, part_sets)
         options = rules.strategies(rule, [a.shape for a in arguments], [o.shape for o in outputs], mesh, parts)
@@ -196,7 +198,20 @@ def _op_choices(node: fx.Node, rule: Rule | None, part_sets, mesh: Mesh, cost: C
         if not is_fused_away:
             traffic += sum(bytes_of(value) * fraction(layout, mesh) for value, layout in zip(outputs, option.outputs))
         price = cost.seconds(node, option, mesh, traffic) if moves_rows(node, option) else 0.0
-        seconds.append(price + exchange_seconds(node, option, mesh, cost.hardware))
+        load = load_of(node, option, mesh, cost.expert_load)
+        seconds.append(load * (price + exchange_seconds(node, option, mesh, cost.hardware)))
+    if rule is not None and rule.apart:
+        options, seconds = _cheapest(options, seconds)
     choices = _free(options)
     choices.seconds = np.array(seconds)
     return choices
+
+
+def _cheapest(options: list[Strategy], seconds: list[float]) -> tuple[list[Strategy], list[float]]:
+    """Return one strategy for any layouts, the cheapest: others of the same layouts are never better."""
+    best: dict[tuple[object, ...], tuple[Strategy, float]] = {}
+    for option, price in zip(options, seconds):
+        layouts = option.inputs, option.outputs
+        if layouts not in best or price < best[layouts][1]:
+            best[layouts] = option, price
+    return [option for option, _ in best.values()], [price for _, price in best.values()]

@@ -7,7 +7,7 @@ class at once these are a few rows and columns of matrices.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -89,13 +89,16 @@ class LocalSearch:
         choice[cls] = here
         return np.array(values)
 
-    def improve(self, choice: dict[int, int], passes: int = 8) -> dict[int, int]:
-        """Change one class at a time for the better until nothing improves, in at most `passes` passes."""
+    def improve(
+        self, choice: dict[int, int], passes: int = 8, among: Mapping[int, np.ndarray] | None = None
+    ) -> dict[int, int]:
+        """Change one class at a time for the better until nothing improves, in at most `passes` passes. `among`: the
+        options that some classes may take, the others all that are allowed."""
         choice = dict(choice)
         for _ in range(passes):
             changed = False
             for i, cls in enumerate(self.dual.classes):
-                options = self.dual.index[i]
+                options = (among or {}).get(cls, self.dual.index[i])
                 if len(options) == 1:
                     continue
                 values = self.own[cls].copy()

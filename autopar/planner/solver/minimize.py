@@ -16,6 +16,7 @@ import numpy as np
 from .dual import Dual
 from .ilp import Program, Solution, flows_of
 from .local_search import LocalSearch
+from .owners import with_owners
 
 DUAL, ILP = "dual", "ilp"
 TURNS_TO_EXCLUDE = 16
@@ -78,6 +79,11 @@ def minimize(dual: Dual, starts: Sequence[dict[int, int]] = (), search: Search =
             value = tied.objective(pool[-1])
             if best is None or value < best.objective:
                 best = Solution(pool[-1], value, bound)
+            if turn == 3:
+                for other in with_owners(dual, tied, pool[-1]):
+                    pool.append(other)
+                    if (value := tied.objective(other)) < best.objective:
+                        best = Solution(other, value, bound)
         if is_over := _is_near(best, bound, search.gap):
             break
         if turn > 8 and bound - last < max(0.2 * search.gap * abs(bound), search.patience * (best.objective - bound)):

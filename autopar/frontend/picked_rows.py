@@ -1,0 +1,264 @@
+"""Trace loops over experts that a model's own code has: each expert takes the rows that were routed to it.
+
+How many those are is a value. Such a loop compares the numbers of the chosen experts with that of its turn (`chosen
+== i`), takes the places where they are equal (`torch.where`, `nonzero`), picks rows there, computes with them and
+adds what comes of it to a result (`index_add_`, `result[places] += rows`). Inside of `hand_written_experts` places
+and picked rows are stand-ins. What an expert computes is noted, and when the result is next read, the notes of all
+experts become one computation of all rows: a row for each chosen expert, in the order of the tokens, with the weights
+of its expert, whose products become `autopar::grouped_mm` (passes/canonicalize/experts.py). What experts compute must
+be the same but for their weights, and treat rows alike; anything else is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..errors import CaptureError
+
+INTEGERS = (torch.int32, torch.int64)
+
+
+def refuse(what: str) -> CaptureError:
+    return CaptureError(
+        f"a loop over experts {what}: how many rows an expert gets is a value, which a trace cannot follow",
+        fix="compute rows alike for every expert, and add them to the result where they were picked",
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Chosen:
+    """The places at which `of` (tokens..., slots), the numbers of chosen experts, are `expert`; its dims in another
+    `order` if it was permuted."""
+
+    of: Tensor
+    expert: int
+    order: tuple[int, ...]
+    any_slot: bool = False  # places of tokens, whichever slot it is
+
+    @property
+    def dims(self) -> int:
+        return len(self.order)
+
+
+class Some:
+    """A number of rows: all that is known is that there may be some."""
+
+    def __eq__(self, other: object) -> bool:  # type: ignore[override]
+        return self._compared(other, False)
+
+    def __ne__(self, other: object) -> bool:  # type: ignore[override]
+        return self._compared(other, True)
+
+    def __gt__(self, other: object) -> bool:
+        return self._compared(other, True)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def item(self) -> Some:
+        return self
+
+    __hash__ = object.__hash__
+
+    @staticmethod
+    def _compared(other: object, result: bool) -> bool:
+        if type(other) is not int or other != 0:
+            raise refuse("computes with the number of an expert's rows")
+        return result
+
+    def __getattr__(self, name: str):
+        raise refuse("computes with the number of an expert's rows")
+
+    def __index__(self) -> int:
+        raise refuse("computes with the number of an expert's rows")
+
+
+class StandIn:
+    """What functions of torch take for a tensor."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        raise refuse(f"calls {getattr(function, '__name__', function)} outside of the trace")
+
+
+class Places(StandIn):
+    """What `nonzero` and `where` give: the places along one dim, or (places, dims) of all if `dim` is None."""
+
+    def __init__(self, chosen: Chosen, dim: int | None):
+        self.chosen, self.dim = chosen, dim
+
+    def __getitem__(self, key: object) -> Places:
+        if self.dim is None and isinstance(key, tuple) and len(key) == 2 and key[0] == slice(None):
+            if type(key[1]) is int:
+                return Places(self.chosen, key[1] % self.chosen.dims)
+        if self.dim is not None and key in (None, (slice(None), None), (Ellipsis,), Ellipsis):
+            return self
+        raise refuse("takes a part of an expert's places")
+
+    def _along_one(self, *_: object) -> Places:
+        if self.dim is None and self.chosen.dims == 1:
+            return Places(self.chosen, 0)
+        if self.dim is None:
+            raise refuse("mixes the places along several dims")
+        return self
+
+    squeeze = flatten = view = reshape = _along_one
+
+    def unbind(self, dim: int = 0) -> tuple[Places, ...]:
+        return tuple(Places(self.chosen, d) for d in range(self.chosen.dims)) if dim in (1, -1) else ()
+
+    def numel(self) -> Some:
+        return Some()
+
+    def size(self, dim: int | None = None) -> object:
+        return Some() if dim == 0 else self.shape
+
+    def __len__(self) -> int:
+        raise refuse("asks for the number of an expert's rows")
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        return (Some(),)
+
+
+@dataclass(frozen=True, eq=False)
+class Note:
+    """What was computed with picked rows: a function with its arguments, some of them notes; or, without a function,
+    the rows of a tensor `args[0]` at the places of its first `args[1]` dims."""
+
+    function: Callable | None
+    args: tuple
+    kwargs: dict
+    item: int | None = None
+
+
+class Rows(StandIn):
+    """A stand-in for rows that an expert picked. `tail`: the shape of a row."""
+
+    def __init__(self, chosen: Chosen, note: Note, tail: tuple[int, ...], dtype: torch.dtype, device: torch.device):
+        self.chosen, self.note, self.tail, self.dtype, self.device = chosen, note, tail, dtype, device
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        return (Some(), *self.tail)
+
+    @property
+    def ndim(self) -> int:
+        return 1 + len(self.tail)
+
+    def dim(self) -> int:
+        return self.ndim
+
+    def size(self, dim: int | None = None) -> object:
+        return self.shape if dim is None else self.shape[dim]
+
+    def numel(self) -> Some:
+        return Some()
+
+    def __getattr__(self, name: str):
+        function = getattr(Tensor, name, None)
+        if name.startswith("__") or not callable(function):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: noted(function, (self, *args), kwargs)
+
+    def __getitem__(self, key: object) -> Rows:
+        return noted(Tensor.__getitem__, (self, key), {})
+
+
+def _operator(function: Callable, is_reverse: bool = False) -> Callable:
+    def method(self: Rows, other: object = None) -> Rows:
+        args = (self,) if function in (torch.neg,) else (other, self) if is_reverse else (self, other)
+        return noted(function, args, {})
+
+    return method
+
+
+for _name, _function in (("add", torch.add), ("sub", torch.sub), ("mul", torch.mul), ("truediv", torch.div),
+                         ("pow", torch.pow), ("matmul", torch.matmul)):  # fmt: skip
+    setattr(Rows, f"__{_name}__", _operator(_function))
+    setattr(Rows, f"__r{_name}__", _operator(_function, True))
+    setattr(Rows, f"__i{_name}__", _operator(_function))
+Rows.__neg__ = _operator(torch.neg)  # type: ignore[attr-defined]
+
+
+def picked(tensor: Tensor, chosen: Chosen, dims: int, *rest: object) -> Rows:
+    """Return the rows of a tensor at the places of its first dims."""
+    rows = Rows(chosen, Note(None, (tensor, dims), {}), tuple(tensor.shape[dims:]), tensor.dtype, tensor.device)
+    return rows[(slice(None), *rest)] if rest else rows
+
+
+POINTWISE = {
+    "add", "sub", "mul", "div", "true_divide", "pow", "neg", "exp", "tanh", "sigmoid", "relu", "silu", "gelu", "square",
+    "sqrt", "rsqrt", "abs", "clamp", "leaky_relu", "elu", "softplus", "mish", "hardswish", "hardtanh", "relu6",
+    "hardsigmoid", "selu", "logsigmoid", "erf", "float", "double", "half", "bfloat16", "to", "type_as", "type",
+    "contiguous", "clone", "dropout", "multiply", "divide", "sin", "cos", "log", "relu_", "silu_",
+}  # fmt: skip
+CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def noted(function: Callable, args: tuple, kwargs: dict) -> Any:
+    """Note a function of picked rows and return stand-ins for what it makes."""
+    rows = [a for a in (*args, *kwargs.values()) if isinstance(a, Rows)]
+    first = rows[0]
+    if any((r.chosen.of, r.chosen.expert) != (first.chosen.of, first.chosen.expert) for r in rows if r is not first):
+        raise refuse("mixes rows of several experts")
+    name = getattr(function, "__name__", str(function)).removeprefix("__").removesuffix("__")
+    note = Note(function, args, kwargs)
+
+    def made(tail: Sequence[int], dtype: torch.dtype = first.dtype, item: int | None = None) -> Rows:
+        one = note if item is None else Note(function, args, kwargs, item)
+        return Rows(first.chosen, one, tuple(tail), dtype, first.device)
+
+    if function is F.linear:
+        return made((*first.tail[:-1], args[1].shape[0]), args[1].dtype)
+    if function in (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm) and args[0] is first and len(first.tail) == 1:
+        return made((args[1].shape[1],), args[1].dtype)
+    if name in ("chunk", "split") and isinstance(args[1], int) and _last(args, kwargs, 2, first):
+        width = first.tail[-1]
+        size = -(-width // args[1]) if name == "chunk" else args[1]
+        parts = [min(size, width - start) for start in range(0, width, size)]
+        return tuple(made((*first.tail[:-1], part), item=i) for i, part in enumerate(parts))
+    if name in ("softmax", "log_softmax") and _last(args, kwargs, 1, first):
+        return made(first.tail)
+    if name in ("view", "reshape"):
+        shape = args[1] if len(args) == 2 and isinstance(args[1], (tuple, list)) else args[1:]
+        if tuple(shape[1:]) == first.tail and (type(shape[0]) is not int or shape[0] == -1):
+            return first
+    if name == "unsqueeze" and args[1] in (1, -1):
+        return made((1, *first.tail) if args[1] == 1 else (*first.tail, 1))
+    if name == "getitem" and (new := _new_dims(args[1], first.tail)) is not None:
+        return made(new)
+    if name in POINTWISE and "inplace" not in {k for k, v in kwargs.items() if v is True}:
+        shapes = [r.tail for r in rows] + [tuple(a.shape) for a in args if isinstance(a, Tensor)]
+        kinds = [r.dtype for r in rows] + [a.dtype for a in args if isinstance(a, Tensor) and a.dim()]
+        dtype = CASTS.get(name)
+        if name in ("to", "type"):
+            dtype = next((a for a in (*args[1:], *kwargs.values()) if isinstance(a, torch.dtype)), first.dtype)
+        elif name == "type_as":
+            shapes, dtype = [first.tail], args[1].dtype
+        elif dtype is None:
+            dtype = kinds[0]
+            for kind in kinds[1:]:
+                dtype = torch.promote_types(dtype, kind)
+        return made(torch.broadcast_shapes(*shapes), dtype)
+    raise refuse(f"calls {name} on an expert's rows")
+
+
+def _new_dims(key: object, tail: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return the shape of a row after an index that adds dims of size 1, and keeps all rows; None for another."""
+    whole, *new = key if isinstance(key, tuple) else (key,)
+    if any(k is not None for k in new) or whole not in (slice(None), Ellipsis):
+        return None
+    return (*tail, *(1,) * len(new)) if whole is Ellipsis else (*(1,) * len(new), *tail)
+
+
+def _last(args: tuple, kwargs: dict, position: int, rows: Rows) -> bool:
+    """Return whether a function is along the last dim of rows."""
+    dim = kwargs.get("dim", args[position] if len(args) > position else 0)
+    return dim in (-1, rows.ndim - 1) and bool(rows.tail)

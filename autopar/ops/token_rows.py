@@ -1,0 +1,56 @@
+"""Tokens that are sent once to each device that has some of their experts, and one sum of their rows that comes back.
+
+A device sends the tokens for one device in their order. Which of the rows that arrive are of which token is said by a
+flag with each row, whether it is the first of its token: rows have been sorted by their device and lie in the order of
+tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from .expert_rows import owner_of
+
+
+@custom_op("autopar::route_tokens", mutates_args=())
+def route_tokens(
+    group: Tensor, order: Tensor, firsts: list[int], active: int, ways: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return which tokens to send, sorted by device, for each row in `order` whether it is the first of its token on
+    its device, and how many tokens go to each device. `firsts`: the first expert of every device but the first;
+    `ways`: the devices that a token goes to where a graph is made."""
+    owner = owner_of(group, firsts).view(-1, active)
+    is_sent = torch.zeros(len(owner), len(firsts) + 1, dtype=torch.bool, device=group.device).scatter_(1, owner, True)
+    is_again = (owner.unsqueeze(2) == owner.unsqueeze(1)).tril(-1).any(2)  # (token, row): one before is on its device
+    return is_sent.t().nonzero()[:, 1], (~is_again).view(-1)[order].to(torch.int8), is_sent.sum(0)
+
+
+@custom_op("autopar::token_counts", mutates_args=())
+def token_counts(sent: Tensor, flags: Tensor, counts: Tensor) -> Tensor:
+    """Return counts of tokens (2, devices) on the host, sent and received, from the flags of received rows, of which
+    `counts` (2, devices) says how many came from each device. It waits for the device once."""
+    device = torch.arange(len(sent), device=flags.device).repeat_interleave(counts[1].to(flags.device))
+    received = torch.zeros_like(sent).scatter_add_(0, device, flags.to(sent.dtype))
+    return torch.stack([sent, received]).cpu()
+
+
+@custom_op("autopar::sum_rows", mutates_args=())
+def sum_rows(y: Tensor, place: Tensor, counts: Tensor, expected: int) -> Tensor:
+    """Return the sums of the rows of each token that was received, (r, ...), (r) -> (tokens, ...); `expected` ones
+    where a graph is made."""
+    return y.new_zeros(int(counts[1].sum()), *y.shape[1:]).index_add_(0, place, y)
+
+
+@route_tokens.register_fake
+def _(group, order, firsts, active, ways):
+    tokens, flags = (
+        group.new_empty(len(group) // active * ways, dtype=torch.int64),
+        order.new_empty(len(order), dtype=torch.int8),
+    )
+    return tokens, flags, group.new_empty(len(firsts) + 1, dtype=torch.int64)
+
+
+token_counts.register_fake(lambda sent, flags, counts: sent.new_empty(2, len(sent), device="cpu"))
+sum_rows.register_fake(lambda y, place, counts, expected: y.new_empty(expected, *y.shape[1:]))

@@ -1,0 +1,53 @@
+"""What a plan assumes of the routing of experts whose rows are sent to them, and what follows from it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from torch import fx
+
+from ..cost.exchange import OF_TOKENS, exchange_axes, exchange_bytes, token_bytes
+from ..cost.expert_load import load_of_rows
+from ..ir.graph import bytes_of
+from ..ir.layout import Layout, fraction
+from ..plans.plan import Routing
+from ..rules import Strategy
+from .objective.evaluate import Evaluation
+from .objective.memory_timeline import live_bytes
+from .objective.pricer import Pricer
+from .problem.problem import Problem
+
+
+def routing_of(problem: Problem, e: Evaluation, pricer: Pricer) -> Routing | None:
+    """Return what a plan assumes of routing, None if no device has rows by the owner of their expert."""
+    chosen = [problem.choices(v.index).strategies[e.choice[v.index]] for v in problem.vertices]
+    if not any(layout.owned_axes for strategy in chosen for layout in strategy.outputs):
+        return None
+    sent = gathered = 0.0
+    for v, strategy, copies in zip(problem.vertices, chosen, problem.copies(e.first)):
+        if axes := exchange_axes(v.node, strategy, problem.mesh):
+            sent += copies * exchange_bytes(v.node, strategy, problem.mesh)
+            ways = math.prod(map(problem.mesh.size, axes))
+            gathered += copies * (ways - 1) * _held_bytes(v.node, strategy, problem)
+    passes = pricer.micro_batches
+    return Routing(problem.expert_load, _worst_peak_bytes(problem, e, pricer), sent * passes, gathered * passes)
+
+
+def _held_bytes(node: fx.Node, strategy: Strategy, problem: Problem) -> float:
+    """Return the bytes that a device would give to an all-gather, or get from a reduce-scatter, in the place of an
+    exchange."""
+    if node.target in OF_TOKENS:
+        return token_bytes(node, strategy, problem.mesh)
+    return bytes_of(node.meta["val"]) * fraction(strategy.outputs[0], problem.mesh)
+
+
+def _worst_peak_bytes(problem: Problem, e: Evaluation, pricer: Pricer) -> float:
+    """Return the peak of a device whose experts get all rows of its group, in every layer."""
+
+    def times(layout: Layout) -> float:
+        planned, most = (load_of_rows(layout, problem.mesh, load) for load in (pricer.expert_load, math.inf))
+        return most / planned
+
+    saved = {key: bytes_ * times(key[2]) for key, bytes_ in e.saved.items()}
+    return live_bytes(problem, replace(e, saved=saved), pricer.with_load(math.inf)).peak_bytes

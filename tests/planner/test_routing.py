@@ -1,0 +1,64 @@
+"""What a plan assumes of the routing of experts: prices, memory as planned and at worst, and what it says."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar import compiler
+from autopar.cost.expert_load import load_of_rows
+from autopar.errors import StrategyError
+from autopar.ir.layout import Layout
+from autopar.ir.mesh import Mesh
+from autopar.planner.plan import PlanOptions, make_plan
+from autopar.plans.plan import Plan
+from tests.planner.planning import toy
+from tests.simulate.test_experts import HIDDEN, Mixture, inputs
+
+
+def planned(load: float, mesh: str = "ep=4", active: int = 2) -> Plan:
+    captured = compiler.trace(Mixture(8, active), inputs(64))
+    options = PlanOptions(toy(link=1e8), strategy="expert", baselines=False, expert_load=load)
+    return make_plan(captured, Mesh.parse(mesh), options)
+
+
+def test_the_busiest_device_is_priced():
+    """With all rows on one of four devices, the plan is that of four times the products and exchanges."""
+    balanced, unbalanced, all_on_one = (planned(load) for load in (1.0, 1.5, 1e9))
+    assert balanced.step_seconds < unbalanced.step_seconds < all_on_one.step_seconds
+    assert balanced.peak_bytes < unbalanced.peak_bytes < all_on_one.peak_bytes
+    assert all_on_one.step_seconds == pytest.approx(planned(4.0).step_seconds)
+
+
+def test_worst_memory_is_that_of_a_plan_for_the_worst():
+    balanced, all_on_one = planned(1.0), planned(4.0)
+    assert balanced.routing.worst_peak_bytes > balanced.peak_bytes
+    assert all_on_one.routing.worst_peak_bytes == pytest.approx(all_on_one.peak_bytes)
+
+
+def test_sent_and_gathered_bytes():
+    """One row a token: each of five exchanges of rows sends 3 / 4 of a device's rows, gathering would send 3 times all
+    of them; the experts' numbers and the weights' gradients are beside them."""
+    plan = planned(1.0, active=1)
+    rows, row_bytes = 64 * 3 / 4, HIDDEN * 8
+    assert plan.routing.gathered_bytes == pytest.approx(4 * plan.routing.sent_bytes)
+    assert 5 * rows * row_bytes * 3 / 4 <= plan.routing.sent_bytes <= 5.5 * rows * row_bytes * 3 / 4
+
+
+def test_what_the_text_says_and_the_file_keeps():
+    plan = planned(1.5)
+    assert "the busiest device is assumed to get 1.50 times the mean of the rows" in str(plan)
+    assert "if one device got all rows of its group" in str(plan) and "if all tokens were gathered" in str(plan)
+    assert Plan.from_json(plan.to_json()).routing == plan.routing
+
+
+def test_plans_without_owners_say_nothing():
+    captured = compiler.trace(Mixture(8, 2), inputs(64))
+    plan = make_plan(captured, Mesh.parse("dp=4"), PlanOptions(toy(), strategy="ddp", baselines=False))
+    assert plan.routing is None and "experts:" not in str(plan)
+    assert load_of_rows(Layout((("dp",), ())), plan.mesh, 2.0) == 1.0
+
+
+@pytest.mark.parametrize("load", [0.5, float("inf"), float("nan")])
+def test_impossible_loads(load):
+    with pytest.raises(StrategyError, match="times the mean"):
+        planned(load)
