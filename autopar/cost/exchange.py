@@ -13,6 +13,7 @@ more, and what is sent once is read and written once more on the way there, twic
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import torch
 from torch import fx
@@ -63,7 +64,7 @@ def exchange_seconds(node: fx.Node, strategy: Strategy, mesh: Mesh, hardware: Ha
         return 0.0
     links = [hardware.links_for(mesh)[axis] for axis in axes]
     speed = min(link.all_to_all_bytes_per_second or link.bytes_per_second for link in links)
-    flags = goes_once(node, strategy) and node.target not in BACK and node.meta["phase"] == "forward"
+    flags = goes_once(node, strategy.choice) and node.target not in BACK and node.meta["phase"] == "forward"
     messages = 1 + (node.meta["val"].dim() == 1) + flags
     seconds = messages * max(l.latency_seconds for l in links) + exchange_bytes(node, strategy, mesh) / speed
     return seconds + _through_memory_bytes(node, strategy, mesh, axes) / hardware.reached_memory_bytes_per_second
@@ -75,13 +76,14 @@ def _through_memory_bytes(node: fx.Node, strategy: Strategy, mesh: Mesh, axes: t
     if node.target not in OF_TOKENS:
         return 0.0
     tokens, active = token_bytes(node, strategy, mesh), token_sizes(node)[1]
-    once = _times(node, strategy, mesh, axes) * tokens if goes_once(node, strategy) else 0.0
+    once = _times(node, strategy, mesh, axes) * tokens if goes_once(node, strategy.choice) else 0.0
     return 2 * active * tokens + 4 * once if node.target in BACK else (active - 1) * tokens + 2 * once
 
 
-def goes_once(node: fx.Node, strategy: Strategy) -> bool:
-    """Return whether a token goes once to a device that has several of its experts."""
-    return node.target in OF_TOKENS and ONCE in strategy.choice
+def goes_once(node: fx.Node, choice: tuple[str, ...]) -> bool:
+    """Return whether a token goes once to a device that has several of its experts. `choice`: the factor of each
+    axis."""
+    return node.target in OF_TOKENS and ONCE in choice
 
 
 def devices_of_token(experts: int, active: int, ways: int) -> float:
@@ -95,7 +97,7 @@ def _times(node: fx.Node, strategy: Strategy, mesh: Mesh, axes: tuple[str, ...])
     """Return how often a token is sent, to the device itself as well."""
     active = token_sizes(node)[1]
     ways = math.prod(map(mesh.size, axes))
-    return devices_of_token(int(node.args[2]), active, ways) if goes_once(node, strategy) else active
+    return devices_of_token(cast(int, node.args[2]), active, ways) if goes_once(node, strategy.choice) else active
 
 
 def token_bytes(node: fx.Node, strategy: Strategy, mesh: Mesh) -> float:
@@ -109,7 +111,7 @@ def token_sizes(node: fx.Node) -> tuple[int, int, int]:
     """Return the global number of tokens, the experts of each, and the bytes of a row that is sent."""
     value = tensor_arguments(node)[0].meta["val"] if node.target not in BACK else node.meta["val"]
     rows = len(tensor_arguments(node)[1].meta["val"])
-    dtype: torch.dtype = node.args[4] if node.target in BACK else value.dtype
+    dtype = cast(torch.dtype, node.args[4]) if node.target in BACK else value.dtype
     return len(value), rows // len(value), value[0].numel() * dtype.itemsize
 
 

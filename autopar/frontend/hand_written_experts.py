@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -86,10 +87,10 @@ class hand_written_experts(TorchFunctionMode):  # noqa: N801  (a context manager
         if name == "setitem" and isinstance(first, Tensor):
             if (at := self._places(first, args[1])) is not None:
                 return self._set(first, *at, args[2])
-        if name == "index_add" and isinstance(args[-1], Rows) and function is Tensor.index_add_ and len(args) == 4:
+        if function is Tensor.index_add_ and len(args) == 4 and isinstance(first, Tensor) and isinstance(args[3], Rows):
             if args[1] == 0 and isinstance(args[2], Places) and not kwargs:
-                at = self._places(first, args[2])
-                return self._add(first, at[0], at[1], args[3], False)
+                if (at := self._places(first, args[2])) is not None:
+                    return self._add(first, at[0], at[1], args[3], False)
         values = [*args, *kwargs.values()]
         if any(isinstance(v, Rows) for v in values):
             if any(isinstance(v, Places) for v in values):
@@ -111,7 +112,7 @@ class hand_written_experts(TorchFunctionMode):  # noqa: N801  (a context manager
         elif isinstance(keys[0], Places):
             count = sum(isinstance(k, Places) for k in keys)
             places, rest = keys[:count], keys[count:]
-            chosen = places[0].chosen
+            chosen = cast(Places, places[0]).chosen
             order = [chosen.order[p.dim] for p in places if isinstance(p, Places) and p.dim is not None]
             if order != list(range(count)):
                 raise refuse("indexes by an expert's places in another order")

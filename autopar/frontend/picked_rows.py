@@ -49,10 +49,10 @@ class Chosen:
 class Some:
     """A number of rows: all that is known is that there may be some."""
 
-    def __eq__(self, other: object) -> bool:  # type: ignore[override]
+    def __eq__(self, other: object) -> bool:
         return self._compared(other, False)
 
-    def __ne__(self, other: object) -> bool:  # type: ignore[override]
+    def __ne__(self, other: object) -> bool:
         return self._compared(other, True)
 
     def __gt__(self, other: object) -> bool:
@@ -184,7 +184,7 @@ for _name, _function in (("add", torch.add), ("sub", torch.sub), ("mul", torch.m
     setattr(Rows, f"__{_name}__", _operator(_function))
     setattr(Rows, f"__r{_name}__", _operator(_function, True))
     setattr(Rows, f"__i{_name}__", _operator(_function))
-Rows.__neg__ = _operator(torch.neg)  # type: ignore[attr-defined]
+Rows.__neg__ = _operator(torch.neg)  # type: ignore[operator]
 
 
 def picked(tensor: Tensor, chosen: Chosen, dims: int, *rest: object) -> Rows:

@@ -50,7 +50,7 @@ class _Region:
         self.graph, self.experts, self.products = graph, experts, set(products)
         self.group = operand(products[0], 2)
         self.inside: dict[fx.Node, list[bool]] = {node: _rows_of_product(node) for node in products}  # which are rows
-        self.dispatched: dict[fx.Node, fx.Node] = {}
+        self.dispatched: dict[object, fx.Node] = {}
         self.dtype = products[0].meta["val"].dtype
         self._add_between()
         self._add_before()
@@ -110,7 +110,7 @@ class _Region:
         """Return a value with its rows at their experts."""
         if tensor_of(value)[0] in self.inside:
             return value
-        key = self.group if _origin(value) == _origin(self.group) else value
+        key: object = self.group if _origin(value) == _origin(self.group) else value
         if _width(value) == 1:
             key = _origin(value)  # weights: what the backward makes again is what the forward dispatched
         if key not in self.dispatched:

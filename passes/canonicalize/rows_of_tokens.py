@@ -57,7 +57,9 @@ def narrowed(tokens: fx.Node) -> tuple[fx.Node, torch.dtype | None]:
 def sums(reader: fx.Node, value: fx.Node) -> list[fx.Node]:
     """Return the sums of the rows of each token that are all that comes of a value by one of its readers; none if
     something else does."""
-    rows, shape = value.meta["val"].shape, reader.meta["val"].shape if is_op(reader) else ()
+    if not is_op(reader):
+        return []
+    rows, shape = value.meta["val"].shape, reader.meta["val"].shape
     is_split = reader.target is aten.reshape.default and len(shape) == len(rows) + 1 and shape[2:] == rows[1:]
     if not is_split or shape[1] < 2 or not all(map(_is_sum, reader.users)):
         return []

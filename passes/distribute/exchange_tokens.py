@@ -45,7 +45,7 @@ class TokenExchange:
             if is_way_back:
                 return self._added(node, x, token, shape)
             return self.builder.call(aten.index_select.default, x, 0, token, name=node.name)
-        if goes_once(node, sharding):
+        if goes_once(node, sharding.choice):
             send = self._back_once if is_way_back else self._once
         else:
             send = self._back_each if is_way_back else self._each
