@@ -6,7 +6,7 @@ import argparse
 
 from . import common
 
-EXAMPLE = "autopar doctor /tmp/autopar-records"
+EXAMPLE = "autopar doctor records/"
 
 
 def add(subparsers) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,11 +16,11 @@ PRODUCTS = (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm)
 
 
 class Grouped:
-    """The notes of experts 0 to n - 1, computed for rows (r, ...) of which `group` (r) says whose each is. `selected`:
-    of which tensor one is a part along dim 0, and which, by its id."""
+    """Computes the notes of experts 0 to n - 1 for rows (r, ...) of which `group` (r) says whose each is. `part_of`
+    says of which tensor one is a part along dim 0, and which."""
 
-    def __init__(self, group: Tensor, selected: Mapping[int, tuple[Tensor, Tensor, int]], refuse: Callable):
-        self.group, self.selected, self.refuse = group, selected, refuse
+    def __init__(self, group: Tensor, part_of: Callable, refuse: Callable):
+        self.group, self.part_of, self.refuse = group, part_of, refuse
         self.known: dict[tuple[int, ...], Any] = {}
 
     def rows(self, notes: Sequence[Note]) -> Tensor:
@@ -33,6 +33,8 @@ class Grouped:
 
     def _rows(self, notes: Sequence[Note]) -> Any:
         first = notes[0]
+        if any(note.is_written_to() for note in notes):
+            raise self.refuse("computes with a tensor that is written to before the result is read")
         forms = {(n.function, len(n.args), tuple(sorted(n.kwargs)), n.item) for n in notes}
         if len(forms) > 1:
             raise self.refuse("computes differently for some experts")
@@ -62,10 +64,10 @@ class Grouped:
         return values[0]
 
     def _stack(self, values: Sequence[Tensor]) -> Tensor:
-        parts = [self.selected.get(id(v)) for v in values]
-        base = parts[0][1] if parts[0] else None
+        parts = [self.part_of(v) for v in values]
+        base = parts[0][0] if parts[0] else None
         if base is not None and len(base) == len(values):
-            if all(p is not None and p[1] is base and p[2] == i for i, p in enumerate(parts)):
+            if all(p is not None and p[0] is base and p[1] == i for i, p in enumerate(parts)):
                 return base
         if len({v.shape for v in values}) > 1:
             raise self.refuse("has experts of several sizes")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -13,17 +13,36 @@ from torch.overrides import TorchFunctionMode
 
 from .._torch import storage_key
 from .grouped_rows import Grouped
-from .picked_rows import INTEGERS, Chosen, Places, Rows, Some, noted, picked, refuse
+from .picked_rows import INTEGERS, Chosen, Places, Rows, Some, noted, picked, refuse, version_of
 
+T = TypeVar("T")
 ROUTES = {"topk": 1, "argmax": None, "max": 1, "sort": 1, "argsort": None}  # where their indices are
 SAME_NUMBERS = {"view", "reshape", "flatten", "squeeze", "to", "long", "int", "contiguous", "detach", "clone"}
 
 
+class Known(Generic[T]):
+    """Holds what is known of tensors, each until it is written to."""
+
+    def __init__(self) -> None:
+        self.entries: dict[int, tuple[Tensor, object, T]] = {}
+
+    def __setitem__(self, tensor: Tensor, value: T) -> None:
+        self.entries[id(tensor)] = tensor, version_of(tensor), value
+
+    def get(self, tensor: object) -> T | None:
+        """Return what is known of a tensor, None of another value."""
+        of, version, value = self.entries.get(id(tensor), (None, None, None))
+        return value if of is not None and version_of(of) == version else None
+
+    def __bool__(self) -> bool:
+        return bool(self.entries)
+
+
 @dataclass
 class Routed:
-    """Numbers of chosen experts of so many `classes`; those along the last dim are `distinct`."""
+    """Says of numbers of chosen experts that there are so many `classes`, and whether those along the last dim are
+    `distinct`."""
 
-    numbers: Tensor
     classes: int
     distinct: bool
 
@@ -44,10 +63,10 @@ class hand_written_experts(TorchFunctionMode):  # noqa: N801  (a context manager
 
     def __init__(self) -> None:
         super().__init__()
-        self.routed: dict[int, Routed] = {}
-        self.masks: dict[int, tuple[Tensor, Chosen]] = {}
-        self.one_hot: dict[int, tuple[Tensor, Tensor, tuple[int, ...]]] = {}
-        self.selected: dict[int, tuple[Tensor, Tensor, int]] = {}
+        self.routed: Known[Routed] = Known()
+        self.masks: Known[Chosen] = Known()
+        self.one_hot: Known[tuple[Tensor, tuple[int, ...]]] = Known()  # of which numbers, and the order of their dims
+        self.selected: Known[tuple[Tensor, int]] = Known()  # a part of which tensor, and which along dim 0
         self.results: dict[object, dict[int, Result]] = {}  # by memory, as one may be read through another view
 
     def __exit__(self, kind, error, trace):
@@ -72,7 +91,7 @@ class hand_written_experts(TorchFunctionMode):  # noqa: N801  (a context manager
     def _of_loop(self, function: Callable, name: str, args: tuple, kwargs: dict):
         """Return what a function of places or picked rows gives; NotImplemented for any other."""
         first = args[0] if args else None
-        chosen = self.masks[id(first)][1] if id(first) in self.masks else None
+        chosen = self.masks.get(first)
         if chosen is not None and not kwargs.keys() - {"as_tuple"} and len(args) == 1:
             if name in ("where", "nonzero", "argwhere"):
                 if name == "where" or kwargs.get("as_tuple"):
@@ -106,9 +125,8 @@ class hand_written_experts(TorchFunctionMode):  # noqa: N801  (a context manager
         keys = list(key) if isinstance(key, tuple) else [key]
         while len(keys) > 1 and keys[0] is None:
             keys.pop(0)
-        if isinstance(keys[0], Tensor) and id(keys[0]) in self.masks:
-            chosen = self.masks[id(keys[0])][1]
-            dims, rest = chosen.dims, keys[1:]
+        if (mask := self.masks.get(keys[0])) is not None:
+            chosen, dims, rest = mask, mask.dims, keys[1:]
         elif isinstance(keys[0], Places):
             count = sum(isinstance(k, Places) for k in keys)
             places, rest = keys[:count], keys[count:]
@@ -140,6 +158,8 @@ class hand_written_experts(TorchFunctionMode):  # noqa: N801  (a context manager
     def _add(self, tensor: Tensor, chosen: Chosen, dims: int, rows: object, is_set: bool) -> Tensor:
         if not isinstance(rows, Rows) or rows.chosen.of is not chosen.of or rows.chosen.expert != chosen.expert:
             raise refuse("adds rows at the places of others")
+        if any(storage_key(read) == storage_key(tensor) for read in rows.note.reads()):
+            raise refuse("computes rows from the result that they are added to")
         in_memory = self.results.setdefault(storage_key(tensor), {})
         result = in_memory.setdefault(id(tensor), Result(tensor, dims, is_set))
         of, by_expert = result.rows.setdefault(id(chosen.of), (chosen.of, {}))
@@ -151,7 +171,9 @@ class hand_written_experts(TorchFunctionMode):  # noqa: N801  (a context manager
     def _settle(self, result: Result) -> None:
         """Compute the rows of all experts and add them to their result, or set them."""
         for of, by_expert in result.rows.values():
-            routed, count = self.routed[id(of)], len(by_expert)
+            routed, count = self.routed.get(of), len(by_expert)
+            if routed is None:
+                raise refuse("reads numbers of experts that are written to before the result is read")
             if sorted(by_expert) != list(range(count)):
                 raise refuse("leaves out experts between others")
             if result.is_set and of.dim() > result.dims:
@@ -161,7 +183,7 @@ class hand_written_experts(TorchFunctionMode):  # noqa: N801  (a context manager
                 raise refuse("takes a token once for an expert that may have been chosen twice")
             group = of.reshape(-1)
             some = group if routed.classes <= count else group.clamp(0, count - 1)
-            rows = Grouped(some, self.selected, refuse).rows([by_expert[i].note for i in range(count)])
+            rows = Grouped(some, self.selected.get, refuse).rows([by_expert[i].note for i in range(count)])
             tail = tuple(rows.shape[1:])
             before = result.tensor
             if routed.classes > count:
@@ -184,29 +206,29 @@ class hand_written_experts(TorchFunctionMode):  # noqa: N801  (a context manager
                 is_last = dim in (-1, first.dim() - 1)
                 if is_last:
                     distinct = name in ("topk", "sort", "argsort")
-                    self.routed[id(indices)] = Routed(indices, first.shape[-1], distinct)
+                    self.routed[indices] = Routed(first.shape[-1], distinct)
         if not isinstance(made, Tensor) or not isinstance(first, Tensor):
             return
-        if (known := self.routed.get(id(first))) is not None:
+        if (known := self.routed.get(first)) is not None:
             if (name in SAME_NUMBERS or name == "getitem") and made.dtype in INTEGERS:
                 keeps = made.dim() > 0 and made.shape[-1:] == first.shape[-1:] and name != "getitem"
-                self.routed[id(made)] = Routed(made, known.classes, known.distinct and keeps)
+                self.routed[made] = Routed(known.classes, known.distinct and keeps)
             if name == "eq" and len(args) == 2 and type(args[1]) is int:
-                self.masks[id(made)] = made, Chosen(first, args[1], tuple(range(first.dim())))
+                self.masks[made] = Chosen(first, args[1], tuple(range(first.dim())))
             if function is F.one_hot or name == "one_hot":
-                self.one_hot[id(made)] = made, first, tuple(range(made.dim()))
-        if id(first) in self.one_hot:
-            _, numbers, order = self.one_hot[id(first)]
+                self.one_hot[made] = first, tuple(range(made.dim()))
+        if (of_numbers := self.one_hot.get(first)) is not None:
+            numbers, order = of_numbers
             if name in ("permute", "transpose", "t"):
                 self._permuted(name, args, made, numbers, order)
             if name == "getitem" and type(args[1]) is int and order[0] == numbers.dim():
-                self.masks[id(made)] = made, Chosen(numbers, args[1], order[1:])
-        if id(first) in self.masks and name == "any":
-            chosen, dim = self.masks[id(first)][1], kwargs.get("dim", args[1] if len(args) > 1 else None)
+                self.masks[made] = Chosen(numbers, args[1], order[1:])
+        if (chosen := self.masks.get(first)) is not None and name == "any":
+            dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
             if chosen.dims == 2 and chosen.order == (0, 1) and dim in (-1, 1) and not kwargs.get("keepdim"):
-                self.masks[id(made)] = made, replace(chosen, order=(0,), any_slot=True)
+                self.masks[made] = replace(chosen, order=(0,), any_slot=True)
         if name == "getitem" and type(args[1]) is int and first.dim() > 1 and args[1] >= 0:
-            self.selected[id(made)] = made, first, args[1]
+            self.selected[made] = first, args[1]
 
     def _permuted(self, name: str, args: tuple, made: Tensor, numbers: Tensor, order: tuple[int, ...]) -> None:
         dims = args[1] if len(args) == 2 and isinstance(args[1], (tuple, list)) else args[1:]
@@ -217,7 +239,7 @@ class hand_written_experts(TorchFunctionMode):  # noqa: N801  (a context manager
             swapped = list(order)
             swapped[a], swapped[b] = swapped[b], swapped[a]
             order = tuple(swapped)
-        self.one_hot[id(made)] = made, numbers, order
+        self.one_hot[made] = numbers, order
 
 
 def _tensors(tree: object):

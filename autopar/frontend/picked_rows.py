@@ -11,7 +11,7 @@ be the same but for their weights, and treat rows alike; anything else is refuse
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +25,16 @@ INTEGERS = (torch.int32, torch.int64)
 
 
 def refuse(what: str) -> CaptureError:
+    """Return the error about a loop over experts that does something a trace cannot follow."""
     return CaptureError(
         f"a loop over experts {what}: how many rows an expert gets is a value, which a trace cannot follow",
         fix="compute rows alike for every expert, and add them to the result where they were picked",
     )
+
+
+def version_of(tensor: Tensor) -> object:
+    """Return what changes when a tensor is written to; never the same where torch does not count that."""
+    return object() if tensor.is_inference() else tensor._version
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +86,7 @@ class Some:
 
 
 class StandIn:
-    """What functions of torch take for a tensor."""
+    """Stands for a tensor where functions of torch take one."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -88,7 +94,7 @@ class StandIn:
 
 
 class Places(StandIn):
-    """What `nonzero` and `where` give: the places along one dim, or (places, dims) of all if `dim` is None."""
+    """Stands for what `nonzero` and `where` give: the places along one dim, (places, dims) of all if `dim` is None."""
 
     def __init__(self, chosen: Chosen, dim: int | None):
         self.chosen, self.dim = chosen, dim
@@ -127,22 +133,38 @@ class Places(StandIn):
         return (Some(),)
 
 
-@dataclass(frozen=True, eq=False)
 class Note:
-    """What was computed with picked rows: a function with its arguments, some of them notes; or, without a function,
-    the rows of a tensor `args[0]` at the places of its first `args[1]` dims."""
+    """Keeps what was computed with picked rows: a function with its arguments, some of them rows; or, without a
+    function, the rows of a tensor `args[0]` at the places of its first `args[1]` dims. It is computed later, with the
+    values that tensors have then."""
 
-    function: Callable | None
-    args: tuple
-    kwargs: dict
-    item: int | None = None
+    def __init__(self, function: Callable | None, args: tuple, kwargs: dict, item: int | None = None):
+        self.function, self.args, self.kwargs, self.item = function, args, kwargs, item
+        self.versions = [version_of(tensor) for tensor in self.tensors()]
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors among the arguments."""
+        return [value for value in (*self.args, *self.kwargs.values()) if isinstance(value, Tensor)]
+
+    def is_written_to(self) -> bool:
+        """Return whether a tensor among the arguments has got other values since."""
+        return self.versions != [version_of(tensor) for tensor in self.tensors()]
+
+    def reads(self) -> Iterator[Tensor]:
+        """Iterate over the tensors that it is computed from."""
+        yield from self.tensors()
+        for value in (*self.args, *self.kwargs.values()):
+            if isinstance(value, Rows):
+                yield from value.note.reads()
 
 
 class Rows(StandIn):
-    """A stand-in for rows that an expert picked. `tail`: the shape of a row."""
+    """A stand-in for rows that an expert picked. `tail`: the shape of a row. `is_shared`: others may be in the same
+    memory; `is_written`: they have got other values, which another stand-in has."""
 
     def __init__(self, chosen: Chosen, note: Note, tail: tuple[int, ...], dtype: torch.dtype, device: torch.device):
         self.chosen, self.note, self.tail, self.dtype, self.device = chosen, note, tail, dtype, device
+        self.is_shared = self.is_written = False
 
     @property
     def shape(self) -> tuple[object, ...]:
@@ -170,11 +192,21 @@ class Rows(StandIn):
     def __getitem__(self, key: object) -> Rows:
         return noted(Tensor.__getitem__, (self, key), {})
 
+    def __neg__(self) -> Rows:
+        return noted(torch.neg, (self,), {})
+
 
 def _operator(function: Callable, is_reverse: bool = False) -> Callable:
-    def method(self: Rows, other: object = None) -> Rows:
-        args = (self,) if function in (torch.neg,) else (other, self) if is_reverse else (self, other)
-        return noted(function, args, {})
+    return lambda self, other: noted(function, (other, self) if is_reverse else (self, other), {})
+
+
+def _in_place(function: Callable) -> Callable:
+    def method(self: Rows, other: object) -> Rows:
+        if self.is_shared:
+            raise refuse("writes to a part of an expert's rows")
+        made = noted(function, (self, other), {})
+        self.is_written = True  # under other names they are known by still
+        return made
 
     return method
 
@@ -183,8 +215,7 @@ for _name, _function in (("add", torch.add), ("sub", torch.sub), ("mul", torch.m
                          ("pow", torch.pow), ("matmul", torch.matmul)):  # fmt: skip
     setattr(Rows, f"__{_name}__", _operator(_function))
     setattr(Rows, f"__r{_name}__", _operator(_function, True))
-    setattr(Rows, f"__i{_name}__", _operator(_function))
-Rows.__neg__ = _operator(torch.neg)  # type: ignore[operator]
+    setattr(Rows, f"__i{_name}__", _in_place(_function))
 
 
 def picked(tensor: Tensor, chosen: Chosen, dims: int, *rest: object) -> Rows:
@@ -197,7 +228,11 @@ POINTWISE = {
     "add", "sub", "mul", "div", "true_divide", "pow", "neg", "exp", "tanh", "sigmoid", "relu", "silu", "gelu", "square",
     "sqrt", "rsqrt", "abs", "clamp", "leaky_relu", "elu", "softplus", "mish", "hardswish", "hardtanh", "relu6",
     "hardsigmoid", "selu", "logsigmoid", "erf", "float", "double", "half", "bfloat16", "to", "type_as", "type",
-    "contiguous", "clone", "dropout", "multiply", "divide", "sin", "cos", "log", "relu_", "silu_",
+    "contiguous", "clone", "dropout", "multiply", "divide", "sin", "cos", "log",
+}  # fmt: skip
+ALIASES = {  # what they give may lie in the memory of what they take
+    "unsqueeze", "getitem", "chunk", "split", "contiguous", "dropout", "to", "type", "type_as", "float", "double",
+    "half", "bfloat16",
 }  # fmt: skip
 CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -208,12 +243,19 @@ def noted(function: Callable, args: tuple, kwargs: dict) -> Any:
     first = rows[0]
     if any((r.chosen.of, r.chosen.expert) != (first.chosen.of, first.chosen.expert) for r in rows if r is not first):
         raise refuse("mixes rows of several experts")
+    if any(r.is_written for r in rows):
+        raise refuse("reads an expert's rows by another name after they were written to")
     name = getattr(function, "__name__", str(function)).removeprefix("__").removesuffix("__")
+    if "out" in kwargs or kwargs.get("inplace") or any(a is True for a in args[3 if name == "dropout" else 1 :]):
+        raise refuse("writes to an expert's rows")
     note = Note(function, args, kwargs)
 
     def made(tail: Sequence[int], dtype: torch.dtype = first.dtype, item: int | None = None) -> Rows:
         one = note if item is None else Note(function, args, kwargs, item)
-        return Rows(first.chosen, one, tuple(tail), dtype, first.device)
+        result = Rows(first.chosen, one, tuple(tail), dtype, first.device)
+        if name in ALIASES:
+            result.is_shared = first.is_shared = True
+        return result
 
     if function is F.linear:
         return made((*first.tail[:-1], args[1].shape[0]), args[1].dtype)
@@ -234,7 +276,7 @@ def noted(function: Callable, args: tuple, kwargs: dict) -> Any:
         return made((1, *first.tail) if args[1] == 1 else (*first.tail, 1))
     if name == "getitem" and (new := _new_dims(args[1], first.tail)) is not None:
         return made(new)
-    if name in POINTWISE and "inplace" not in {k for k, v in kwargs.items() if v is True}:
+    if name in POINTWISE:
         shapes = [r.tail for r in rows] + [tuple(a.shape) for a in args if isinstance(a, Tensor)]
         kinds = [r.dtype for r in rows] + [a.dtype for a in args if isinstance(a, Tensor) and a.dim()]
         dtype = CASTS.get(name)

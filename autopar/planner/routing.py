@@ -1,4 +1,4 @@
-"""What a plan assumes of the routing of experts whose rows are sent to them, and what follows from it."""
+"""Say what a plan assumes of the routing of experts whose rows are sent to them, and what follows from it."""
 
 from __future__ import annotations
 

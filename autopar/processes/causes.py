@@ -1,4 +1,4 @@
-"""What keeps a rank waiting, found from what the others answer about where they are.
+"""Find what keeps a rank waiting from what the others answer about where they are.
 
 A rank that is gone or stands still keeps others waiting. Where nobody does and all wait, they do not wait for the same:
 one of them called what the others did not. One that cannot be asked is not said to have died.

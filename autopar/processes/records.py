@@ -1,4 +1,4 @@
-"""What a rank leaves of a failure: a file of JSON that says where it was, what it called last and what others answered.
+"""Keep what a rank knows of a failure: a file of JSON says where it was, what it called last, what others answered.
 
 Nothing is written while all goes well. `autopar doctor` reads the files of all ranks (diagnosis.py). They lie in the
 folder AUTOPAR_RECORDS, else in autopar-records in that for temporary files; AUTOPAR_RECORDS=off writes none.
@@ -23,9 +23,9 @@ SUFFIX = ".json"
 
 @dataclass(frozen=True)
 class Record:
-    """What a rank knows at a failure. `when`: in UTC; `plans`: by hash, of how many stages; `answers`: of other ranks,
-    where they were; `calls`: the last ones, as (number, step, what), in which all ranks meet; `collectives`: the last
-    ones of the graph that runs; `stack`: of the program, innermost line last."""
+    """Holds what a rank knows at a failure. `when`: in UTC; `plans`: by hash, of how many stages; `answers`: of other
+    ranks, where they were; `calls`: the last ones, as (number, step, what), in which all ranks meet; `collectives`: the
+    last ones of the graph that runs; `stack`: of the program, innermost line last."""
 
     run: str
     rank: int

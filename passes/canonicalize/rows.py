@@ -12,6 +12,7 @@ from typing import cast
 import torch
 from torch import fx
 
+from ..._torch import has_unknown_number
 from ...ir.graph import call, operand
 
 aten = torch.ops.aten
@@ -48,7 +49,9 @@ def index(graph_module, node: fx.Node) -> fx.Node | None:
 
 def _counts(node, size: int) -> bool:
     """Return whether a tensor is (0, 1, ..., size - 1) along its first dim, and of size 1 in all others."""
-    if not isinstance(node, fx.Node) or node.meta["val"].shape[:1] != (size,) or prod(node.meta["val"].shape) != size:
+    if not isinstance(node, fx.Node) or has_unknown_number(node.meta["val"]):  # which is refused later
+        return False
+    if node.meta["val"].shape[:1] != (size,) or prod(node.meta["val"].shape) != size:
         return False
     while node.target in VIEWS:
         node = node.args[0]

@@ -1,4 +1,4 @@
-"""What a plan assumes of the routing of experts: prices, memory as planned and at worst, and what it says."""
+"""Plans assume a routing of experts, in prices, in memory as planned and at worst, and say so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What keeps a rank waiting, from what the others answer."""
+"""The cause of a wait is found from what the others answer."""
 
 from __future__ import annotations
 
