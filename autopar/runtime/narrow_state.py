@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .stand_in import give_back, idle, is_like, local, local_value, loss_of, stand_in, step_alone
+from .stand_in import give_back_of, idle, is_like, local, local_value, loss_of, stand_in, step_alone
 
 MOST_ELEMENTS = 2**22
 SMALLEST_DECAY = 2.0**-9  # of which bfloat16 has numbers between a value and the value less that share
@@ -34,7 +34,9 @@ def step_narrow(optimizer: Optimizer, kept: torch.dtype, args: tuple, kwargs: di
                 if parameter in optimizer.state:
                     made.state[part] = widened(optimizer.state[parameter], part)
             step_alone(made)
-            give_back(optimizer, some, made, kept)
+            for parameter, part in zip(some, made.param_groups[0]["params"]):
+                if part in made.state:
+                    give_back_of(optimizer.state[parameter], parameter, made.state[part], kept)
     return (idle(optimizer), known), {}
 
 

@@ -48,11 +48,11 @@ from ..ir.mesh import Mesh
 from ..processes import process_groups, watch
 from ..processes.dtensors import as_dtensor
 from ..storage.weights import shortened
+from .lent_state import give_back, is_lent, lend
 from .muon import check_parts, step_muon
-from .narrow_state import step_narrow, warn_of_decay, widened
+from .narrow_state import step_narrow, warn_of_decay
 from .stand_in import (
     Place,
-    give_back,
     idle,
     local,
     local_value,
@@ -61,6 +61,7 @@ from .stand_in import (
     places_of,
     stand_in,
     step_alone,
+    written_to,
 )
 
 # What inherits from them may mix elements.
@@ -198,11 +199,7 @@ def _on_local_parts(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tu
     """Return the arguments of a step of a stand-in, which has the local parts of the parameters, their gradients and
     their state."""
     known = loss_of(args, kwargs)
-    made = stand_in(optimizer, _local_groups(optimizer))
-    for parameter, part in zip(parameters_of(optimizer), parameters_of(made)):
-        if parameter in optimizer.state:
-            made.state[part] = widened(optimizer.state[parameter], part)
-    return (made, known), {}
+    return (lend(optimizer), known), {}
 
 
 # what steps on whole parameters
@@ -254,11 +251,11 @@ def _local_groups(optimizer: Optimizer) -> list[dict]:
 
 def _after(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
     """Give the state of a stand-in to the optimizer that it stood for, as DTensors like the parameters."""
-    if args[0] is optimizer:
-        return
-    # what still needs the former values has to notice, though the local parts alone were written to
-    torch.autograd.graph.increment_version([p for p in parameters_of(optimizer) if p.grad is not None])
-    give_back(optimizer, parameters_of(optimizer), args[0])
+    made = args[0]
+    if made is not optimizer and is_lent(made):
+        give_back(optimizer, made)
+    elif made is not optimizer:
+        written_to([p for p in parameters_of(optimizer) if p.grad is not None])
 
 
 # gradients scaled by torch.amp.GradScaler

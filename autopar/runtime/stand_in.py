@@ -58,7 +58,8 @@ def local(parameter: nn.Parameter) -> torch.Tensor:
         return parameter
     part = _torch.local_of(parameter).detach()
     if parameter.grad is not None:
-        part.grad = local_gradient(parameter).detach()
+        gradient = local_gradient(parameter)
+        part.grad = gradient.detach() if gradient.requires_grad else gradient
     return part
 
 
@@ -68,6 +69,11 @@ def local_gradient(parameter: nn.Parameter) -> torch.Tensor:
     if gradient.placements != parameter.placements:  # not reduced yet
         gradient = parameter.grad = gradient.redistribute(placements=parameter.placements)
     return _torch.local_of(gradient)
+
+
+def written_to(parameters: list) -> None:
+    """Let what still needs the former values of parameters notice, though their local parts alone were written to."""
+    torch.autograd.graph.increment_version(parameters)
 
 
 def local_value(value: Any) -> Any:
@@ -97,21 +103,17 @@ def is_like(key: str, value: Any, parameter: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == parameter.shape and key not in SCALARS
 
 
-def give_back(optimizer: Optimizer, parameters: Sequence[nn.Parameter], made: Optimizer,
-              kept: torch.dtype | None = None) -> None:  # fmt: skip
-    """Give the state of a stand-in of these `parameters`' local parts to the optimizer that it stood for, as DTensors
-    like the parameters; what is like a parameter is kept in a type of its own if there is one."""
-    for parameter, part in zip(parameters, parameters_of(made)):
-        if part not in made.state:
+def give_back_of(state: dict, parameter: nn.Parameter, found: dict, kept: torch.dtype | None = None) -> None:
+    """Give the state `found` of a parameter's local part back to the parameter's, as DTensors like the parameter; what
+    is like a parameter is kept in a type of its own if there is one."""
+    here = local_value(parameter)
+    for key, value in found.items():
+        if local_value(state.get(key)) is value:
             continue
-        state = optimizer.state[parameter]
-        for key, value in made.state[part].items():
-            if local_value(state.get(key)) is value:
-                continue
-            if not is_like(key, value, part) or not isinstance(parameter, DTensor):
-                state[key] = value
-            else:
-                state[key] = like(parameter, value if kept is None else _rounded(value, kept))
+        if not is_like(key, value, here) or not isinstance(parameter, DTensor):
+            state[key] = value
+        else:
+            state[key] = like(parameter, value if kept is None else _rounded(value, kept))
 
 
 def _rounded(value: torch.Tensor, kept: torch.dtype) -> torch.Tensor:
