@@ -151,7 +151,7 @@ def _new_group(ranks: Sequence[int], lane: str) -> dist.ProcessGroup | None:
         except RuntimeError as error:
             if is_of_a_loader(error):
                 raise
-            check(True)
+            check(False)
             raise _unmet(lost(key, ranks), what, f"any more: {str(error).splitlines()[0]}") from error
 
 
