@@ -59,6 +59,7 @@ def add(subparsers) -> None:
     parser.add_argument(
         "--keep", type=common.count, metavar="N", help="keep the last N checkpoints that this run saved"
     )
+    parser.add_argument("--async-save", action="store_true", help="write them while the training goes on")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in FOLDER that was saved last")
 
 
@@ -68,9 +69,9 @@ def run(args: argparse.Namespace) -> int:
     devices, world = Mesh.parse(args.mesh).devices, os.environ.get("WORLD_SIZE")
     if args.data is not None and not Path(args.data).expanduser().is_file():
         raise InputError(f"there is no file {args.data}", fix="give --data a text or JSONL file")
-    if args.checkpoint is None and (args.every or args.keep or args.resume):
+    if args.checkpoint is None and (args.every or args.keep or args.resume or args.async_save):
         raise CheckpointError(
-            "--every, --keep and --resume say what to do with checkpoints", fix="add --checkpoint FOLDER"
+            "--every, --keep, --async-save and --resume say what to do with checkpoints", fix="add --checkpoint FOLDER"
         )
     _check_pipeline(args)
     adapt = common.adaptations(args)
