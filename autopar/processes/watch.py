@@ -154,7 +154,7 @@ class Watch:
         stand still; None if they wait at something else. `fix`: where they were not meant to come."""
         here = Progress(END, 1, self.step, what, what)
         cause = causes.found(self.peers.ask({}, ranks), self.peers.rank, here, self.peers.machines, waited=True)
-        if cause is None or cause.kind not in ("gone", "late", "failed"):
+        if cause is None or cause.kind not in ("gone", "late", "behind", "failed"):
             return None
         self._tell(cause, range(self.peers.world))
         return self.error(cause, here, otherwise=f"; if it was not to come, {fix}")
@@ -189,7 +189,7 @@ class Watch:
                 "where a rank skips a batch" + seen,
             )  # fmt: skip
         fields |= dict(step=here.step, collective=here.what)
-        if cause.kind == "late":
+        if cause.kind in ("late", "behind"):
             return CollectiveTimeout(
                 f"{named(ranks)} did not arrive in time at {where}: {cause.what}", ranks=ranks,
                 **fields, fix=f"see what holds that rank up; AUTOPAR_TIMEOUT_S=seconds waits longer{otherwise}{seen}",
@@ -207,7 +207,8 @@ class Watch:
                 self.answers = answers = answers | self.peers.ask({}, ranks)
                 waited = timed_out or time.monotonic() > deadline
                 cause = causes.found(answers, self.peers.rank, here, self.peers.machines, waited)
-                if cause is not None and (are_all or cause.kind != "apart"):  # who is the odd one, all say
+                is_first = cause is not None and cause.kind not in ("apart", "behind")  # of those, all have to be asked
+                if cause is not None and (are_all or is_first):
                     return cause
             if time.monotonic() > deadline:
                 return causes.unknown(answers)

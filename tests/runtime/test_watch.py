@@ -16,8 +16,9 @@ import autopar
 from autopar._torch import c10d
 from autopar.errors import DesyncError
 from autopar.processes import process_groups
-from autopar.processes.causes import Cause
+from autopar.processes.causes import Cause, Progress
 from autopar.processes.guarded import Guarded
+from autopar.processes.peers import SILENT
 from autopar.processes.watch import Watch
 from tests.helpers import faults, gloo
 
@@ -186,6 +187,19 @@ def test_a_killed_worker_of_a_loader_is_told_as_that():
     with pytest.raises(RuntimeError, match="worker is killed"), watch.collective("the norm of the gradients"):
         exec(handler)
     assert watch.running is None
+
+
+def test_who_waits_for_others_is_named_when_all_were_asked(monkeypatch):
+    """Rank 1, of the group that failed, is behind: it waits for rank 2, which is stopped."""
+    behind = dict(call=1, position=1, step=1, what="the all_gather", doing="the forward graph", cause=None)
+    answers = {1: behind, 2: SILENT}
+    peers = SimpleNamespace(rank=0, world=3, machines=(0, 0, 0))
+    peers.ask = lambda message, ranks: {rank: answers[rank] for rank in ranks if rank in answers}
+    here = Progress(1, 3, 1, "the all_reduce", "the forward graph")
+    found = _watch(peers=peers)._find_cause(here, [0, 1], timed_out=True)
+    assert (found.kind, found.ranks) == ("late", [2])
+    answers[2] = behind | {"position": 3}
+    assert _watch(peers=peers)._find_cause(here, [0, 1], timed_out=True).ranks == [1]
 
 
 def test_those_who_wait_for_the_same_are_told_first():
