@@ -6,8 +6,8 @@ Four ranks train a GPT on dp=2,tp=2 and save every 20 steps, every other time wh
 faults take turns, each of a random rank at a random moment: what ends a run is started again from the newest whole
 checkpoint. A fault is "right" if every survivor raised the right error about the right rank (or none where the run
 goes on), all processes ended, and every loss has the bits that the first run through that step gave it. "ended":
-seconds from the fault until the last process was gone, at the most; the limit of a collective is 5 s. Memory and file descriptors are
-those of the processes after 30 steps and at the end of their lives.
+seconds from the fault until the last process was gone, at the most; the limit of a collective is 5 s. Memory and file
+descriptors are those of the processes after 30 steps and at the end of their lives.
 """
 
 from __future__ import annotations

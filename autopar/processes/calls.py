@@ -11,7 +11,8 @@ class Call:
     """A call in a thread of its own, which begins now. `result`: what it returned, once it is over."""
 
     def __init__(self, run: Callable[[], object]):
-        self._run, self._over, self._error = run, threading.Event(), None
+        self._run, self._over = run, threading.Event()
+        self._error: BaseException | None = None
         self.result: Any = None
         threading.Thread(target=self._main, name="autopar call", daemon=True).start()
 

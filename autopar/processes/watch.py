@@ -161,7 +161,7 @@ class Watch:
 
     # what happened
 
-    def verdict(self, error: RuntimeError, here: Progress, node: fx.Node | None = None) -> AutoparError:
+    def verdict(self, error: Exception, here: Progress, node: fx.Node | None = None) -> AutoparError:
         """Return the error to raise instead of what the backend says of a collective at `here`; every rank is told the
         cause."""
         self.failed_at = here

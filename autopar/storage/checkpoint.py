@@ -28,7 +28,7 @@ from ..errors import CheckpointError, InputError
 from ..processes import agree, watch
 from . import generators, optimizer_state, pending
 from .checkpoint_folder import Place, check_shared, newest_whole
-from .durable import disk_errors, write_file
+from .durable import Digest, disk_errors, write_file
 from .gather import Held, of_all_stages
 from .manifest import complete
 from .model_folder import tensors_of, write_model
@@ -81,7 +81,8 @@ def save_checkpoint(
     place = Place(Path(root).expanduser(), step)
     pending.finish()
     check_shared(place.root)
-    tensors, plain = {}, None
+    tensors: dict[str, Held] = {}
+    plain = None
     if optimizer is not None:
         tensors, plain = agree.everywhere(lambda: optimizer_state.describe(model, optimizer))
         plain = agree.everywhere(lambda: optimizer_state.of_all_stages(plain, model.stage_mesh))
@@ -94,9 +95,9 @@ def save_checkpoint(
     }  # fmt: skip
     bytes_ = sum(_bytes_of(held, model) for held in (tensors_of(model, adapters=True), tensors))
 
-    def commit(files: Mapping[str, Written]) -> None:
+    def commit(files: Mapping[str, Digest]) -> None:
         with disk_errors(place.final):
-            digests = files | {STATE: write_file(place.unfinished / STATE, canonical(state))}
+            digests = dict(files) | {STATE: write_file(place.unfinished / STATE, canonical(state))}
         place.commit(digests, _runs.setdefault(model, uuid.uuid4().hex[:8]), keep)
 
     agree.from_rank_zero(lambda: place.begin(bytes_, MODEL))

@@ -9,9 +9,10 @@ import shutil
 import time
 import uuid
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -93,7 +94,7 @@ class Place:
     def commit(self, files: Mapping[str, Digest], run: str, keep: int | None) -> None:
         """Give what was written its name, and clean away what it replaces."""
         with disk_errors(self.final):
-            number = 1 + max((n for n in map(number_of, complete(self.root)) if n < math.inf), default=0)
+            number = 1 + max((int(n) for n in map(number_of, complete(self.root)) if n < math.inf), default=0)
             now = datetime.now(UTC).isoformat(" ", "seconds")
             committed = Manifest(self.step, files, run, number, now).write(self.unfinished)
             self._put_in_place([Path(name).parent for name in files])
@@ -148,15 +149,25 @@ def newest_whole(folder: Path) -> tuple[Path, Manifest]:
     found, rank, ranks = agree.from_rank_zero(lambda: _candidates(folder)), dist.get_rank(), dist.get_world_size()
     for path in found:
         try:
-            agree.from_rank_zero(lambda path=path: Manifest.read(path).refuse_unlisted(path))
-            agree.everywhere(lambda path=path: Manifest.read(path).check(path, lambda i: i % ranks == rank))
-            return path, Manifest.read(path)
+            agree.from_rank_zero(partial(_refuse_unlisted, path))
+            return path, agree.everywhere(partial(_checked, path, lambda i: i % ranks == rank))
         except CheckpointCorrupt as error:
             if path == found[-1]:
                 raise
             if rank == 0:
                 warnings.warn(f"{error.message}: the checkpoint before it is loaded", stacklevel=4)
     raise CheckpointError(f"there is no complete checkpoint in {folder}", fix="see the path; save_checkpoint makes one")
+
+
+def _refuse_unlisted(path: Path) -> None:
+    Manifest.read(path).refuse_unlisted(path)
+
+
+def _checked(path: Path, wanted: Callable[[int], bool]) -> Manifest:
+    """Return the manifest of a checkpoint, of which the files are whole whose numbers are wanted."""
+    manifest = Manifest.read(path)
+    manifest.check(path, wanted)
+    return manifest
 
 
 def _candidates(folder: Path) -> list[Path]:

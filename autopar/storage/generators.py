@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from typing import cast
 
 import numpy
 import torch
@@ -20,7 +21,7 @@ def states() -> dict[str, Tensor]:
     version, words, normal = random.getstate()
     found["python"] = torch.tensor([version, *words], dtype=torch.int64)
     found["python normal"] = torch.tensor([] if normal is None else [normal], dtype=torch.float64)
-    kind, keys, position, has_normal, normal = numpy.random.get_state()
+    kind, keys, position, has_normal, normal = cast(tuple, numpy.random.get_state())
     if kind == NUMPY:
         found["numpy"] = torch.tensor([position, has_normal, *keys.tolist()], dtype=torch.int64)
         found["numpy normal"] = torch.tensor([normal], dtype=torch.float64)

@@ -44,9 +44,10 @@ class _Pending(threading.Thread):
         folder = self.place.unfinished
         try:
             with disk_errors(folder):
+                digests = {}
                 for name, file in self.files.items():
-                    self.files[name] = file if isinstance(file, Digest) else file.write()
-                digests = {name: [file.bytes_, file.sha256] for name, file in self.files.items()}
+                    digest = file if isinstance(file, Digest) else file.write()
+                    digests[name] = [digest.bytes_, digest.sha256]
                 write_file(_done(folder, self.rank), json.dumps(digests).encode())
         except CheckpointError:
             with disk_errors(folder):
