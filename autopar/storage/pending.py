@@ -6,6 +6,7 @@ all and commits. What went wrong is raised on all ranks where they meet next.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -37,8 +38,6 @@ class _Pending(threading.Thread):
             self._write()
         except Exception as error:
             self.error = error
-            if self.rank == 0:
-                self.place.remove_unfinished()
 
     def _write(self) -> None:
         folder = self.place.unfinished
@@ -50,7 +49,7 @@ class _Pending(threading.Thread):
                     digests[name] = [digest.bytes_, digest.sha256]
                 write_file(_done(folder, self.rank), json.dumps(digests).encode())
         except CheckpointError:
-            with disk_errors(folder):
+            with contextlib.suppress(OSError):
                 _failed(folder, self.rank).touch()
             raise
         if self.rank == 0:
@@ -85,7 +84,12 @@ def finish() -> None:
     global _pending
     running, _pending = _pending, None
     if running is not None:
-        agree.everywhere(lambda: _end_of(running))
+        try:
+            agree.everywhere(lambda: _end_of(running))
+        except CheckpointError:
+            if running.rank == 0:
+                running.place.remove_unfinished()  # which nobody writes into any more
+            raise
 
 
 def _end_of(running: _Pending) -> None:
