@@ -26,14 +26,20 @@ if TYPE_CHECKING:
     from .rules import check_rule, register_rule
     from .runtime.module import ParallelModule
     from .simulate.compare import verify
-    from .storage.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint, save_checkpoint
+    from .storage.checkpoint import (
+        Checkpoint,
+        finish_checkpoint,
+        latest_checkpoint,
+        load_checkpoint,
+        save_checkpoint,
+    )
     from .storage.quantized_folder import load_quantized
 
 __all__ = [
     "AdaptError", "AsynchronousPipeline", "AutoparError", "Checkpoint", "Estimate", "FakeQuant", "Hardware", "LoRA",
     "Mesh", "ParallelModule", "Pass", "Plan", "QLoRA", "Recipe", "Schedule", "check_rule", "compile", "convert",
-    "estimate", "explain", "latest_checkpoint", "load_checkpoint", "load_quantized", "plan", "register_optimizer",
-    "register_rule", "register_schedule", "register_strategy", "save_checkpoint", "verify",
+    "estimate", "explain", "finish_checkpoint", "latest_checkpoint", "load_checkpoint", "load_quantized", "plan",
+    "register_optimizer", "register_rule", "register_schedule", "register_strategy", "save_checkpoint", "verify",
 ]  # fmt: skip
 __version__ = "0.1.0"
 
@@ -41,8 +47,9 @@ _WITH_TORCH = {  # where the names are that are imported when they are first ask
     "FakeQuant": "adapt", "LoRA": "adapt", "QLoRA": "adapt", "AsynchronousPipeline": "api.asynchronous_pipeline",
     "compile": "api.entry", "explain": "api.entry", "plan": "api.entry", "Estimate": "api.estimate",
     "estimate": "api.estimate", "convert": "api.export_quantized", "Checkpoint": "storage.checkpoint",
-    "latest_checkpoint": "storage.checkpoint", "load_checkpoint": "storage.checkpoint",
-    "save_checkpoint": "storage.checkpoint", "load_quantized": "storage.quantized_folder",
+    "finish_checkpoint": "storage.checkpoint", "latest_checkpoint": "storage.checkpoint",
+    "load_checkpoint": "storage.checkpoint", "save_checkpoint": "storage.checkpoint",
+    "load_quantized": "storage.quantized_folder",
     "check_rule": "rules", "register_rule": "rules", "register_optimizer": "cost.memory",
     "verify": "simulate.compare", "ParallelModule": "runtime.module",
 }  # fmt: skip

@@ -15,6 +15,7 @@ from ..errors import AutoparError, MemoryInfeasibleError
 from ..planner.refusal_text import refusal_text
 from . import (
     calibrate,
+    checkpoint,
     compare,
     cost,
     diff,
@@ -67,6 +68,7 @@ def parser() -> argparse.ArgumentParser:
         diff,
         doctor,
         train,
+        checkpoint,
         verify,
         graph,
         cost,

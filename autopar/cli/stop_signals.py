@@ -1,5 +1,6 @@
-"""SIGTERM and Ctrl-C let a run end after the step that it is in, with a checkpoint, and no process outlives the one
-that started it."""
+"""SIGTERM, Ctrl-C and SIGUSR1 let a run end after the step that it is in, with a checkpoint, and no process outlives
+the one that started it. Kubernetes sends SIGTERM to the first process of a container, SLURM what `--signal` says to
+every task of a step."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 REPEAT_SECONDS = 2.0  # in which a launcher passes on what the terminal has sent to all
 SECONDS_BETWEEN_LOOKS = 1.0
 

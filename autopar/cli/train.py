@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from ..errors import AdaptError, AutoparError, CheckpointError, InputError, Mesh
 from ..ir.mesh import Mesh
 from ..plans.pipeline import axis_of
 from ..schedule import files
-from . import common
+from . import common, elastic
 from .stop_signals import StopSignals, end_with
 
 if TYPE_CHECKING:
@@ -59,6 +60,10 @@ def add(subparsers) -> None:
     parser.add_argument(
         "--keep", type=common.count, metavar="N", help="keep the last N checkpoints that this run saved"
     )
+    parser.add_argument("--async-save", action="store_true", help="write them while the training goes on")
+    parser.add_argument(
+        "--elastic", action="store_true", help="go on with the processes that remain, from the last checkpoint"
+    )
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in FOLDER that was saved last")
 
 
@@ -68,9 +73,10 @@ def run(args: argparse.Namespace) -> int:
     devices, world = Mesh.parse(args.mesh).devices, os.environ.get("WORLD_SIZE")
     if args.data is not None and not Path(args.data).expanduser().is_file():
         raise InputError(f"there is no file {args.data}", fix="give --data a text or JSONL file")
-    if args.checkpoint is None and (args.every or args.keep or args.resume):
+    if args.checkpoint is None and (args.every or args.keep or args.resume or args.async_save or args.elastic):
         raise CheckpointError(
-            "--every, --keep and --resume say what to do with checkpoints", fix="add --checkpoint FOLDER"
+            "--every, --keep, --async-save, --elastic and --resume say what to do with checkpoints",
+            fix="add --checkpoint FOLDER",
         )
     _check_pipeline(args)
     adapt = common.adaptations(args)
@@ -84,7 +90,10 @@ def run(args: argparse.Namespace) -> int:
     settings = {k: v for k, v in vars(args).items() if k != "run"} | {"pin": common.pins(args), "adapt": adapt}
     settings["flops"] = flops_of_step(module, inputs, args) if sys.stdout.isatty() else 0.0
     if "RANK" not in os.environ or world is None:
-        return _spawn(settings, devices)
+        return elastic.train(settings, devices, _spawn) if args.elastic else _spawn(settings, devices)
+    if args.elastic:
+        raise MeshError("--elastic is for processes that autopar train starts by itself",
+                        fix="leave it out, and let torchrun start again with --max-restarts and --resume")  # fmt: skip
     if int(world) != devices:
         nodes = max(1, int(world) // int(os.environ.get("LOCAL_WORLD_SIZE", world)))
         raise MeshError(f"the mesh {args.mesh} has {devices} devices, torchrun started {world} processes",
@@ -165,6 +174,9 @@ def _spawn(settings: dict, devices: int) -> int:
             except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
                 if stop.received:
                     return stop.code
+                lost = [rank for rank, process in enumerate(processes.processes) if _is_lost(process)]
+                if settings["elastic"] and lost:
+                    raise elastic.LostRanks(lost, _reason(folder)) from None
                 if reason := _reason(folder):
                     raise reason from None
                 print(f"autopar: {str(error).strip()}", file=sys.stderr)
@@ -175,6 +187,11 @@ def _spawn(settings: dict, devices: int) -> int:
                         process.kill()
                     process.join()
     return 0
+
+
+def _is_lost(process) -> bool:
+    """Return whether a process was ended by a signal but that which ends those that remain."""
+    return process.exitcode is not None and process.exitcode < 0 and process.exitcode != -signal.SIGTERM
 
 
 def _reason(folder: str) -> AutoparError | None:

@@ -38,6 +38,7 @@ from ..plans.plan import Plan
 from ..plans.text import summary
 from ..processes import agree, process_groups, watch
 from ..storage import checkpoint
+from ..storage.checkpoint_folder import check_shared
 from ..utils.allocation_tracker import Allocations
 from ..utils.format import fit, ms, size
 from . import common
@@ -98,6 +99,8 @@ def _run(device_mesh, settings: dict, stop: StopSignals, say) -> int:
     hardware = profile.load(settings["hardware"])
     if warning := stale(hardware, "nccl" if settings["device"] == "cuda" else "gloo"):
         say(f"warning: {warning}")
+    if settings["checkpoint"]:
+        check_shared(Path(settings["checkpoint"]).expanduser())  # before anything takes long
     say("planning ...", flush=True)
     names = (
         "hardware", "precision", "reduce_dtype", "state_dtype", "execution", "strategy", "memory", "offload", "pin",
@@ -194,7 +197,7 @@ def _resume(model, optimizer, scaler, stream, settings: dict, say) -> int:
             f"they stay"
         )
         return 0
-    loaded = checkpoint.load_checkpoint(newest, model, optimizer, scaler=scaler)
+    loaded = checkpoint.load_checkpoint(folder, model, optimizer, scaler=scaler)
     _check_settings(loaded, settings)
     if "position" in loaded.data:
         stream.position = loaded.data["position"]
@@ -222,8 +225,9 @@ def _save(step: int, model, optimizer, scaler, stream, settings: dict, now: bool
         data = {"settings": {name: settings[name] for name in OF_A_RUN}}
         data |= {"position": stream.position} if hasattr(stream, "position") else {}
         checkpoint.save_checkpoint(
-            settings["checkpoint"], model, optimizer, step=step, data=data, scaler=scaler, keep=settings["keep"]
-        )
+            settings["checkpoint"], model, optimizer, step=step, data=data, scaler=scaler, keep=settings["keep"],
+            wait=not settings["async_save"] or now or step == settings["steps"],
+        )  # fmt: skip
 
 
 def _stream(source: nn.Module, inputs, folder: Path | None, settings: dict, say) -> Iterator:

@@ -11,19 +11,17 @@ import itertools
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
-from .. import _torch
 from ..errors import AutoparError, DesyncError, InputError
 from ..plans.plan import Plan
 from . import process_groups, watch
+from .meeting import MOST_SECONDS_BETWEEN_LOOKS, SECONDS_BETWEEN_LOOKS, Meeting
 
 T = TypeVar("T")
-SECONDS_BETWEEN_LOOKS, MOST_SECONDS_BETWEEN_LOOKS = 1.0, 8.0
 OWN_LENGTHS = (
     "where each rank pads its batch to its own longest, pass pad={'input_ids': 0, 'labels': -100, 'attention_mask': 0} "
     "to autopar.compile, with the names and values of what you pad: ranks then agree on a length"
@@ -65,8 +63,9 @@ def from_rank_zero(make: Callable[[], T]) -> T:
         except Exception as caught:
             error = caught
             box[1] = _portable(caught)
+    group = process_groups.control_group()
     with watch.collective(watch.asked("the plan of rank 0")):
-        dist.broadcast_object_list(box, src=0, group=process_groups.control_group())
+        watch.patiently(lambda: dist.broadcast_object_list(box, src=0, group=group))
     if error is not None:
         raise error
     _raise(box[1], 0)
@@ -80,25 +79,20 @@ def rendezvous(module: str, number: int, call: str, fix: str = SAME_CALL) -> Non
     step. So ranks wait for each other at the store, as long as a collective does or until one of the others is in a
     later call of the module. Raises RankFailure or CollectiveTimeout about a rank that died or is busy elsewhere, else
     DesyncError. `number` is that of the module's rendezvous."""
-    store, world, rank = _torch.default_store(), dist.get_world_size(), dist.get_rank()
     patience = process_groups.timeout_seconds() * (process_groups.FIRST_STEP if watch.is_first_step() else 1)
-    key, first = f"autopar/{module}/{number}", f"{call} for the first time"
-    store.set(f"{key}/{rank}", call)
-    if store.add(key, 1) == world:
-        store.set(f"{key}/all", "here")
+    meeting, first = Meeting(f"autopar/{module}/{number}", range(dist.get_world_size())), f"{call} for the first time"
     end, seconds = time.monotonic() + patience, SECONDS_BETWEEN_LOOKS
-    while not _arrived(store, f"{key}/all", min(seconds, end - time.monotonic())):
+    while not meeting.is_complete(min(seconds, end - time.monotonic())):
         watch.check_told(f"a call with {first}")
-        missing = [r for r in range(world) if not store.check([f"{key}/{r}"])]
+        missing = meeting.missing()
         ahead, seconds = watch.ahead(module, missing), min(2 * seconds, MOST_SECONDS_BETWEEN_LOOKS)
         if not ahead and time.monotonic() < end:
             continue
-        store.add(key, -1)
-        store.delete_key(f"{key}/{rank}")
+        meeting.leave()
         error = None if ahead else watch.absent(missing, f"a call with {first}", fix)
         if error is None:
             error = DesyncError(
-                f"rank {rank} is called with {first}, and rank {', '.join(map(str, ahead or missing))} is not "
+                f"rank {meeting.rank} is called with {first}, and rank {', '.join(map(str, ahead or missing))} is not "
                 + ("and has gone on" if ahead else f"after {patience:g} s"),
                 ranks=tuple(ahead or missing), fix=fix,
             )  # fmt: skip
@@ -122,16 +116,6 @@ def extremes(numbers: Sequence[int], what: str = "the lengths of the ranks") -> 
         dist.all_reduce(both, dist.ReduceOp.MAX, process_groups.host_group())
     least, most = both.view(2, -1).tolist()
     return [-n for n in least], most
-
-
-def _arrived(store: dist.Store, key: str, seconds: float) -> bool:
-    try:
-        store.wait([key], timedelta(seconds=max(seconds, 0.01)))
-    except RuntimeError as error:
-        if "timeout" not in str(error).lower():  # another's, such as of a killed worker of a DataLoader
-            raise
-        return False
-    return True
 
 
 def check_captures(inputs: Sequence[str], fingerprint: str) -> None:
@@ -240,8 +224,9 @@ def union(names: Sequence[str]) -> list[str]:
 
 def _gather(value: object) -> list:
     everyone: list = [None] * dist.get_world_size()
+    group = process_groups.control_group()
     with watch.collective(watch.asked("what ranks agree on before the first step")):
-        dist.all_gather_object(everyone, value, group=process_groups.control_group())
+        watch.patiently(lambda: dist.all_gather_object(everyone, value, group=group))
     return everyone
 
 

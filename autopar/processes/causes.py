@@ -28,7 +28,8 @@ class Progress:
 
 @dataclass(frozen=True)
 class Cause:
-    """The first thing that went wrong. `kind`: "gone", "failed" (`what` says how), "late", "apart" or "unknown"."""
+    """The first thing that went wrong. `kind`: "gone", "failed" (`what` says how), "late", "behind" (they wait too, for
+    others perhaps), "apart" or "unknown"."""
 
     kind: str
     ranks: list[int]
@@ -60,7 +61,7 @@ def found(
     if apart := _apart({me: asdict(here)} | places):
         return apart
     if behind:
-        return Cause("late", sorted(behind), "; ".join(f"rank {r} is at {a['what']}" for r, a in behind.items()))
+        return Cause("behind", sorted(behind), "; ".join(f"rank {r} is at {a['what']}" for r, a in behind.items()))
     return None
 
 

@@ -7,20 +7,26 @@ DeviceMesh serve.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 import torch.distributed as dist
 
 from .. import _torch
 from .._torch import dtensors
+from .._torch.loaders import is_of_a_loader
 from ..errors import CollectiveTimeout, MeshError
 from ..ir.mesh import Mesh
+from .calls import Call
+from .meeting import MOST_SECONDS_BETWEEN_LOOKS, SECONDS_BETWEEN_LOOKS, lost, meet
 
 TIMEOUT_SECONDS = 120.0  # that a collective waits for others, or 20 times the first step if that is longer
 FIRST_STEP = 10  # times that in the first step
@@ -31,6 +37,17 @@ STEPS = 20
 _world: weakref.ref = weakref.ref(Mesh)  # whose they are; none yet
 _control: tuple[weakref.ref, weakref.ref] = (_world, _world)  # whose the group of `control_group` is, and the group
 _own: dict[tuple[str, tuple[int, ...]], weakref.ref | None] = {}
+_made = 0  # groups in this world
+
+
+@contextlib.contextmanager
+def _unwatched(what: str) -> Iterator[Callable[[bool], None]]:
+    yield lambda in_vain: None
+
+
+# A context in which this rank waits at `what`. It gives a function that raises the error of a failure that keeps others
+# from coming, told or found by asking, also about those who are late if it is `in_vain`. watch.py puts its own here.
+waiting: Callable[[str], contextlib.AbstractContextManager[Callable[[bool], None]]] = _unwatched
 
 
 def check_world(mesh: Mesh, device_mesh) -> int:
@@ -99,23 +116,51 @@ def _own_group(ranks: tuple[int, ...], lane: str = "") -> dist.ProcessGroup | No
         _world = weakref.ref(dist.group.WORLD)
         _own.clear()
     if (lane, ranks) not in _own:
-        group = _new_group(list(ranks), "gloo")
+        group = _new_group(ranks, lane)
         _own[lane, ranks] = weakref.ref(group) if dist.get_rank() in ranks else None
     reference = _own[lane, ranks]
     return reference() if reference is not None else None
 
 
-def _new_group(ranks: list[int] | None = None, backend: str | None = None) -> dist.ProcessGroup:
-    """Return a new group of these ranks, or of all. Raises CollectiveTimeout if they do not all come."""
-    seconds = FIRST_STEP * timeout_seconds()
-    try:
-        return dist.new_group(ranks, timeout=timedelta(seconds=seconds), backend=backend)
-    except RuntimeError as error:
-        raise CollectiveTimeout(
-            f"ranks that make a process group did not find each other within {seconds:g} s ({FIRST_STEP} times "
-            f"AUTOPAR_TIMEOUT_S): {str(error).splitlines()[0]}",
-            fix="see which processes or links are gone, and start again; AUTOPAR_TIMEOUT_S=seconds waits longer",
-        ) from error
+def _new_group(ranks: Sequence[int], lane: str) -> dist.ProcessGroup | None:
+    """Return a new group of these ranks, None without this one. They meet before: those that wait can be told of a
+    failure, and say who is missing. Raises CollectiveTimeout about ranks that do not come, or what watch.py knows."""
+    global _made
+    _made += 1
+    limit, what = FIRST_STEP * timeout_seconds(), f"a new process group of {len(ranks)} ranks"
+    new = partial(dist.new_group, list(ranks), timeout=timedelta(seconds=limit), backend="gloo")
+    if dist.get_rank() not in ranks:
+        new()
+        return None
+    key, end = f"autopar/groups/{_made}/{lane}/{ranks[0]}", time.monotonic() + limit
+    with waiting(what) as check:
+
+        def patiently(run: Callable[[], Any]) -> Any:
+            call, seconds = Call(run), SECONDS_BETWEEN_LOOKS  # the store may be on a machine that is cut off
+            while not call.is_over(min(seconds, max(end - time.monotonic(), 0.0))):
+                check(False)
+                seconds = min(2 * seconds, MOST_SECONDS_BETWEEN_LOOKS)
+                if time.monotonic() >= end:
+                    check(True)
+                    raise _unmet(lost(key, ranks), what, f"within {limit:g} s ({FIRST_STEP} times AUTOPAR_TIMEOUT_S)")
+            return call.result
+
+        try:
+            patiently(partial(meet, key, ranks, limit))
+            return patiently(new)
+        except RuntimeError as error:
+            if is_of_a_loader(error):
+                raise
+            check(False)
+            raise _unmet(lost(key, ranks), what, f"any more: {str(error).splitlines()[0]}") from error
+
+
+def _unmet(missing: list[int], what: str, how: str) -> CollectiveTimeout:
+    who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}" if missing else "ranks"
+    return CollectiveTimeout(
+        f"{who} did not come to {what} {how}", ranks=tuple(missing), collective=what,
+        fix="see which processes or links are gone, and start again; AUTOPAR_TIMEOUT_S=seconds waits longer",
+    )  # fmt: skip
 
 
 def host_group() -> dist.ProcessGroup:
@@ -137,10 +182,11 @@ def tensor_group(lane: str = "") -> dist.ProcessGroup:
 def control_group() -> dist.ProcessGroup:
     """Return a group of all ranks for what they tell each other between steps, of gloo. It waits FIRST_STEP times
     AUTOPAR_TIMEOUT_S, since one may trace, plan or write for all. Collective the first time."""
-    global _control
+    global _control, _made
     of_world, group = _control
     if of_world() is not dist.group.WORLD or group() is None:
-        _control = weakref.ref(dist.group.WORLD), weakref.ref(_new_group(backend="gloo"))
+        _made = 0  # it is the first group of a world
+        _control = weakref.ref(dist.group.WORLD), weakref.ref(_new_group(range(dist.get_world_size()), "control"))
     return cast(dist.ProcessGroup, _control[1]())
 
 

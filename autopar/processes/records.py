@@ -1,14 +1,17 @@
 """Keep what a rank knows of a failure: a file of JSON says where it was, what it called last, what others answered.
 
 Nothing is written while all goes well. `autopar doctor` reads the files of all ranks (diagnosis.py). They lie in the
-folder AUTOPAR_RECORDS, else in autopar-records in that for temporary files; AUTOPAR_RECORDS=off writes none.
+folder AUTOPAR_RECORDS, else in autopar-records in that for temporary files, where those of the last RUNS_KEPT runs that
+failed stay; AUTOPAR_RECORDS=off writes none.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tempfile
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +22,7 @@ from .causes import Cause, Progress
 MOST = 200  # calls, collectives or lines of a stack
 LONGEST_BYTES, MOST_RANKS = 1 << 24, 1 << 20  # of a file that is read
 SUFFIX = ".json"
+RUNS_KEPT = 8  # in the folder for temporary files
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,8 @@ class Record:
             folder.mkdir(parents=True, exist_ok=True)
             unfinished.write_text(json.dumps(asdict(self), indent=1))
             unfinished.replace(file)
+            if not os.environ.get("AUTOPAR_RECORDS"):
+                _remove_old(folder)
         except OSError:
             return None
         return file
@@ -83,6 +89,17 @@ class Record:
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
             said = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else "is no record of a failure"
             raise InputError(f"{file} {said}", fix="give the files that AUTOPAR_RECORDS=FOLDER names") from None
+
+
+def _remove_old(folder: Path) -> None:
+    """Remove the records of all runs but the last ones."""
+    runs: dict[str, list[tuple[float, Path]]] = defaultdict(list)
+    for file in folder.glob(f"*-rank-*{SUFFIX}"):
+        with contextlib.suppress(FileNotFoundError):  # another rank has removed it
+            runs[file.name.partition("-")[0]].append((file.stat().st_mtime, file))
+    for run in sorted(runs, key=lambda run: max(runs[run]))[:-RUNS_KEPT]:
+        for _, file in runs[run]:
+            file.unlink(missing_ok=True)
 
 
 def files_of(paths: Sequence[str]) -> list[Path]:

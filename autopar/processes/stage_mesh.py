@@ -72,5 +72,5 @@ class StageMesh:
             return [value]
         everyone: list = [None] * len(self.ranks)
         with watch.collective(what):
-            dist.all_gather_object(everyone, value, group=self.pp_host_group)
+            watch.patiently(lambda: dist.all_gather_object(everyone, value, group=self.pp_host_group))
         return everyone

@@ -10,7 +10,6 @@ that every survivor names the same first cause, also one that only sees its neig
 from __future__ import annotations
 
 import contextlib
-import linecache
 import os
 import socket
 import sys
@@ -29,12 +28,14 @@ import torch.distributed as dist
 from torch import fx
 
 from .._torch.loaders import is_of_a_loader
-from ..codegen.python_code import is_collective
 from ..errors import AutoparError, CollectiveTimeout, DesyncError, RankFailure
 from ..ir.graph import describe
 from ..plans.plan import Plan
 from . import causes, process_groups
+from .calls import Call
 from .causes import Cause, Progress, named
+from .guarded import Guarded
+from .patience import Patience
 from .peers import Peers
 from .records import MOST, Record
 
@@ -57,6 +58,7 @@ class Watch:
         self.recording, self.recorded = threading.Lock(), False
         self.record_file: Path | None = None
         self.running: Guarded | str | None = None
+        self.inside = 0  # the thread of what runs
         self.failed_at: Progress | None = None
         self.cause: Cause | None = None
         self.peers = Peers(self._answer)
@@ -78,10 +80,26 @@ class Watch:
         self.calls += 1
         self.last.append((self.calls, self.step, what))
 
+    def enter_thread(self) -> None:
+        """Raise DesyncError, on all ranks, if another thread of this process is in a call in which ranks meet: the two
+        share process groups, and their collectives would meet each other's."""
+        thread = threading.get_ident()
+        if self.running is not None and self.inside != thread:
+            error = DesyncError(
+                f"two threads of rank {self.peers.rank} call compiled models at once, which share process groups",
+                ranks=(self.peers.rank,), fix="call them one after the other, or in processes of their own",
+            )  # fmt: skip
+            self.fail(error)
+            self.failed_at = Progress(self.calls, 1, self.step, "a call of another thread", "a call of another thread")
+            process_groups.release()
+            raise error
+        self.inside = thread
+
     @contextlib.contextmanager
     def collective(self, what: str) -> Iterator[None]:
         """Guard a collective that is not part of a graph: if it fails, raise what `verdict` returns. After a failure
         none is begun: it is raised again."""
+        self.enter_thread()
         self.count(what)
         here = Progress(self.calls, 1, self.step, what, what)
         if self.failed_at is not None and self.cause is not None:
@@ -91,12 +109,40 @@ class Watch:
             yield
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:
-            if is_of_a_loader(error):
+        except (RuntimeError, ValueError) as error:
+            is_given_up = isinstance(error, RuntimeError) or self.failed_at is not None  # by another thread
+            if is_of_a_loader(error) or not is_given_up:
                 raise
             raise self.verdict(error, here) from error
         finally:
             self.running = None
+
+    def patiently(self, run: Callable[[], object]) -> None:
+        """Run a collective of the control group, for as long as those that it waits for live: in a thread that is left
+        behind if they do not."""
+        call = Call(run)
+        patience = Patience(self.peers, range(self.peers.world))
+        while not call.is_over(patience.seconds):
+            if (cause := self.cause or patience.look(self._progress())) is not None:
+                self._tell(cause, range(self.peers.world))
+                raise RuntimeError(cause.what)  # which `collective` explains
+
+    @contextlib.contextmanager
+    def waiting(self, what: str) -> Iterator[Callable[[bool], None]]:
+        """Let this rank wait at `what` inside, as process_groups.waiting has it."""
+        patience, here = Patience(self.peers, range(self.peers.world)), Progress(self.calls, 1, self.step, what, what)
+
+        def check(in_vain: bool) -> None:
+            cause = self.cause or patience.look(here) or (self._find_cause(here, everyone, True) if in_vain else None)
+            if cause is not None and cause.kind != "unknown":
+                self._tell(cause, everyone)
+                raise self.error(cause, here)
+
+        everyone, before, self.running = range(self.peers.world), self.running, self.running or what
+        try:
+            yield check
+        finally:
+            self.running = before
 
     def check_told(self, what: str) -> None:
         """Raise the error of a failure of which another rank has told this one, which waits at `what`."""
@@ -108,14 +154,14 @@ class Watch:
         stand still; None if they wait at something else. `fix`: where they were not meant to come."""
         here = Progress(END, 1, self.step, what, what)
         cause = causes.found(self.peers.ask({}, ranks), self.peers.rank, here, self.peers.machines, waited=True)
-        if cause is None or cause.kind not in ("gone", "late", "failed"):
+        if cause is None or cause.kind not in ("gone", "late", "behind", "failed"):
             return None
         self._tell(cause, range(self.peers.world))
         return self.error(cause, here, otherwise=f"; if it was not to come, {fix}")
 
     # what happened
 
-    def verdict(self, error: RuntimeError, here: Progress, node: fx.Node | None = None) -> AutoparError:
+    def verdict(self, error: Exception, here: Progress, node: fx.Node | None = None) -> AutoparError:
         """Return the error to raise instead of what the backend says of a collective at `here`; every rank is told the
         cause."""
         self.failed_at = here
@@ -143,7 +189,7 @@ class Watch:
                 "where a rank skips a batch" + seen,
             )  # fmt: skip
         fields |= dict(step=here.step, collective=here.what)
-        if cause.kind == "late":
+        if cause.kind in ("late", "behind"):
             return CollectiveTimeout(
                 f"{named(ranks)} did not arrive in time at {where}: {cause.what}", ranks=ranks,
                 **fields, fix=f"see what holds that rank up; AUTOPAR_TIMEOUT_S=seconds waits longer{otherwise}{seen}",
@@ -161,7 +207,8 @@ class Watch:
                 self.answers = answers = answers | self.peers.ask({}, ranks)
                 waited = timed_out or time.monotonic() > deadline
                 cause = causes.found(answers, self.peers.rank, here, self.peers.machines, waited)
-                if cause is not None and (are_all or cause.kind != "apart"):  # who is the odd one, all say
+                is_first = cause is not None and cause.kind not in ("apart", "behind")  # of those, all have to be asked
+                if cause is not None and (are_all or is_first):
                     return cause
             if time.monotonic() > deadline:
                 return causes.unknown(answers)
@@ -235,56 +282,6 @@ class Watch:
         return Progress(self.calls, END, self.step, outside or "outside of the model")
 
 
-class Guarded:
-    """A graph whose failing collectives are explained."""
-
-    def __init__(self, watch: Watch, module: fx.GraphModule, phase: str, run: Callable):
-        self.watch, self.module, self.phase, self.run = watch, module, phase, run
-        self.doing = f"the {phase} graph"
-        self.code = module.forward.__code__ if run == module.forward else None  # None: compiled, lines say nothing
-
-    def __call__(self, *values):
-        watch = self.watch
-        if self.phase == "forward":
-            watch.begin_step()
-        watch.count(self.doing)
-        watch.running = self
-        try:
-            return self.run(*values)
-        except torch.OutOfMemoryError:  # also where a collective's result was to be allocated
-            raise
-        except RuntimeError as error:
-            position, what, node = self.at(_line_in(self.code, error))
-            if is_of_a_loader(error) or (node is None and self.code is not None):
-                raise
-            raise watch.verdict(error, Progress(watch.calls, position, watch.step, what, self.doing), node) from error
-        finally:
-            watch.running = None
-
-    def at(self, line: int) -> tuple[int, str, fx.Node | None]:
-        """Return (position, text, collective node if there is one) of a line of the graph's code."""
-        if self.code is None:
-            return 1, f"the compiled {self.phase} graph", None
-        nodes = {node.name: node for node in self.module.graph.nodes}
-        passed = 0  # collectives
-        for number in range(1, line + 1):
-            node = nodes.get(linecache.getline(self.code.co_filename, number).split(" = ")[0].strip())
-            if number == line:
-                started = node if node is None or is_collective(node) else next(iter(node.all_input_nodes), node)
-                if started is None or not is_collective(started):
-                    return 2 * passed, f"{node.name if node else 'the end'} in the {self.phase}", None
-                return 2 * (passed - (started is not node)) + 1, f"the {started.meta['collective']}", started
-            passed += node is not None and is_collective(node)
-        return 0, self.doing, None
-
-    def passed(self, position: int) -> list[str]:
-        """Return the last collectives of the graph up to a position, that one included."""
-        if self.code is None:
-            return []
-        found = [node.meta["collective"] for node in self.module.graph.nodes if is_collective(node)]
-        return found[: (position + 1) // 2][-MOST:]
-
-
 _INTERNAL = tuple(
     os.path.dirname(path) + os.sep for path in (torch.__file__, os.path.dirname(__file__), os.__file__)
 ) + ("<",)
@@ -331,6 +328,21 @@ def collective(what: str):
     return contextlib.nullcontext() if _current is None else _current.collective(what)
 
 
+def patiently(run: Callable[[], object]) -> None:
+    """Run a collective of gloo between steps, inside of `collective`, for as long as all ranks live."""
+    run() if _current is None else _current.patiently(run)
+
+
+def _waiting(what: str) -> contextlib.AbstractContextManager[Callable[[bool], None]]:
+    is_watched = _current is not None and _current.world() is dist.group.WORLD
+    return (
+        _current.waiting(what) if _current is not None and is_watched else contextlib.nullcontext(lambda in_vain: None)
+    )
+
+
+process_groups.waiting = _waiting
+
+
 def enter(module: str) -> None:
     """Count a call of a compiled module, which all ranks make together."""
     if _current is not None:
@@ -370,14 +382,6 @@ def absent(ranks: list[int], what: str, fix: str) -> AutoparError | None:
 def is_first_step() -> bool:
     """Return whether no step has begun."""
     return _current is None or _current.step == 0
-
-
-def _line_in(code, error: BaseException) -> int:
-    """Return the line of `code` that was running when `error` was raised, 0 if none was."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code is not code:
-        trace = trace.tb_next
-    return trace.tb_lineno if trace is not None else 0
 
 
 def _in_module(node: fx.Node) -> str:

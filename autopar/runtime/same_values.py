@@ -138,7 +138,7 @@ def _broadcast(tensor: Tensor, device: torch.device) -> None:
         part = flat[start : start + BROADCAST_BYTES]
         moved = part.to(device)
         with watch.collective("the values of rank 0"):
-            dist.broadcast(moved, src=0, group=process_groups.tensor_group())
+            watch.patiently(functools.partial(dist.broadcast, moved, src=0, group=process_groups.tensor_group()))
         if moved is not part and dist.get_rank():
             part.copy_(moved)
     if dist.get_rank() and sent is not target:

@@ -2,7 +2,7 @@
 
     root/step-00000040/model/        a Hugging Face folder: safetensors shards, index, config.json
                        optimizer-*   safetensors: state tensors, whole, as the model's
-                       rng-*         safetensors: each rank's torch generators
+                       rng-*         safetensors: each rank's generators, of torch, Python and numpy
                        state.json    step, data position, scheduler, dropout, the optimizer's plain values
                        manifest.json, COMMIT
 
@@ -13,13 +13,9 @@ comes last.
 
 from __future__ import annotations
 
-import math
-import os
-import shutil
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -30,14 +26,16 @@ from torch import nn
 
 from ..errors import CheckpointError, InputError
 from ..processes import agree, watch
-from . import optimizer_state
-from .durable import Digest, disk_errors, sync_folder, write_file
-from .manifest import COMMIT, REPLACED, Manifest, complete, folder_name, incomplete, is_checkpoint, number_of
-from .model_folder import make_folder, write_model
+from . import generators, optimizer_state, pending
+from .checkpoint_folder import Place, check_shared, newest_whole
+from .durable import Digest, disk_errors, write_file
+from .gather import Held, of_all_stages
+from .manifest import complete
+from .model_folder import tensors_of, write_model
 from .opened import MODEL, OPTIMIZER, STATE, Opened, rng_name
 from .plain import canonical, encode
-from .shards import write_shards
-from .tensor_file import Form, TensorFileWriter
+from .shards import Written, write_shards
+from .tensor_file import FileForLater, Form, TensorFileWriter, in_order
 
 _runs: WeakKeyDictionary[nn.Module, str] = (
     WeakKeyDictionary()
@@ -60,7 +58,7 @@ class Checkpoint:
 @watch.asking("save_checkpoint")
 def save_checkpoint(
     root: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, step: int, scheduler=None,
-    data=None, scaler=None, keep: int | None = None,
+    data=None, scaler=None, keep: int | None = None, wait: bool = True,
 ) -> Path:  # fmt: skip
     """Save a compiled model and what trains it as `root/step-STEP`, and return that path. All ranks call it together.
 
@@ -69,17 +67,22 @@ def save_checkpoint(
     all of this run's checkpoints but the last so many that were saved, this one among them, whatever their steps; the
     disk needs room for one more. A run is what one compiled model saves, before and after it loads one of its
     checkpoints; those of other runs in the folder stay, but for one of the same step, which this one replaces. A kill
-    at any point leaves the earlier checkpoints, and this one or nothing. Raises CheckpointError if something cannot be
-    saved."""
+    at any point leaves the earlier checkpoints, and this one or nothing.
+
+    `wait`: False returns when the tensors are copied to the host, about their bytes by the number of ranks on each, and
+    writes them meanwhile; the next save or load, `finish_checkpoint` or the end of the program waits for that, and
+    raises what went wrong. Raises CheckpointError if something cannot be saved, such as for want of room, or if ranks
+    do not see one folder."""
     _check_model(model)
     agree.everywhere(lambda: _check_numbers(step, keep))
     given = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     words = [f"step={step}", f"keep={keep}", *(name for name, value in given.items() if value is not None)]
     agree.check_calls(f"save_checkpoint({', '.join(words)})", fix="save the same on every rank")
-    root = Path(root).expanduser()
-    final = root / folder_name(step)
-    unfinished = root / f".{final.name}.unfinished"
-    tensors, plain = {}, None
+    place = Place(Path(root).expanduser(), step)
+    pending.finish()
+    check_shared(place.root)
+    tensors: dict[str, Held] = {}
+    plain = None
     if optimizer is not None:
         tensors, plain = agree.everywhere(lambda: optimizer_state.describe(model, optimizer))
         plain = agree.everywhere(lambda: optimizer_state.of_all_stages(plain, model.stage_mesh))
@@ -90,38 +93,33 @@ def save_checkpoint(
         "dropout": _dropout_of(model), "optimizer": plain,
         "scaler": agree.everywhere(lambda: encode(_state_of(scaler), "scaler")),
     }  # fmt: skip
+    bytes_ = sum(_bytes_of(held, model) for held in (tensors_of(model, adapters=True), tensors))
 
-    def begin() -> None:
-        with disk_errors(root):
-            _remove_unfinished(root)
-        make_folder(unfinished)
-        make_folder(unfinished / MODEL)
+    def commit(files: Mapping[str, Digest]) -> None:
+        with disk_errors(place.final):
+            digests = dict(files) | {STATE: write_file(place.unfinished / STATE, canonical(state))}
+        place.commit(digests, _runs.setdefault(model, uuid.uuid4().hex[:8]), keep)
 
-    def commit() -> None:
-        files = {path: digest for part in written for path, digest in part.items()}
-        with disk_errors(final):
-            files[STATE] = write_file(unfinished / STATE, canonical(state))
-            number = 1 + max((n for n in map(number_of, complete(root)) if n < math.inf), default=0)
-            run, now = _runs.setdefault(model, uuid.uuid4().hex[:8]), datetime.now(UTC).isoformat(" ", "seconds")
-            committed = Manifest(step, files, run, number, now).write(unfinished)
-            _put_in_place(unfinished, final)
-            write_file(final / COMMIT, committed.encode())
-            _clean(root, final, run, keep)
-
-    agree.from_rank_zero(begin)
+    agree.from_rank_zero(lambda: place.begin(bytes_, MODEL))
+    open_file, folder = TensorFileWriter if wait else FileForLater, place.unfinished
     try:
         # one after the other: a rank that fails in one of them must not leave the others waiting in the next
-        written = [
-            *agree.from_all(lambda: _inside(MODEL, write_model(model, unfinished / MODEL))),
-            *agree.from_all(lambda: write_shards(tensors, unfinished, OPTIMIZER, model.stage_mesh)),
-            *agree.from_all(lambda: _write_generators(unfinished)),
+        parts = [
+            _inside(MODEL, agree.everywhere(lambda: write_model(model, folder / MODEL, open_file=open_file))),
+            agree.everywhere(lambda: write_shards(tensors, folder, OPTIMIZER, model.stage_mesh, open_file=open_file)),
+            agree.everywhere(lambda: _write_generators(folder)),
         ]
-        agree.from_rank_zero(commit)
+        written = {name: file for part in parts for name, file in part.items()}
+        if wait:
+            everyone = agree.from_all(lambda: written)
+            agree.from_rank_zero(lambda: commit({name: file for part in everyone for name, file in part.items()}))
+        else:
+            pending.begin(written, place, commit)
     except Exception:
         if dist.get_rank() == 0:
-            _remove_unfinished(root)  # it may have filled the disk
+            place.remove_unfinished()  # it may have filled the disk
         raise
-    return final
+    return place.final
 
 
 @watch.asking("load_checkpoint")
@@ -132,14 +130,15 @@ def load_checkpoint(
     """Load a checkpoint, or the one under a root that was saved last, into a model compiled for any mesh and its
     optimizer.
 
-    `scheduler`, `data`, `scaler`: objects with load_state_dict(). Also restores torch's generators (a rank beyond those
-    that saved takes rank 0's) and the dropout state. Every file is checked before anything is changed. Raises, on every
-    rank: CheckpointError if there is none, CheckpointCorrupt for a damaged one, CheckpointMismatch for one of another
-    model or optimizer."""
+    `scheduler`, `data`, `scaler`: objects with load_state_dict(). Also restores the generators of torch, Python and
+    numpy (a rank beyond those that saved takes rank 0's) and the dropout state. Every file is checked before anything
+    is changed; under a root a damaged checkpoint is passed over, with a warning. Raises, on every rank: CheckpointError
+    if there is none, CheckpointCorrupt if all are damaged, CheckpointMismatch for one of another model or optimizer.
+    """
     _check_model(model)
-    path, run, saved = agree.from_rank_zero(lambda: _find(Path(folder).expanduser()))
-    path, rank, ranks = Path(path), dist.get_rank(), dist.get_world_size()
-    agree.everywhere(lambda: Manifest.read(path).check(path, lambda i: i % ranks == rank))
+    pending.finish()
+    path, manifest = newest_whole(Path(folder).expanduser())
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     needs_scale = scaler is not None and bool(scaler.state_dict())  # one that is not enabled has no state
     opened = agree.everywhere(
         lambda: Opened(path, model, optimizer, scheduler is not None, data is not None, needs_scale)
@@ -152,8 +151,15 @@ def load_checkpoint(
     for target, value in ((scheduler, opened.scheduler), (data, position), (scale, opened.scaler)):
         if target is not None:
             target.load_state_dict(value)
-    _runs[model] = run
-    return Checkpoint(path, opened.step, position, run, saved)
+    _runs[model] = manifest.run
+    return Checkpoint(path, opened.step, position, manifest.run, manifest.saved)
+
+
+@watch.asking("finish_checkpoint")
+def finish_checkpoint() -> None:
+    """Wait for a checkpoint that `save_checkpoint(..., wait=False)` began, if there is one. All ranks call it together.
+    Raises CheckpointError if it could not be written."""
+    pending.finish()
 
 
 def latest_checkpoint(root: str | Path) -> Path | None:
@@ -184,20 +190,23 @@ def _check_model(model: nn.Module) -> None:
 # -------------------------------------------------------------------------------------------------------------------
 
 
-def _inside(folder: str, written: Mapping[str, Digest]) -> dict[str, Digest]:
-    return {f"{folder}/{name}": digest for name, digest in written.items()}
+def _inside(folder: str, written: Mapping[str, Written]) -> dict[str, Written]:
+    return {f"{folder}/{name}": file for name, file in written.items()}
 
 
-def _write_generators(folder: Path) -> dict[str, Digest]:
-    """Write the states of torch's generators on this rank."""
-    states = {"cpu": torch.get_rng_state()} | (
-        {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {}
-    )
-    path = folder / rng_name(dist.get_rank())
+def _bytes_of(held: dict[str, Held], model: nn.Module) -> int:
+    """Return the bytes of the tensors that the stages hold together. All ranks call this."""
+    return sum(one.form.bytes_ for one in of_all_stages(held, model.stage_mesh).values())
+
+
+def _write_generators(folder: Path) -> dict[str, Written]:
+    """Write the states of this rank's random generators."""
+    states, path = generators.states(), folder / rng_name(dist.get_rank())
+    forms = {name: Form(tuple(value.shape), value.dtype) for name, value in states.items()}
     with disk_errors(path):
-        writer = TensorFileWriter(path, {name: Form(tuple(value.shape), value.dtype) for name, value in states.items()})
-        for value in states.values():
-            writer.append(value)
+        writer = TensorFileWriter(path, forms)
+        for name in in_order(forms):
+            writer.append(states[name])
         return {path.name: writer.close()}
 
 
@@ -212,65 +221,3 @@ def _dropout_of(model: nn.Module) -> dict | None:
         None if random is None else int(random.offset), "where random numbers stand"
     )
     return None if random is None else {"seed": int(random.seed), "offset": max(offsets)}
-
-
-def _put_in_place(unfinished: Path, final: Path) -> None:
-    """Give a finished folder its name; a checkpoint that has it keeps another one, complete, until it is cleaned
-    away."""
-    root = final.parent
-    if (final / COMMIT).is_file():
-        shutil.rmtree(replaced := final.with_name(final.name + REPLACED), ignore_errors=True)
-        os.rename(final, replaced)
-    else:
-        shutil.rmtree(final, ignore_errors=True)
-    for folder in (unfinished / MODEL, unfinished):
-        sync_folder(folder)
-    os.rename(unfinished, final)
-    sync_folder(root)
-
-
-def _clean(root: Path, saved: Path, run: str, keep: int | None) -> None:
-    """Remove what saves that did not end have left, what was replaced, and all of this run but the last `keep` that
-    were saved, of which `saved` is one."""
-    _remove_unfinished(root)
-    newest = complete(root)
-    old = [path for path in newest if path.name.endswith(REPLACED)]
-    if keep is not None:
-        mine = [path for path in newest if path != saved and path not in old and _is_of(path, run)]
-        old += mine[keep - 1 :]
-    for path in old:
-        (path / COMMIT).unlink()  # first of all: what is half removed is not complete
-        sync_folder(path)
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _remove_unfinished(root: Path) -> None:
-    for path in (*root.glob(".step-*.unfinished"), *incomplete(root)):
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _is_of(path: Path, run: str) -> bool:
-    """Return whether a run saved this checkpoint; one that cannot be read is nobody's."""
-    try:
-        return Manifest.read(path).run == run
-    except CheckpointError:
-        return False
-
-
-# loading
-# ------------------------------------------------------------------------------------------------------------------
-
-
-def _find(folder: Path) -> tuple[str, str, str]:
-    """Return (path, run, when it was saved) of the checkpoint `folder`, or of the one under it that was saved last.
-    Raises CheckpointError if there is none, CheckpointCorrupt if it has files but its own."""
-    if not is_checkpoint(folder) and not (folder / COMMIT).exists():
-        found = latest_checkpoint(folder)
-        if found is None:
-            raise CheckpointError(
-                f"there is no complete checkpoint in {folder}", fix="see the path; save_checkpoint makes one"
-            )
-        folder = found
-    manifest = Manifest.read(folder)
-    manifest.refuse_unlisted(folder)
-    return str(folder), manifest.run, manifest.saved

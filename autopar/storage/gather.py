@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -65,12 +66,12 @@ def gather_to(owner: int, held: Held, stage: StageMesh) -> Tensor | None:
                 received = part
                 if sender != owner:
                     received = like.new_empty(local_shape(shape, held.layout, stage.mesh, coordinate))
-                    dist.recv(received, sender, group=group)
+                    watch.patiently(partial(dist.recv, received, sender, group=group))
                 if whole is None:
                     return received
                 _copy_into(whole, received, local_ranges(shape, held.layout, stage.mesh, coordinate))
             elif rank == sender:
-                dist.send(part.contiguous(), owner, group=group)
+                watch.patiently(partial(dist.send, part.contiguous(), owner, group=group))
     return whole
 
 
@@ -89,7 +90,7 @@ def gather_everywhere(part: Tensor, shape: Sequence[int], layout: Layout, stage:
                 if rank == holders[0]
                 else part.new_empty(local_shape(shape, layout, stage.mesh, coordinate))
             )
-            dist.broadcast(sent, holders[0], group=group)
+            watch.patiently(partial(dist.broadcast, sent, holders[0], group=group))
             _copy_into(whole, sent, local_ranges(shape, layout, stage.mesh, coordinate))
     return whole
 

@@ -19,7 +19,7 @@ from ..ir.layout import Layout
 from ..processes import agree, watch
 from .durable import Digest, disk_errors, sync_folder, write_file
 from .gather import Held, gather_everywhere
-from .shards import write_shards
+from .shards import Written, write_shards
 from .tensor_file import Form
 from .weights import STEM, index_name, persistent_buffers, ties_of
 
@@ -34,10 +34,10 @@ def save_model(model: nn.Module, folder: str | Path) -> None:
     agree.from_rank_zero(lambda: _move_in(unfinished, folder))
 
 
-def write_model(model: nn.Module, folder: Path, adapters: bool = True) -> dict[str, Digest]:
+def write_model(model: nn.Module, folder: Path, adapters: bool = True, **options) -> dict[str, Written]:
     """Write this rank's files of the model, with or without what adaptations added to it, into an empty folder, on rank
-    0 also the config. Returns their digests."""
-    written = write_shards(tensors_of(model, adapters), folder, STEM, model.stage_mesh)
+    0 also the config. Returns them as `write_shards`, which takes the `options`, does."""
+    written = write_shards(tensors_of(model, adapters), folder, STEM, model.stage_mesh, **options)
     return written | (_write_config(model, folder) if dist.get_rank() == 0 else {})
 
 

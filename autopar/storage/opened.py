@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import CheckpointMismatch
-from . import optimizer_state
+from . import generators, optimizer_state
 from .manifest import corrupt
 from .model_folder import layout_of, local
 from .plain import decode
@@ -59,9 +59,7 @@ class Opened:
             self.tensors = WeightsFolder(path, OPTIMIZER)
             _readable(path, STATE, lambda: optimizer_state.check_values(model, self.tensors.forms, self.described))
         name = rng_name(dist.get_rank() if dist.get_rank() < self.ranks else 0)
-        self.generators = TensorFile(path / name)
-        if "cpu" not in self.generators.forms:
-            raise corrupt(path, name, "has no state of a generator")
+        self.generators = _readable(path, name, lambda: _generators_of(path / name))
 
     def _check_wanted(self, with_scheduler: bool, with_data: bool) -> None:
         ranks = dist.get_world_size()
@@ -103,13 +101,21 @@ class Opened:
         if self.tensors is not None:
             optimizer_state.restore(model, self.optimizer, self.tensors, self.described)
             self.tensors.close()
-        torch.set_rng_state(self.generators.read("cpu"))
-        if "cuda" in self.generators.forms and torch.cuda.is_initialized():
-            torch.cuda.set_rng_state(self.generators.read("cuda"))
-        self.generators.close()
+        generators.restore(self.generators)
         random = getattr(model, "random", None)
         if random is not None and self.dropout is not None:  # the last word: the generator's state is another seed
             random.seed, random.offset = self.dropout
+
+
+def _generators_of(path: Path) -> dict[str, torch.Tensor]:
+    """Return the states of random generators in a file, which are found fit to be restored."""
+    file = TensorFile(path)
+    try:
+        states = {name: file.read(name) for name in file.forms}
+    finally:
+        file.close()
+    generators.check(states)
+    return states
 
 
 def _values_of(state: dict) -> tuple:

@@ -17,8 +17,10 @@ from ..errors import CheckpointError
 from ..processes.stage_mesh import StageMesh
 from .durable import Digest, disk_errors, write_file
 from .gather import Held, gather_to, of_all_stages
-from .tensor_file import NAMES, Form, TensorFileWriter, in_order
+from .tensor_file import NAMES, FileForLater, Form, TensorFileWriter, in_order
 from .weights import index_name, single_name
+
+Written = Digest | FileForLater
 
 
 def file_names(stem: str, count: int) -> list[str]:
@@ -38,11 +40,13 @@ def owners_of(forms: Mapping[str, Form], holders: Mapping[str, Sequence[int]]) -
 
 
 def write_shards(
-    held: Mapping[str, Held], folder: Path, stem: str, stage: StageMesh, writer_rank: int | None = None
-) -> dict[str, Digest]:
+    held: Mapping[str, Held], folder: Path, stem: str, stage: StageMesh, writer_rank: int | None = None,
+    open_file: type[TensorFileWriter] | type[FileForLater] = TensorFileWriter,
+) -> dict[str, Written]:  # fmt: skip
     """Write this rank's file, if it has one, and take part in the gathering of all; rank 0 writes the index, if there
-    are several. `held`: what this rank's stage holds. Returns the digests of this rank's files by name. `writer_rank`:
-    the one that writes all tensors, as one file (None: those that hold them).
+    are several. `held`: what this rank's stage holds. Returns the digests of this rank's files by name, or the file
+    where `open_file` keeps it for later. `writer_rank`: the one that writes all tensors, as one file (None: those that
+    hold them).
 
     Raises CheckpointError if the file cannot be written or a dtype cannot be stored. Until all is gathered a failure
     waits, lest other ranks wait for this one; they have to be told afterwards."""
@@ -63,7 +67,7 @@ def write_shards(
                 continue
             try:
                 with disk_errors(folder / mine):
-                    writer = writer or TensorFileWriter(folder / mine, {n: forms[n] for n in forms if index[n] == mine})
+                    writer = writer or open_file(folder / mine, {n: forms[n] for n in forms if index[n] == mine})
                     writer.append(whole)
             except CheckpointError as error:
                 failure = error
@@ -75,8 +79,8 @@ def write_shards(
         raise failure
     with disk_errors(folder / stem):
         if mine is not None and writer is None:  # there is no tensor at all
-            writer = TensorFileWriter(folder / mine, {})
-        written = {mine: writer.close()} if mine is not None else {}
+            writer = open_file(folder / mine, {})
+        written: dict[str, Written] = {mine: writer.close()} if mine is not None else {}
         if rank == 0 and len(files) > 1:
             total = sum(form.bytes_ for form in forms.values())
             text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2, sort_keys=True)

@@ -174,6 +174,31 @@ class TensorFileWriter:
         self._writer.abandon()
 
 
+class FileForLater:
+    """What a TensorFileWriter is given, copied to the host and written when `write` is called."""
+
+    def __init__(self, path: Path, forms: Mapping[str, Form]):
+        self.path, self.forms, self._tensors = path, forms, list[Tensor]()
+
+    def append(self, tensor: Tensor) -> None:
+        """Copy the next tensor."""
+        self._tensors.append(tensor.detach().to("cpu", copy=True))
+
+    def close(self) -> FileForLater:
+        return self
+
+    def write(self) -> Digest:
+        """Write the file, let go of each tensor that it has, and return its Digest."""
+        writer = TensorFileWriter(self.path, self.forms)
+        while self._tensors:
+            writer.append(self._tensors.pop(0))
+        return writer.close()
+
+    def abandon(self) -> None:
+        """Let go of all tensors."""
+        self._tensors.clear()
+
+
 def cut(tensor: Tensor, ranges: Ranges, first_dim: int = 0) -> Tensor:
     """Return the elements that lie in `ranges` of the dims from `first_dim` on."""
     for dim, wanted in enumerate(ranges, first_dim):

@@ -10,6 +10,7 @@
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
 #SBATCH --time=01:00:00
+#SBATCH --signal=USR1@120
 set -eu
 export NODES=$SLURM_NNODES PER_NODE=${PER_NODE:-8}
 HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)

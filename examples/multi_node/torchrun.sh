@@ -16,5 +16,7 @@ NODES=${NODES:-1} NODE_RANK=${NODE_RANK:-0} PER_NODE=${PER_NODE:-8} HEAD=${HEAD:
 MESH=${MESH:-dp=$NODES,tp=$PER_NODE} SCRIPT=${SCRIPT:-$(dirname "$0")/../from_scratch.py}
 
 # With the address of the head rather than a rendezvous, ranks follow NODE_RANK, which is what the mesh above assumes.
+# SIGUSR1, which SLURM sends before the time is over, is passed on: `autopar train` then saves and ends.
 exec torchrun --nnodes "$NODES" --node_rank "$NODE_RANK" --nproc_per_node "$PER_NODE" \
+    --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
     --master_addr "$HEAD" --master_port "$PORT" "$SCRIPT" "$MESH"

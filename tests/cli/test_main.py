@@ -82,7 +82,7 @@ def test_version(capsys):
         (["graph", *MLP, "--after", "lunch"], "'lunch'", "canonicalize, "),
         (["verify", *MLP, "--model", "gpt2-tiny", "--seq", "999"], "seq 999", "seq=999"),
         (["train", *MLP, "--model", "hf:/no/such/folder"], "/no/such/folder", ""),
-        (["train", *MLP, "--resume"], "--every, --keep and --resume", "--checkpoint FOLDER"),
+        (["train", *MLP, "--resume"], "--every, --keep, --async-save, --elastic and --resume", "--checkpoint FOLDER"),
         (["train", *MLP, "--checkpoint", "x", "--keep", "0"], "--keep: 0 is not 1 or more", ""),
         (["train", *MLP, "--checkpoint", "x", "--keep", "-1"], "--keep: -1 is not 1 or more", ""),
         (["train", *MLP, "--checkpoint", "x", "--keep", "2.0"], "--keep: invalid count value: '2.0'", ""),

@@ -20,7 +20,7 @@ def _at(call: int, position: int, what: str = "the all_gather[dp] of x") -> dict
 @pytest.mark.parametrize(("answers", "kind", "ranks", "said"), [
     ({1: _at(9, 3), 2: GONE, 3: SILENT}, "gone", [2], "rank 2 died: no process answers any more"),
     ({1: _at(9, 1), 2: _at(9, 2, "user.py:3 in main")}, "late", [2], "rank 2 is at user.py:3 in main, step 4"),
-    ({1: _at(9, 1), 2: _at(9, 3), 3: _at(9, 3)}, "late", [1], "rank 1 is at the all_gather[dp] of x"),
+    ({1: _at(9, 1), 2: _at(9, 3), 3: _at(9, 3)}, "behind", [1], "rank 1 is at the all_gather[dp] of x"),
     ({1: SILENT, 2: _at(9, 3)}, "late", [1], "rank 1 does not answer: it is stopped"),
     ({1: _at(9, 3), 2: CUT_OFF, 3: CUT_OFF}, "late", [2, 3], "machine 1 (ranks 2, 3) cannot be reached: cut off"),
     ({1: _at(9, 3), 3: CUT_OFF}, "late", [3], "rank 3 cannot be reached: cut off"),

@@ -57,6 +57,7 @@ def _rendezvous(rank: int, fault: str) -> str:
 
     from autopar.errors import AutoparError
     from autopar.processes import agree, watch
+    from autopar.processes.meeting import Meeting
 
     os.environ["AUTOPAR_TIMEOUT_S"] = "0.2"
     watch.start()
@@ -66,7 +67,7 @@ def _rendezvous(rank: int, fault: str) -> str:
         code = compile("def handler():\n    raise RuntimeError('DataLoader worker is killed')",
                        signal_handling.__file__, "exec")  # fmt: skip
         exec(code, scope := {})
-        agree._arrived = lambda *args: scope["handler"]()
+        Meeting.is_complete = lambda *args: scope["handler"]()
     try:
         agree.rendezvous("module", 0, "x (4, 8)")
     except AutoparError as error:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
+from dataclasses import replace
 
 import pytest
 
@@ -10,7 +13,7 @@ from autopar.cli.main import main
 from autopar.errors import InputError
 from autopar.processes.causes import Cause, Progress
 from autopar.processes.diagnosis import sentences
-from autopar.processes.records import Record, files_of
+from autopar.processes.records import RUNS_KEPT, Record, files_of
 
 FORWARD, BACKWARD, NORM = "the forward graph", "the backward graph", "the norm of the gradients"
 DIED = Cause("gone", [2], "rank 2 died: no process answers any more")
@@ -68,6 +71,23 @@ def test_doctor_reads_what_was_written(tmp_path, capsys, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("AUTOPAR_RECORDS", str(tmp_path / "file"))
     assert written[0].write() is None  # that is no folder
+
+
+def test_the_last_runs_stay_in_the_folder_for_temporary_files(tmp_path, monkeypatch):
+    """In a folder of the user's own all do."""
+    for is_own in (True, False):
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        monkeypatch.setenv("AUTOPAR_RECORDS", str(tmp_path / "own") if is_own else "")
+        for number in range(RUNS_KEPT + 2):
+            for rank in range(2):
+                file = replace(_record(rank, FORWARD), run=f"{number:08x}").write()
+                os.utime(file, (number, number))
+        (file.parent / "notes.txt").touch()
+        runs = {file.name[:8] for file in file.parent.glob("*-rank-*")}
+        first = 0 if is_own else 2
+        assert (
+            runs == {f"{number:08x}" for number in range(first, RUNS_KEPT + 2)} and (file.parent / "notes.txt").exists()
+        )
 
 
 @pytest.mark.parametrize("change", [

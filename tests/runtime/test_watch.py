@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -12,9 +14,13 @@ from torch.utils.data._utils import signal_handling
 
 import autopar
 from autopar._torch import c10d
-from autopar.processes.causes import Cause
-from autopar.processes.watch import Guarded, Watch
-from tests.helpers import faults
+from autopar.errors import DesyncError
+from autopar.processes import process_groups
+from autopar.processes.causes import Cause, Progress
+from autopar.processes.guarded import Guarded
+from autopar.processes.peers import SILENT
+from autopar.processes.watch import Watch
+from tests.helpers import faults, gloo
 
 from .parity import planned
 
@@ -79,6 +85,67 @@ def test_a_rank_that_calls_alone_is_named(fault, plan):
 
 @pytest.mark.slow
 @pytest.mark.gloo
+def test_rank_zero_alone_in_its_first_clip(plan):
+    """It waits for a process group to be made, which ranks meet for."""
+    outcome = faults.run("clip", MESH, plan, victim=0, after=0.1)
+    assert sorted(outcome.errors) == [1, 2, 3] and not outcome.silent and set(outcome.codes) == {3}, outcome
+    for kind, ranks, _, text in outcome.errors.values():
+        assert (kind, ranks) == ("DesyncError", (0,)) and re.search(r"rank 0 waits at the norm", text), text
+    assert any("rank 0" in line and "norm" in line for line in outcome.diagnosis), outcome.diagnosis
+
+
+def _two_threads(rank: int) -> list[str]:
+    import threading
+
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from autopar.api import entry
+    from autopar.errors import AutoparError
+
+    x, mesh, said = torch.ones(4, 8), init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), []
+    models = [
+        entry.compile(torch.nn.Linear(8, 8), mesh, {"input": x}, loss_fn=lambda y: y.square().mean(), strategy="ddp")
+        for _ in range(2)
+    ]
+
+    def train(model) -> None:
+        try:
+            while True:
+                model(x).loss.backward()
+        except AutoparError as error:
+            said.append(f"{type(error).__name__}: {error}")
+
+    os.environ["AUTOPAR_TIMEOUT_S"], process_groups.STEPS = "3", 0
+    threads = [threading.Thread(target=train, args=(model,), daemon=True) for model in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return said
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+def test_two_threads_that_train_are_refused():
+    for said in gloo.run(2, _two_threads):
+        assert len(said) == 2 and any("call compiled models at once" in text for text in said), said
+
+
+def test_another_thread_in_a_call_is_refused(monkeypatch):
+    watch = _watch(peers=SimpleNamespace(rank=1, world=2, ask=lambda *args, **options: {}))
+    monkeypatch.setattr(process_groups, "release", lambda: None)
+    with watch.collective("the norm of the gradients"), ThreadPoolExecutor(1) as pool:
+        with watch.collective("a collective inside"):
+            pass
+        watch.running = "the norm of the gradients"
+        with pytest.raises(DesyncError, match="two threads of rank 1 call compiled models at once"):
+            pool.submit(watch.enter_thread).result()
+    watch.running = None
+    watch.enter_thread()
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
 def test_graphs_through_torch_compile(plan, fault="kill"):
     """They have no lines that tell which collective it was."""
     outcome = faults.run(fault, MESH, plan, VICTIM, after=0.1, seconds=120, backend="aot_eager")
@@ -90,7 +157,9 @@ def test_graphs_through_torch_compile(plan, fault="kill"):
 def _watch(**others) -> Watch:
     """One that has no other ranks."""
     made = object.__new__(Watch)
-    vars(made).update(calls=0, step=1, last=[], running=None, cause=None, failed_at=None, record=lambda: None, **others)
+    vars(made).update(
+        calls=0, step=1, last=[], running=None, inside=0, cause=None, failed_at=None, record=lambda: None, **others
+    )
     return made
 
 
@@ -118,6 +187,19 @@ def test_a_killed_worker_of_a_loader_is_told_as_that():
     with pytest.raises(RuntimeError, match="worker is killed"), watch.collective("the norm of the gradients"):
         exec(handler)
     assert watch.running is None
+
+
+def test_who_waits_for_others_is_named_when_all_were_asked(monkeypatch):
+    """Rank 1, of the group that failed, is behind: it waits for rank 2, which is stopped."""
+    behind = dict(call=1, position=1, step=1, what="the all_gather", doing="the forward graph", cause=None)
+    answers = {1: behind, 2: SILENT}
+    peers = SimpleNamespace(rank=0, world=3, machines=(0, 0, 0))
+    peers.ask = lambda message, ranks: {rank: answers[rank] for rank in ranks if rank in answers}
+    here = Progress(1, 3, 1, "the all_reduce", "the forward graph")
+    found = _watch(peers=peers)._find_cause(here, [0, 1], timed_out=True)
+    assert (found.kind, found.ranks) == ("late", [2])
+    answers[2] = behind | {"position": 3}
+    assert _watch(peers=peers)._find_cause(here, [0, 1], timed_out=True).ranks == [1]
 
 
 def test_those_who_wait_for_the_same_are_told_first():

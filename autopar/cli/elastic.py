@@ -1,0 +1,51 @@
+"""`autopar train --elastic`: when processes are lost, the run goes on with as many as remain.
+
+The mesh shrinks, its axis of data first; the model is planned for it, and the newest checkpoint, which is of no mesh,
+is loaded. The global batch and the place in the data stay, and random numbers do not depend on the mesh, so that losses
+are those of a run without the accident but for the order of sums.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+
+from ..errors import AutoparError, RankFailure
+from ..ir.mesh import Mesh
+
+
+class LostRanks(RankFailure):
+    """Processes were ended by a signal that nobody sent on purpose. `ranks`: those."""
+
+    def __init__(self, ranks: list[int], reason: AutoparError | None):
+        self.ranks = ranks
+        said = reason.message if reason is not None else "no other process said why"
+        super().__init__(said, rank=ranks[0], fix=reason.fix if reason is not None else "see the output above")
+
+
+def train(settings: dict, devices: int, spawn: Callable[[dict, int], int]) -> int:
+    """Call `spawn` with the settings of a run and its number of processes, on fewer as long as some are lost, and
+    return its exit code. Raises LostRanks when none is left."""
+    while True:
+        try:
+            return spawn(settings, devices)
+        except LostRanks as lost:
+            if devices == len(lost.ranks):
+                raise
+            mesh = smaller(Mesh.parse(settings["mesh"]), devices - len(lost.ranks))
+            print(
+                f"autopar: {len(lost.ranks)} of {devices} processes lost ({lost.message}): going on with mesh {mesh}",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+            settings, devices = settings | {"mesh": str(mesh), "resume": True}, mesh.devices
+
+
+def smaller(mesh: Mesh, devices: int) -> Mesh:
+    """Return a mesh of these axes with at most so many devices: the axis of data is cut first, then the others from the
+    outermost on, each no more than needed."""
+    sizes = dict(zip(mesh.names, mesh.sizes))
+    for name in sorted(sizes, key=lambda name: not name.startswith(("dp", "data"))):
+        others = math.prod(sizes.values()) // sizes[name]
+        sizes[name] = min(sizes[name], max(1, devices // others))
+    return Mesh(tuple(sizes), tuple(sizes.values()))

@@ -1,0 +1,92 @@
+"""A run goes on with fewer processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from autopar import models
+from autopar.cli import elastic
+from autopar.cli.elastic import LostRanks, smaller
+from autopar.cli.main import main
+from autopar.errors import RankFailure
+from autopar.ir.mesh import Mesh
+
+from .test_train import MLP, autopar, left_of
+
+
+@pytest.mark.parametrize(("mesh", "devices", "expected"), [
+    ("dp=4,tp=2", 7, "dp=3,tp=2"), ("dp=4,tp=2", 1, "dp=1,tp=1"), ("tp=2,dp=2", 3, "tp=2,dp=1"),
+    ("tp=4", 3, "tp=3"), ("pp=2,dp=2,tp=2", 3, "pp=1,dp=1,tp=2"), ("dp=2,tp=4", 5, "dp=1,tp=4"),
+])  # fmt: skip
+def test_the_axis_of_data_is_cut_first(mesh, devices, expected):
+    assert str(smaller(Mesh.parse(mesh), devices)) == expected
+
+
+def test_as_long_as_some_are_left(capsys):
+    runs, lost = [], [[3], [1, 0]]
+
+    def spawn(settings: dict, devices: int) -> int:
+        runs.append((settings["mesh"], settings["resume"], devices))
+        if lost:
+            raise LostRanks(lost.pop(0), RankFailure("rank 3 died"))
+        return 0
+
+    with pytest.raises(LostRanks):
+        elastic.train({"mesh": "dp=2,tp=2", "resume": False}, 4, spawn)
+    assert runs == [("dp=2,tp=2", False, 4), ("dp=1,tp=2", True, 2)]
+    assert "1 of 4 processes lost (rank 3 died): going on with mesh dp=1,tp=2" in capsys.readouterr().err
+
+
+def test_not_under_torchrun(monkeypatch, tmp_path, capsys):
+    for name, value in {"RANK": 0, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4}.items():
+        monkeypatch.setenv(name, str(value))
+    assert main(["train", *MLP, "--checkpoint", str(tmp_path), "--elastic"]) == 2
+    assert "--max-restarts" in capsys.readouterr().err
+
+
+def _losses(out: str) -> dict[int, float]:
+    """Return the last loss that each step had."""
+    return {int(step): float(loss) for step, loss in re.findall(r"step +(\d+)  loss ([\d.]+)", out)}
+
+
+def _loss_of(checkpoint: Path) -> float:
+    """Return the loss of a saved model on one batch."""
+    model, batch = models.build("gpt2-tiny", batch=8, seq=16, device="cpu", seed=3)
+    saved = [load_file(file) for file in (checkpoint / "model").glob("*.safetensors")]
+    tensors = {name: tensor for part in saved for name, tensor in part.items()}
+    assert model.load_state_dict(tensors, strict=False) == (["lm_head.weight"], [])  # that is another name of one
+    with torch.no_grad():
+        return model.double()(**batch).loss.item()
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_losses_are_those_of_a_run_without_the_accident(tmp_path):
+    words = ["--model", "gpt2-tiny", "--mesh", "dp=2,tp=2", "--batch", "4", "--seq", "16", "--steps", "60",
+             "--strategy", "megatron+zero1"]  # fmt: skip
+    process = autopar("train", *words, "--checkpoint", str(tmp_path / "cut"), "--every", "5", "--elastic")
+    try:
+        assert any(re.match("step +12 ", line) for line in process.stdout)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        ranks = [int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        os.kill(ranks[-1], signal.SIGKILL)
+        out, err = process.communicate(timeout=200)
+    finally:
+        if left_of(process):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0 and "1 of 4 processes lost (rank 3 died" in err, err
+    assert "going on with mesh dp=1,tp=2" in err and "resumed from" in out
+    alone, _ = autopar("train", *words, "--checkpoint", str(tmp_path / "whole")).communicate(timeout=200)
+    found, expected = _losses(out), _losses(alone)
+    differ = {step: loss - expected[step] for step, loss in found.items() if abs(loss - expected[step]) > 1.5e-4}
+    assert len(found) > 40 and not differ, differ
+    cut, whole = (_loss_of(tmp_path / name / "step-00000060") for name in ("cut", "whole"))
+    assert abs(cut - whole) <= 1e-6
+    print(f"losses of the two models at the end differ by {abs(cut - whole):.1e}")
