@@ -128,7 +128,8 @@ def _alike_in_tables(modules: nn.Module, forms: Mapping[str, Form]) -> Alike:
     held: list[dict[str, Form]] = [{} for _ in range(len(modules))]
     for name, form in forms.items():
         number, _, inner = name.partition(".")
-        held[int(number)][inner] = form
+        if int(number) < len(held):  # the list may be shortened
+            held[int(number)][inner] = form
     classes = [_classes(module) for module in modules._modules.values()]
     return lambda i, j: held[i] == held[j] and classes[i] == classes[j]
 

@@ -74,10 +74,10 @@ def batch_axis(graph: fx.Graph, micro_batches: int, samples: int) -> BatchAxis:
 
 
 def _rule_of(node: fx.Node) -> Rule | None:
-    """Return the rule of an op. A cast of floats is linear also where it rounds: every micro-batch rounds its own
+    """Return the rule of an op. A cast in the backward is linear also where it rounds: every micro-batch rounds its own
     gradients, as it does where each has a backward of its own."""
     rule = rule_of(node)
-    if rule is not None and node.target is aten._to_copy.default:
+    if rule is not None and node.target is aten._to_copy.default and node.meta.get("phase") == "backward":
         if operand(node).meta["val"].is_floating_point() and node.meta["val"].is_floating_point():
             return replace(rule, linear=(frozenset({0}),))
     return rule
