@@ -26,6 +26,7 @@ from .codegen.rank_program import SPLIT_BACKWARD, DeferredProgram, LoweredProgra
 from .codegen.verify_graph import check_global, check_local, check_sharding
 from .errors import CaptureError, VerifyError
 from .frontend import autocast, export
+from .frontend.block_lists import repeated_blocks_of
 from .frontend.dtypes import check_types
 from .frontend.equal_blocks import equal_blocks_of
 from .frontend.export import Captured, Exported
@@ -33,7 +34,7 @@ from .frontend.fake_parameters import Form
 from .frontend.output_gradients import differentiable_outputs
 from .frontend.precision import compute_dtype, reduce_type
 from .frontend.shorten import shorten
-from .frontend.unroll import repeated_blocks_of, unroll
+from .frontend.unroll import unroll
 from .ir.compiler_pass import CAPTURE, Pass
 from .ir.graph import annotate, output_node
 from .passes.adapt.fake_quant import fake_quant

@@ -17,14 +17,12 @@ from torch import Tensor, nn
 
 from .. import _torch
 from ..errors import AutoparError
+from .block_lists import DROPPED_FROM, KEPT_AT_END, RepeatedBlocks, candidates, name_if_kept
 from .call_record import Call, CallRecord, Source
 from .export import Captured, Run, traced, with_tables
 from .fake_parameters import Form, Forms
 from .flat_call import ROOT, FlatCall
 from .guards import Guards
-from .unroll import FEWEST, TRACED, RepeatedBlocks, block_number, forms_by_block
-
-DROPPED_FROM, KEPT_AT_END = 3, 2  # blocks 0, 1, 2 and the last two are traced
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ def equal_blocks_of(model: nn.Module, example_inputs, forms: Mapping[str, Form] 
     `forms` and `how` as `export` takes them: loss_fn, dtype, loss_alone, with_gradients. Nothing is raised: what is
     wrong with a model is told by its export."""
     forms = forms if isinstance(forms, Forms) else with_tables(model, forms)
-    lists = [b for b in _lists(model) if _have_equal_tables(b, forms) and _have_one_place(b, model, forms)]
+    lists = [b for b in candidates(model, {**forms, **forms.buffers}) if _have_one_place(b, model, forms)]
     if not lists:
         return None
     results: dict = {}  # of calls, by their contents
@@ -57,7 +55,7 @@ def equal_blocks_of(model: nn.Module, example_inputs, forms: Mapping[str, Form] 
         calls = _BlockCalls.of(run.program, blocks)
         if calls is None or not calls.are_shifted():
             continue
-        names = {calls.renamed(name) for name in _names(model)} - {None}
+        names = {name_if_kept(name, blocks.names) for name in _names(model)} - {None}
         with blocks.shortened():
             short = _rehearsed(model, example_inputs, forms, results, *how) if set(_names(model)) == names else None
         if short is not None and calls.without_dropped() == short.program and _return_alike(run, short):
@@ -109,14 +107,6 @@ def _return_alike(run: Run, short: Run) -> bool:
     return (one.outputs, one.loss_alone, one.names) == (two.outputs, two.loss_alone, two.names)
 
 
-def _lists(model: nn.Module) -> list[RepeatedBlocks]:
-    """Return the outermost lists of many modules."""
-    found = [(n, m) for n, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
-    deep = [(n, m) for n, m in found if len(m) >= FEWEST and list(m._modules) == [str(i) for i in range(len(m))]]
-    outer = [(n, m) for n, m in deep if not any(n.startswith(f"{name}.") for name, _ in deep)]
-    return [RepeatedBlocks(m, n, len(m)) for n, m in outer if n]
-
-
 def _names(model: nn.Module) -> Iterator[str]:
     """Yield the names of all places of parameters and buffers."""
     for path, module in model.named_modules(remove_duplicate=False):
@@ -124,39 +114,21 @@ def _names(model: nn.Module) -> Iterator[str]:
             yield f"{path}.{leaf}" if path else leaf
 
 
-def _have_equal_tables(blocks: RepeatedBlocks, forms: Forms) -> bool:
-    """Return whether the same parameters and buffers lie in all blocks but the first, in modules of the same classes in
-    all but the first and the last."""
-    inside = forms_by_block(blocks.name, blocks.count, forms, forms.buffers)
-    if any(found != inside[1] for found in inside[2:]):
-        return False
-    first, *rest = map(_classes, list(blocks.blocks.children())[1:-1])
-    return all(found == first for found in rest)
-
-
 def _have_one_place(blocks: RepeatedBlocks, model: nn.Module, forms: Forms) -> bool:
     """Return whether the modules and tensors of the blocks are nowhere else in the model."""
     paths = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     places = Counter(name for t in forms.tables for names in (t.parameters, t.buffers) for name in names.values())
-    is_inside = [name for name in places if name is not None and block_number(blocks.name, name) is not None]
-    return all(paths[id(m)] == 1 for m in blocks.blocks.modules()) and all(places[name] == 1 for name in is_inside)
-
-
-def _classes(block: nn.Module) -> list[tuple]:
-    return [
-        (path, type(m), tuple(m._parameters), tuple(m._buffers), frozenset(m._non_persistent_buffers_set))
-        for path, m in block.named_modules(remove_duplicate=False)
-    ]
+    is_inside = [name for name in places if name is not None and blocks.names.number(name) is not None]
+    return all(paths[id(m)] == 1 for m in blocks.modules.modules()) and all(places[name] == 1 for name in is_inside)
 
 
 class _BlockCalls:
     """The calls of a run by block, each of which begins where a tensor of it is first read; `starts`: of the blocks."""
 
     def __init__(self, rehearsal: Rehearsal, blocks: RepeatedBlocks, starts: list[int]):
-        self.rehearsal, self.count, self.starts = rehearsal, blocks.count, starts
-        self.number, self.prefix = partial(block_number, blocks.name), blocks.name
+        self.rehearsal, self.names, self.count, self.starts = rehearsal, blocks.names, blocks.names.count, starts
         self.length = starts[2] - starts[1]
-        self.dropped = range(starts[DROPPED_FROM], starts[blocks.count - KEPT_AT_END])
+        self.dropped = range(starts[DROPPED_FROM], starts[self.count - KEPT_AT_END])
 
     @staticmethod
     def of(rehearsal: Rehearsal, blocks: RepeatedBlocks) -> _BlockCalls | None:
@@ -164,10 +136,10 @@ class _BlockCalls:
         first: dict[int, int] = {}
         for at, call in enumerate(rehearsal.calls):
             for kind, name, *_ in call.sources:
-                if kind == "leaf" and (number := block_number(blocks.name, name)) is not None:
+                if kind == "leaf" and (number := blocks.names.number(name)) is not None:
                     first.setdefault(number, at)
         starts = list(first.values())
-        if list(first) != list(range(blocks.count)) or len(set(starts)) != len(starts):
+        if list(first) != list(range(blocks.names.count)) or len(set(starts)) != len(starts):
             return None
         return _BlockCalls(rehearsal, blocks, starts)
 
@@ -195,16 +167,15 @@ class _BlockCalls:
         if one[0] != two[0]:
             return False
         if one[0] == "leaf":
-            here, there = (self.number(name[1]) for name in (one, two))
-            is_next = (here, there) == (block, block + 1)
-            return is_next and one[1] == f"{self.prefix}.{here}{two[1][len(f'{self.prefix}.{there}') :]}"
+            here, there = (self.names.number(name[1]) for name in (one, two))
+            return (here, there) == (block, block + 1) and one[1] == self.names.renamed(two[1], block)
         is_near = one[0] == "call" and self._block(one) in (block, block - 1)
         return is_near and two[1:] == (one[1] + self.length, one[2])
 
     def _block(self, source: Source) -> int | None:
         """Return the block that a source lies in; None for the first and the last one and what is in none."""
         if source[0] == "leaf":
-            number = self.number(source[1])
+            number = self.names.number(source[1])
         elif source[0] == "call" and self.starts[1] <= source[1] < self.starts[self.count - 1]:
             number = (source[1] - self.starts[1]) // self.length + 1
         else:
@@ -230,7 +201,7 @@ class _BlockCalls:
     def _kept(self, source: Source, at: int) -> Source | None:
         """Return what the call `at` reads, as the shortened model's does."""
         if source[0] == "leaf":
-            name = self.renamed(source[1])
+            name = name_if_kept(source[1], self.names)
             return None if name is None else ("leaf", name)
         if source[0] != "call" or source[1] < self.dropped.start:
             return source
@@ -239,13 +210,3 @@ class _BlockCalls:
             is_neighbour = number >= self.dropped.stop - self.length and at < self.dropped.stop + self.length
             return ("call", number - self.dropped.stop + self.dropped.start, position) if is_neighbour else None
         return "call", number - len(self.dropped), position
-
-    def renamed(self, name: str) -> str | None:
-        """Return a tensor's name in the shortened model, None if it is not there."""
-        number = self.number(name)
-        if number is None or number < DROPPED_FROM:
-            return name
-        if number < self.count - KEPT_AT_END:
-            return None
-        here = f"{self.prefix}.{number}"
-        return f"{self.prefix}.{number - self.count + TRACED}{name[len(here) :]}"

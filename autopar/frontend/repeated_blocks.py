@@ -16,19 +16,20 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from .block_names import BlockNames
+
 BLOCKS = 8
 FIRST, LAST = 2, 5  # blocks that stand for many
 
 
 @dataclass(frozen=True)
 class Compact:
-    """`count` blocks of the list `list_name` in eight. `origins`: by node of the small graph, its origin and the number
-    of its block (0 or 7 for what lies before or after the blocks). `whole`: the node of the whole graph by origin and
-    number of its block there."""
+    """The blocks of a list, which have these `names`, in eight. `origins`: by node of the small graph, its origin and
+    the number of its block (0 or 7 for what lies before or after the blocks). `whole`: the node of the whole graph by
+    origin and number of its block there."""
 
     graph_module: fx.GraphModule
-    list_name: str
-    count: int
+    names: BlockNames
     origins: Mapping[fx.Node, tuple[fx.Node, int]] = field(repr=False)
     whole: Mapping[tuple[fx.Node, int], fx.Node] = field(repr=False)
 
@@ -37,9 +38,14 @@ class Compact:
         return self.graph_module.graph
 
     @property
+    def small_names(self) -> BlockNames:
+        """Return the names of the eight blocks."""
+        return self.names.with_count(BLOCKS)
+
+    @property
     def most(self) -> int:
         """Return how many blocks of the whole model blocks 2 and 5 stand for together."""
-        return self.count - BLOCKS + 2
+        return self.names.count - BLOCKS + 2
 
     def block(self, node: fx.Node) -> int:
         """Return the number of a node's block in the small graph."""
@@ -51,13 +57,13 @@ class Compact:
         if block == FIRST:
             return range(FIRST, FIRST + first)
         if block == LAST:
-            return range(FIRST + first + 2, self.count - 2)
+            return range(FIRST + first + 2, self.names.count - 2)
         number = (
             block
             if block < FIRST
             else block - FIRST - 1 + FIRST + first
             if block < LAST
-            else block - BLOCKS + self.count
+            else block - BLOCKS + self.names.count
         )
         return range(number, number + 1)
 
@@ -65,3 +71,10 @@ class Compact:
         """Return the nodes of the whole graph that a node of the small one stands for."""
         origin, block = self.origins[node]
         return [self.whole[origin, number] for number in self.stands_for(block, first)]
+
+    def modules(self, module: str, first: int) -> list[str]:
+        """Return the modules of the whole model that one of the small graph stands for."""
+        block = self.small_names.number(module)
+        if block is None:
+            return [module]
+        return [self.small_names.renamed(module, number) for number in self.stands_for(block, first)]

@@ -11,7 +11,6 @@ blocks, and each is compared with the next, node by node. What is left out is on
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -21,10 +20,11 @@ from torch import Tensor, fx, nn
 from .. import _torch
 from ..ir.graph import values_of
 from ..ops.counter_rng import stream_of
+from .block_lists import RepeatedBlocks, candidates, name_if_kept
+from .block_names import BlockNames, by_block
 from .export import Exported, module_path, strip
 from .fake_parameters import Form, Forms
-from .flat_call import ROOT
-from .unroll import FEWEST, TRACED, RepeatedBlocks, block_number, constants_of, forms_by_block
+from .unroll import constants_of
 
 Location = tuple[int, int]  # number of a block, and position among its nodes
 
@@ -40,15 +40,11 @@ class Short:
 def shorten(exported: Exported, model: nn.Module) -> Short | None:
     """Return an exported forward with blocks 0, 1, 2 and the last two, which have the numbers 0 to 4; None where the
     model has no list of blocks that are alike but for a shift."""
-    found = [
-        (name, module) for name, module in model.named_modules()
-        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) >= FEWEST
-    ]  # fmt: skip
-    lists = [(name, module) for name, module in found if not any(name.startswith(f"{outer}.") for outer, _ in found)]
-    for name, module in lists:
-        forward = _Forward.of(exported, name, len(module))
-        if forward is not None and forward.is_periodic():
-            return Short(forward.short(), RepeatedBlocks(module, name, len(module)))
+    forms = {**exported.forms, **getattr(exported.forms, "buffers", {})}
+    for blocks in candidates(model, forms):
+        forward = _Forward.of(exported, blocks.names)
+        if forward is not None and forward.is_periodic(forms):
+            return Short(forward.short(), blocks)
     return None
 
 
@@ -56,8 +52,8 @@ class _Forward:
     """The nodes of a forward by block: `members` of blocks 1 to `count` - 2; the others belong to the first or the last
     block, or to what lies before and after."""
 
-    def __init__(self, exported: Exported, name: str, count: int, members: dict[int, list[fx.Node]]):
-        self.exported, self.name, self.count, self.members = exported, name, count, members
+    def __init__(self, exported: Exported, names: BlockNames, members: dict[int, list[fx.Node]]):
+        self.exported, self.names, self.count, self.members = exported, names, names.count, members
         self.location: dict[fx.Node, Location] = {
             node: (block, at) for block, nodes in members.items() for at, node in enumerate(nodes)
         }
@@ -67,30 +63,31 @@ class _Forward:
         self.streams = 0  # random streams of a block
 
     @staticmethod
-    def of(exported: Exported, name: str, count: int) -> _Forward | None:
+    def of(exported: Exported, names: BlockNames) -> _Forward | None:
         """Find the blocks, None if they are not all there in their order."""
         nodes = list(exported.graph_module.graph.nodes)
         operations = [n for n in nodes if n.op == "call_function"]
         first: dict[int, int] = {}
         for at, node in enumerate(operations):
-            number = block_number(name, module_path(node))
+            number = names.number(module_path(node))
             if number is not None:
                 first.setdefault(number, at)
-        if list(first) != list(range(count)):
+        if list(first) != list(range(names.count)):
             return None
         leaves: dict[int, list[fx.Node]] = {}
         for node in nodes:
-            if node.op == "get_attr" and (number := block_number(name, strip(str(node.target)))) is not None:
+            if node.op == "get_attr" and (number := names.number(strip(str(node.target)))) is not None:
                 leaves.setdefault(number, []).append(node)
-        members = {b: [*leaves.get(b, []), *operations[first[b] : first[b + 1]]] for b in range(1, count - 1)}
-        return _Forward(exported, name, count, members)
+        members = {b: [*leaves.get(b, []), *operations[first[b] : first[b + 1]]] for b in range(1, names.count - 1)}
+        return _Forward(exported, names, members)
 
-    def is_periodic(self) -> bool:
+    def is_periodic(self, forms: Mapping[str, Form]) -> bool:
         """Return whether blocks 1 to `count` - 2 are the same but for a shift, and read only themselves, the one before
         and what all read; and what comes after reads the last of them alone."""
-        forms = self.exported.forms, getattr(self.exported.forms, "buffers", {})
-        _, first, *rest, _ = forms_by_block(self.name, self.count, *forms)  # of tensors that no node reads too
+        _, first, *rest, _ = by_block(self.names, forms)  # of tensors that no node reads too
         if len({len(nodes) for nodes in self.members.values()}) != 1 or any(found != first for found in rest):
+            return False
+        if any(self._is_kept(name) != self._is_kept(place) for name, place in self.exported.ties.items()):
             return False
         pairs = list(zip(self.members[1], self.members[2]))
         drawn = ((stream_of(a), stream_of(b)) for a, b in pairs)
@@ -121,9 +118,14 @@ class _Forward:
     def _form(self, leaf: fx.Node) -> tuple:
         """Return what a parameter or buffer of a block is, with its name inside of the block."""
         name = strip(str(leaf.target))
-        inner = re.sub(rf"^{re.escape(self.name)}\.\d+", "", name)
         value = attrgetter(str(leaf.target))(self.exported.graph_module)
-        return inner, tuple(value.shape), value.dtype, isinstance(value, nn.Parameter), value.requires_grad
+        return (
+            self.names.renamed(name, 1),
+            tuple(value.shape),
+            value.dtype,
+            isinstance(value, nn.Parameter),
+            value.requires_grad,
+        )
 
     def _is_shift(self, left: fx.Node, right: fx.Node) -> bool:
         """Return whether what a node reads and what its like in the next block reads are a shift apart, or the same."""
@@ -165,7 +167,9 @@ class _Forward:
         for name, tensor in tensors:
             if self._is_kept(name):
                 _put(root, self._renamed(name), tensor)
-        constants = {str(n.target) for n in graph.nodes if n.op == "get_attr"} - {self._renamed(n) for n, _ in tensors}
+        constants = {str(n.target) for n in graph.nodes if n.op == "get_attr"} - {
+            self._renamed(n) for n, _ in tensors if self._is_kept(n)
+        }
         for name in constants:
             setattr(root, name, getattr(whole, name))
         made = _torch.graph_module(root, graph)
@@ -181,16 +185,14 @@ class _Forward:
         return {self._renamed(name): form for name, form in forms.items() if self._is_kept(name)}
 
     def _is_kept(self, name: str) -> bool:
-        number = block_number(self.name, strip(name))
-        return number is None or number < 3 or number >= self.count - 2
+        return name_if_kept(strip(name), self.names) is not None
 
     def _renamed(self, name: str) -> str:
-        """Return a name with the number that its block has among the five."""
-        number = block_number(self.name, strip(name))
-        if number is None or number < 3:
-            return name
-        at = number - self.count + TRACED
-        return re.sub(rf"^((?:{ROOT}\.)?{re.escape(self.name)}\.)\d+", rf"\g<1>{at}", name)
+        """Return a name that is kept as it is in the short model."""
+        inner = strip(name)
+        kept = name_if_kept(inner, self.names)
+        assert kept is not None
+        return name[: len(name) - len(inner)] + kept
 
 
 def _put(root: nn.Module, name: str, tensor: Tensor) -> None:

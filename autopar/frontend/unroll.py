@@ -1,6 +1,6 @@
 """Deep models traced fast, for planning: five of the equal blocks are traced, and the graph is unrolled to all of them.
 
-    blocks = repeated_blocks_of(model)
+    blocks = repeated_blocks_of(model)  # block_lists.py
     with blocks.shortened():
         captured = ...            # the joint graph of a model with blocks 0, 1, 2 and the last two
     whole = unroll(captured, blocks, ties)
@@ -15,98 +15,20 @@ to a full trace.
 from __future__ import annotations
 
 import itertools
-import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 
-import torch
-from torch import fx, nn
+from torch import fx
 
 from .._torch import graph_module
 from ..errors import CaptureError
 from ..ir.graph import leaf_name, mark_phases, op_base_name, values_of
 from ..ops.counter_rng import STREAM, stream_of
+from .block_lists import TRACED, RepeatedBlocks
+from .block_names import BlockNames
 from .export import Captured
-from .fake_parameters import Form
 from .repeated_blocks import BLOCKS, Compact
 
-TRACED = 5
-FEWEST = 8  # below, unrolling saves too little
 HEAD, TEMPLATE, TAIL = 0, 2, 4
-
-
-@dataclass(frozen=True)
-class RepeatedBlocks:
-    """A list of equal blocks: the module that holds it, its qualified name, the number of blocks."""
-
-    blocks: nn.Module
-    name: str
-    count: int
-
-    @contextmanager
-    def shortened(self) -> Iterator[None]:
-        """Inside, the list has blocks 0, 1, 2 and the last two."""
-        whole = dict(self.blocks._modules)
-        traced = [*list(whole.values())[:3], *list(whole.values())[-2:]]
-        try:
-            self.blocks._modules.clear()
-            self.blocks._modules.update({str(i): block for i, block in enumerate(traced)})
-            yield
-        finally:
-            self.blocks._modules.clear()
-            self.blocks._modules.update(whole)
-
-
-def repeated_blocks_of(model: nn.Module) -> RepeatedBlocks | None:
-    """Return the model's list of equal blocks, None unless there is just one of at least FEWEST blocks, and neither
-    forward hooks nor containers of other kinds. Lists inside of a list are its own."""
-    found = [(n, m) for n, m in model.named_modules() if type(m) in (nn.ModuleList, nn.Sequential) and len(m) >= FEWEST]
-    lists = [(n, m) for n, m in found if not any(n.startswith(f"{outer}.") for outer, _ in found)]
-    others = [m for m in model.modules() if isinstance(m, (nn.ParameterList, nn.ParameterDict, nn.ModuleDict))]
-    if len(lists) != 1 or others or any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()):
-        return None
-    name, blocks = lists[0]
-    if list(blocks._modules) != [str(i) for i in range(len(blocks))]:
-        return None
-    first, *rest = blocks
-    if not all(_alike(first, block, i) for i, block in enumerate(rest, 1)):
-        return None
-    tensors = [id(t) for block in blocks for t in (*block.parameters(), *block.buffers())]
-    return RepeatedBlocks(blocks, name, len(blocks)) if len(set(tensors)) == len(tensors) else None
-
-
-def _alike(first: nn.Module, other: nn.Module, distance: int) -> bool:
-    """Return whether two blocks have the same structure and settings; an integer may count the blocks."""
-    pairs = list(itertools.zip_longest(first.named_modules(), other.named_modules()))
-    for left, right in pairs:
-        if left is None or right is None or left[0] != right[0] or type(left[1]) is not type(right[1]):
-            return False
-        a, b = left[1], right[1]
-        for table in ("_parameters", "_buffers"):
-            if _forms(getattr(a, table)) != _forms(getattr(b, table)):
-                return False
-        if {k for k in vars(a)} != {k for k in vars(b)}:
-            return False
-        for key, value in vars(a).items():
-            if not key.startswith("_") and not _equal(value, vars(b)[key], distance):
-                return False
-    return True
-
-
-def _forms(tensors: dict[str, torch.Tensor | None]) -> dict:
-    return {name: t if t is None else (t.shape, t.dtype, t.requires_grad) for name, t in tensors.items()}
-
-
-def _equal(a: object, b: object, distance: int) -> bool:
-    if a is b:
-        return True
-    if type(a) is int and type(b) is int:
-        return b - a in (0, distance)
-    if isinstance(a, (bool, float, str, tuple, list, dict, torch.dtype, torch.Size, type(None))):
-        return type(a) is type(b) and a == b
-    return type(a) is type(b) and callable(a)  # activations and the like
 
 
 def unroll(captured: Captured, blocks: RepeatedBlocks, ties: dict[str, str]) -> Captured:
@@ -114,38 +36,26 @@ def unroll(captured: Captured, blocks: RepeatedBlocks, ties: dict[str, str]) -> 
     model.
 
     Raises CaptureError if the blocks are not alike but for a shift."""
-    zones = _Zones.of(captured.graph, blocks.name)
+    names = blocks.names
+    zones = _Zones.of(captured.graph, names.with_count(TRACED))
     if zones is None or not zones.are_shifted():
-        raise CaptureError(f"the blocks of {blocks.name} are not alike", fix="trace all of them")
-    whole, few = (_Unrolled(captured.graph, zones, more) for more in (blocks.count - TRACED, BLOCKS - TRACED))
+        raise CaptureError(f"the blocks of {names.list_name} are not alike", fix="trace all of them")
+    whole, few = (_Unrolled(captured.graph, zones, more) for more in (names.count - TRACED, BLOCKS - TRACED))
     modules = [graph_module(captured.graph_module, unrolled.build()) for unrolled in (whole, few)]
     for module in modules:
         mark_phases(module.graph)
         module.graph.lint()
-    compact = Compact(modules[1], blocks.name, blocks.count, {node: key for key, node in few.made.items()}, whole.made)
+    compact = Compact(modules[1], names, {node: key for key, node in few.made.items()}, whole.made)
     return replace(captured, graph_module=modules[0], ties=ties, compact=compact)
-
-
-def block_number(list_name: str, name: str) -> int | None:
-    """Return the number of the block that a qualified name lies in, None if it lies in none."""
-    match = re.match(rf"{re.escape(list_name)}\.(\d+)(?=\.|$)", name)
-    return int(match.group(1)) if match else None
-
-
-def forms_by_block(list_name: str, count: int, *forms: Mapping[str, Form]) -> list[dict[str, Form]]:
-    """Return the forms of the tensors of every block, by their names inside of it."""
-    found: list[dict[str, Form]] = [{} for _ in range(count)]
-    for name, form in itertools.chain.from_iterable(map(dict.items, map(dict, forms))):
-        if (number := block_number(list_name, name)) is not None:
-            found[number][name[len(f"{list_name}.{number}") :]] = form
-    return found
 
 
 class _Zones:
     """The nodes of a short graph by zone. `location[node]`: (zone, position) of the nodes of zones 1 to 3."""
 
-    def __init__(self, list_name: str, members: dict[int, list[fx.Node]], tail: set[fx.Node], backward: set[fx.Node]):
-        self.list_name, self.members, self.tail, self.backward = list_name, members, tail, backward
+    def __init__(
+        self, names: BlockNames, members: dict[int, list[fx.Node]], tail: set[fx.Node], backward: set[fx.Node]
+    ):
+        self.names, self.members, self.tail, self.backward = names, members, tail, backward
         self.location = {node: (z, i) for z, nodes in members.items() for i, node in enumerate(nodes)}
         self.streams = 0  # random streams of a block: what numbers of one block and of the next differ by
 
@@ -153,14 +63,10 @@ class _Zones:
         """Return the zone of a node; HEAD has all that is in no other."""
         return self.location[node][0] if node in self.location else TAIL if node in self.tail else HEAD
 
-    def number(self, name: str) -> int | None:
-        """Return the number of the block that a qualified name lies in, in the short model; None if it lies in none."""
-        return block_number(self.list_name, name)
-
     @staticmethod
-    def of(graph: fx.Graph, list_name: str) -> _Zones | None:
+    def of(graph: fx.Graph, names: BlockNames) -> _Zones | None:
         """Find the zones of a short joint graph, None if its blocks are not all found in their order."""
-        number = partial(block_number, list_name)
+        number = names.number
         nodes = list(graph.nodes)
         leaves = {n: number(n.meta["role"].name) for n in nodes if n.op in ("placeholder", "get_attr")}
         operations = [n for n in nodes if n.op == "call_function"]
@@ -185,7 +91,7 @@ class _Zones:
             for z in (1, 2, 3)
         }
         tail = {n for n in leaves if leaves[n] == TAIL} | {*forward[first[TAIL] :], *backward[: last[3]]}
-        return _Zones(list_name, members, tail, set(backward))
+        return _Zones(names, members, tail, set(backward))
 
     def are_shifted(self) -> bool:
         """Return whether zones 1, 2 and 3 are the same but for a shift, and read only themselves, their neighbours and
@@ -316,7 +222,7 @@ class _Unrolled:
     def _output(self, node: fx.Node) -> None:
         values, roles = [], []
         entries = zip(node.args[0], node.meta["roles"])
-        for zone, group in itertools.groupby(entries, lambda entry: self.zones.number(entry[1].name)):
+        for zone, group in itertools.groupby(entries, lambda entry: self.zones.names.number(entry[1].name)):
             run, blocks = list(group), [0]
             if zone is not None:
                 blocks = range(TEMPLATE, TEMPLATE + self.more + 1) if zone == TEMPLATE else [self._block(zone)]
@@ -334,8 +240,7 @@ class _Unrolled:
 
     def _renamed(self, name: str, zone: int, block: int) -> str:
         """Return the name with its block's number in the whole model."""
-        number = self.zones.number(name)
+        number = self.zones.names.number(name)
         if number is None:
             return name
-        whole = self._block(number) if zone in (HEAD, TAIL) else block + number - zone
-        return re.sub(rf"^({re.escape(self.zones.list_name)}\.)\d+", rf"\g<1>{whole}", name)
+        return self.zones.names.renamed(name, self._block(number) if zone in (HEAD, TAIL) else block + number - zone)

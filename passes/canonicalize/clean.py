@@ -15,6 +15,7 @@ from torch import fx
 
 from ...ir.graph import is_tensor, mark_phases, operand, output_node, renumbered, tensor_of
 from ...ops import autopar
+from .made_tensors import normalize_made_tensors
 from .normalize_strides import normalize_strides
 from .rewrite import CHECKS
 
@@ -30,6 +31,7 @@ def clean(graph_module: fx.GraphModule) -> fx.GraphModule:
     """Clean a joint graph in place and return its module. Raises UnsupportedOpError (see normalize_strides)."""
     graph = graph_module.graph
     normalize_strides(graph)
+    normalize_made_tensors(graph)
     for node in list(graph.nodes):
         if node.op != "call_function" or not node.args or not is_tensor(node.args[0]):
             continue

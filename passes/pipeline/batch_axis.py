@@ -14,7 +14,7 @@ else is refused here.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -25,6 +25,7 @@ from ...ir.graph import (
     describe,
     is_op,
     is_tensor,
+    operand,
     output_node,
     outputs_of,
     tensor_arguments,
@@ -68,8 +69,18 @@ def batch_axis(graph: fx.Graph, micro_batches: int, samples: int) -> BatchAxis:
         raise MicroBatchError(f"a batch of {samples} samples cannot be cut into {micro_batches} micro-batches",
                               fix=f"use {samples} micro-batches, or fewer")  # fmt: skip
     mesh = Mesh((AXIS,), (samples if samples % micro_batches else micro_batches,))
-    rules = {node: rule_of(node) for node in graph.nodes if is_op(node)}
+    rules = {node: _rule_of(node) for node in graph.nodes if is_op(node)}
     return _Layouts(graph, mesh, rules, _Samples(graph, rules, samples)).found()
+
+
+def _rule_of(node: fx.Node) -> Rule | None:
+    """Return the rule of an op. A cast in the backward is linear also where it rounds: every micro-batch rounds its own
+    gradients, as it does where each has a backward of its own."""
+    rule = rule_of(node)
+    if rule is not None and node.target is aten._to_copy.default and node.meta.get("phase") == "backward":
+        if operand(node).meta["val"].is_floating_point() and node.meta["val"].is_floating_point():
+            return replace(rule, linear=(frozenset({0}),))
+    return rule
 
 
 class _Samples:

@@ -166,7 +166,7 @@ def few_blocks(captured: Captured, micro_batches: int, smaller: bool = False) ->
     small = _few(old, micro_batches, samples, count)
     keys = {node.name: key for node, key in old.origins.items()}
     origins = {node: keys.get(node.name, (node, 0)) for node in small.graph.nodes if node.op != "output"}
-    return replace(captured, graph_module=small, compact=Compact(small, old.list_name, old.count, origins, {}))
+    return replace(captured, graph_module=small, compact=Compact(small, old.names, origins, {}))
 
 
 def _compact(old: Compact, small: fx.GraphModule, whole: fx.GraphModule) -> Compact | None:
@@ -185,11 +185,11 @@ def _compact(old: Compact, small: fx.GraphModule, whole: fx.GraphModule) -> Comp
             return None
         origins[node] = key
     for origin in {origin for origin, _ in origins.values()}:
-        for key in ((origin, block) for block in range(old.count)):
+        for key in ((origin, block) for block in range(old.names.count)):
             name, target = names.get(key, ("", None))
             if name in new and new[name].target == target:
                 found[key] = new[name]
-    compact = Compact(small, old.list_name, old.count, origins, found)
+    compact = Compact(small, old.names, origins, found)
     is_whole = all(
         key in found for node, (origin, block) in origins.items() for key in _stands_for(compact, origin, block)
     )

@@ -171,14 +171,14 @@ class Tower(nn.Module):
 
 DIFFER = [
     "attribute", "close attribute", "branch", "index in a constant", "dropout", "epsilon", "function", "closure",
-    "inside of a container", "hook", "hook before", "forward of its own", "class", "frozen", "last one frozen",
+    "inside of a container", "hook", "hook before", "forward of its own", "class", "frozen",
     "no bias", "buffer is not saved", "buffer's form", "further parameter", "shared", "shared with the head",
     "twice in the list", "type of a constant", "sign of zero", "no gradients", "no gradients inside", "detached",
     "autocast", "default type", "written in place", "view", "table of a global", "backward of a function", "leaf",
     "history", "memory", "element of a tensor", "between blocks", "depth", "read at the end", "returned",
     "all returned", "left in an attribute",
 ]  # fmt: skip
-ALIKE = ["equal", "evaluated", "buffer's values", "table's values", "returned, of a number"]
+ALIKE = ["equal", "last one frozen", "evaluated", "buffer's values", "table's values", "returned, of a number"]
 
 
 def example(kind: str) -> tuple[Tower, torch.Tensor]:

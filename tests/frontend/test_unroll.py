@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from autopar import compiler, models
+from autopar.frontend.block_lists import repeated_blocks_of
 from autopar.frontend.fake_parameters import forms_of
-from autopar.frontend.unroll import repeated_blocks_of
 from autopar.ir.graph import fingerprint, output_node
 
 DEPTH = 9

@@ -13,8 +13,8 @@ from autopar import LoRA, Mesh, compiler
 from autopar.adapt import order
 from autopar.codegen.graph_text import graph_text
 from autopar.frontend import export
+from autopar.frontend.block_lists import repeated_blocks_of
 from autopar.frontend.fake_parameters import forms_of
-from autopar.frontend.unroll import repeated_blocks_of
 from autopar.hardware.profile import load
 from autopar.ir.graph import fingerprint
 from autopar.models import build

@@ -204,10 +204,10 @@ def refused(model, inputs, micro_batches: int = 2) -> MicroBatchError:
 class Normed(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm = nn.BatchNorm1d(6)
+        self.layer, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
 
     def forward(self, x):
-        return self.norm(x).square().mean()  # the statistics
+        return self.norm(self.layer(x)).square().mean()  # the statistics
 
 
 class Contrastive(nn.Module):

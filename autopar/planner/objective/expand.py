@@ -159,8 +159,7 @@ class _Writer:
                 )
 
     def _one(self, step: Recomputation, name: str, copy: int) -> Recomputation:
-        list_name, _, number = step.block.rpartition(".")
-        block = int(number) if list_name == self.small.compact.list_name else None
+        block = self.small.compact.small_names.number(step.block)
 
         def match(v: int) -> int:
             """Return what this copy has, or reads, in place of a vertex."""
@@ -185,7 +184,4 @@ class _Writer:
 def names_of(problem: Problem, block: str, first: int) -> list[str]:
     """Return the names of the blocks of the whole graph that a block of the planned graph stands for; for `first` see
     `Problem.copies`."""
-    list_name, _, number = block.rpartition(".")
-    if problem.compact is None or list_name != problem.compact.list_name:
-        return [block]
-    return [f"{list_name}.{n}" for n in problem.compact.stands_for(int(number), first)]
+    return [block] if problem.compact is None else problem.compact.modules(block, first)

@@ -248,10 +248,12 @@ def _kinds(schedule: str | Schedule, stages_per_rank: int | None) -> list[tuple[
 
 
 def _segments(captured: Captured) -> int:
-    """Return about how many segments a model can be cut into: two of each block, or, without equal blocks, one of each
+    """Return about how many segments a model can be cut into: two of each module of a list of
+    equal blocks, or, without one, one of each
     op with FLOPs."""
     if captured.compact is not None:
-        return 2 * captured.compact.count
+        names = captured.compact.names
+        return 2 * (names.first + (names.count - 1) * names.period)
     return sum(1 for n in captured.graph.nodes if is_op(n) and n.meta["phase"] == "forward" and flops_of(n))
 
 

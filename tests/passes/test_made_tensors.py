@@ -1,0 +1,38 @@
+"""Tensors that a model makes and fills slice by slice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar import compiler
+
+aten = torch.ops.aten
+
+
+class Filled(nn.Module):
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind, self.left, self.right = kind, nn.Linear(8, 4), nn.Linear(8, 1)
+
+    def forward(self, x):
+        left, right = self.left(x), self.right(x)
+        made = x.new_empty(len(x), 6) if self.kind != "zeros" else x.new_zeros(len(x), 6)
+        made[:, 2:] = left
+        made[:, : 1 if self.kind == "zeros" else 2] = right  # wider than what is copied there
+        if self.kind == "overlapping":
+            made[:, 1:3] = left[:, :2]
+        return made.square().mean()
+
+
+@pytest.mark.parametrize("kind", ["filled", "zeros", "overlapping"])
+def test_slices_that_fill_a_tensor_are_joined(kind):
+    torch.manual_seed(0)
+    model, x = Filled(kind), torch.randn(4, 8)
+    targets = {n.target for n in compiler.trace(model, (x,)).graph.nodes if n.meta.get("phase") == "forward"}
+    assert (aten.cat.default in targets) == (kind != "zeros")
+    assert (aten.slice_scatter.default in targets) == (kind != "filled")
+    assert not {aten.new_empty.default, aten.new_zeros.default} & targets
+    assert autopar.verify(model, "dp=2", (x,)).match
