@@ -210,6 +210,17 @@ class Normed(nn.Module):
         return self.norm(self.layer(x)).square().mean()  # the statistics
 
 
+class NormedInputs(nn.Module):
+    """Statistics of the inputs alone, which are known before the first micro-batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.layer = nn.BatchNorm1d(6), nn.Linear(6, 4)
+
+    def forward(self, x):
+        return self.layer(self.norm(x)).square().mean()
+
+
 class Contrastive(nn.Module):
     def __init__(self):
         super().__init__()
@@ -237,6 +248,12 @@ def test_batch_norm_names_its_op_and_line():
         and error.node
     )
     assert "one micro-batch" in error.fix
+
+
+@pytest.mark.parametrize("micro_batches", [2, 3, 8])
+def test_batch_norm_of_the_inputs_has_the_statistics_of_the_whole_batch(micro_batches):
+    torch.manual_seed(0)
+    check(staged.Case.of(NormedInputs(), (torch.randn(8, 6) * torch.arange(1.0, 9.0)[:, None],)), micro_batches)
 
 
 def test_a_loss_of_pairs_of_samples_names_its_op_and_line():
