@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -321,6 +322,14 @@ def without_torch_function():
 def local_of(dtensor) -> torch.Tensor:
     """Return the local values of a DTensor themselves: what is written to it shows here, and the other way round."""
     return dtensor._local_tensor
+
+
+def locals_of(dtensors) -> list[torch.Tensor]:
+    """Return the local values of many DTensors themselves."""
+    return list(map(_LOCAL, dtensors))
+
+
+_LOCAL = attrgetter("_local_tensor")
 
 
 def set_local(dtensor, local: torch.Tensor) -> None:

@@ -22,6 +22,7 @@ TRACED = 5  # blocks 0, 1, 2 and the last two
 DROPPED_FROM, KEPT_AT_END = 3, 2
 FEWEST = 8  # blocks; of fewer, leaving some out saves too little
 
+Modules = nn.ModuleList | nn.Sequential
 Alike = Callable[[int, int], bool]  # of two modules of a list, by their numbers
 
 
@@ -29,7 +30,7 @@ Alike = Callable[[int, int], bool]  # of two modules of a list, by their numbers
 class RepeatedBlocks:
     """A list of modules that make up equal blocks."""
 
-    modules: nn.Module
+    modules: Modules
     names: BlockNames
 
     @contextmanager
@@ -56,10 +57,9 @@ def is_kept(number: int | None, names: BlockNames) -> bool:
 def name_if_kept(name: str, names: BlockNames) -> str | None:
     """Return what a name is in the shortened model, None if it is not there."""
     number = names.number(name)
-    if not is_kept(number, names):
-        return None
-    is_moved = number is not None and number >= DROPPED_FROM
-    return names.renamed(name, number - names.count + TRACED) if is_moved else name
+    if number is None or number < DROPPED_FROM:
+        return name
+    return names.renamed(name, number - names.count + TRACED) if is_kept(number, names) else None
 
 
 def repeated_blocks_of(model: nn.Module) -> RepeatedBlocks | None:
@@ -93,16 +93,15 @@ def candidates(model: nn.Module, forms: Mapping[str, Form]) -> Iterator[Repeated
 def divided(list_name: str, length: int, alike: Alike, to_the_end: bool = False) -> BlockNames | None:
     """Return the division of a list of so many modules of which most are left out when five blocks are traced, None if
     there is none with FEWEST blocks. `to_the_end`: the last block continues the pattern, as far as it goes."""
-    best, most = None, 0
-    for period in itertools.count(1):
-        if length - 2 - (TRACED - KEPT_AT_END) * period <= most:  # no division leaves out more
-            return best
+    best, most, period = None, 0, 0
+    while length - 2 - (TRACED - KEPT_AT_END) * (period := period + 1) > most:  # else no division leaves out more
         for start, stop in _runs(length, period, alike):
             first = max(start, 1)
             count = (min(stop, length - 1) - first) // period + 2
             left_out = (count - TRACED) * period
             if count >= FEWEST and left_out > most and (stop == length or not to_the_end):
                 best, most = BlockNames(list_name, count, first, period), left_out
+    return best
 
 
 def _runs(length: int, period: int, alike: Alike) -> Iterator[tuple[int, int]]:
@@ -115,14 +114,14 @@ def _runs(length: int, period: int, alike: Alike) -> Iterator[tuple[int, int]]:
     yield start, length
 
 
-def _lists(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def _lists(model: nn.Module) -> list[tuple[str, Modules]]:
     """Return the outermost lists of many modules, by name."""
     found = [(n, m) for n, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
     long = [(n, m) for n, m in found if n and len(m) >= FEWEST and list(m._modules) == [str(i) for i in range(len(m))]]
     return [(n, m) for n, m in long if not any(n.startswith(f"{outer}.") for outer, _ in long)]
 
 
-def _alike_in_tables(modules: nn.Module, forms: Mapping[str, Form]) -> Alike:
+def _alike_in_tables(modules: Modules, forms: Mapping[str, Form]) -> Alike:
     """Return whether two modules of a list hold the same parameters and buffers, whose `forms` are those by their names
     in the list, in modules of the same classes."""
     held: list[dict[str, Form]] = [{} for _ in range(len(modules))]
@@ -130,7 +129,7 @@ def _alike_in_tables(modules: nn.Module, forms: Mapping[str, Form]) -> Alike:
         number, _, inner = name.partition(".")
         if int(number) < len(held):  # the list may be shortened
             held[int(number)][inner] = form
-    classes = [_classes(module) for module in modules._modules.values()]
+    classes = [_classes(module) for module in modules]
     return lambda i, j: held[i] == held[j] and classes[i] == classes[j]
 
 
@@ -141,8 +140,8 @@ def _classes(block: nn.Module) -> list[tuple]:
     ]
 
 
-def _alike_in_settings(modules: nn.Module) -> Alike:
-    blocks = list(modules._modules.values())
+def _alike_in_settings(modules: Modules) -> Alike:
+    blocks = list(modules)
     return lambda i, j: _alike(blocks[i], blocks[j], j - i)
 
 

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from .. import _torch
 from .narrow_state import widened
-from .stand_in import give_back_of, local_gradient, local_value, parameters_of, stand_in, written_to
+from .stand_in import give_back_of, local_gradient, parameters_of, stand_in, written_to
 
 
 class _Lent:
@@ -29,7 +29,9 @@ class _Lent:
     def __init__(self, optimizer: Optimizer) -> None:
         self.parameters = parameters_of(optimizer)
         self.parts = [_torch.local_of(p).detach() if isinstance(p, DTensor) else p for p in self.parameters]
-        self.cut = [(p, part, p.placements) for p, part in zip(self.parameters, self.parts) if part is not p]
+        pairs = zip(self.parameters, self.parts)
+        self.cut = [(p, part, p.placements) for p, part in pairs if isinstance(p, DTensor)]
+        self.parameters_cut = [p for p, _, _ in self.cut]
         self.updated: list = []  # the parameters that have a gradient in this step
         self.state: defaultdict = defaultdict(dict)
         for parameter, part in zip(self.parameters, self.parts):
@@ -45,7 +47,7 @@ class _Lent:
             gradient: Any = parameter.grad
             if gradient is None:
                 continue
-            is_reduced = gradient.placements is placements or gradient.placements == placements
+            is_reduced = gradient.placements == placements
             part.grad = _torch.local_of(gradient) if is_reduced else local_gradient(parameter)
             self.updated.append(parameter)
 
@@ -63,17 +65,20 @@ class _Lent:
                 give_back_of(optimizer.state[parameter], parameter, self.state[part])
         self.before = list(_values(self.state))
         forget = _forgetting(optimizer)
-        theirs = list(_tensors_of(optimizer, self.parameters))
+        theirs = list(self._tensors(optimizer))
         if all(isinstance(value, torch.Tensor) for value in theirs):
             self.theirs, self.watched = list(map(id, theirs)), [weakref.ref(value, forget) for value in theirs]
             _lent[optimizer] = self
 
     def is_of(self, optimizer: Optimizer) -> bool:
         """Return whether the optimizer has the tensors that this was made from, and no other ones."""
-        parameters = parameters_of(optimizer)
-        if not _are(parameters, self.parameters):
+        if not _are(chain.from_iterable(group["params"] for group in optimizer.param_groups), self.parameters):
             return False
-        return list(map(id, _tensors_of(optimizer, parameters))) == self.theirs
+        return list(map(id, self._tensors(optimizer))) == self.theirs
+
+    def _tensors(self, optimizer: Optimizer) -> Iterable:
+        """Return the tensors that the optimizer has of these parameters: their local parts, and what their state is."""
+        return chain(_torch.locals_of(self.parameters_cut), _values(optimizer.state))
 
 
 _lent: weakref.WeakKeyDictionary[Optimizer, _Lent] = weakref.WeakKeyDictionary()  # by optimizers and stand-ins
@@ -104,12 +109,8 @@ def give_back(optimizer: Optimizer, made: Optimizer) -> None:
     lent.give_back(optimizer)
 
 
-def _tensors_of(optimizer: Optimizer, parameters: list) -> Iterable:
-    return chain(map(local_value, parameters), _values(optimizer.state))
-
-
 def _values(state: dict) -> Iterable:
-    return chain.from_iterable(of_one.values() for of_one in state.values() if isinstance(of_one, dict))
+    return chain.from_iterable([of_one.values() for of_one in state.values() if isinstance(of_one, dict)])
 
 
 def _are(some: Iterable, others: list) -> bool:

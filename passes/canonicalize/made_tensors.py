@@ -7,6 +7,8 @@ latent attention), becomes the `cat` of the slices.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import fx
 
 from ..._torch import aten
@@ -56,10 +58,10 @@ def _join(last: fx.Node) -> None:
 
 def _range(node: fx.Node) -> tuple[int, int, int, int]:
     """Return the dim that a slice_scatter fills, from where to where and in which steps."""
-    dim, start, stop, step = (*node.args[2:], *(0, None, None, 1)[len(node.args) - 2 :])
+    given: tuple[Any, ...] = node.args[2:]
+    dim, limits = given[0] if given else 0, (*given[1:], None, None, None)[:3]
     shape = operand(node).meta["val"].shape
-    start, stop, step = slice(start, stop, step).indices(shape[dim])
-    return dim % len(shape), start, stop, step
+    return dim % len(shape), *slice(*limits).indices(shape[dim])
 
 
 def _value(last: fx.Node, piece: fx.Node) -> fx.Node:
