@@ -51,6 +51,7 @@ def clean(graph_module: fx.GraphModule) -> fx.GraphModule:
             node.target = aten.reshape.default  # a shard's strides are not the whole tensor's
             node.args = (node.args[0], list(node.meta["val"].shape))
     _merge_equal(graph)
+    graph.eliminate_dead_code()  # what nothing reads counts as backward, and would have views copied for it
     _repeat_in_backward(graph)
     graph.eliminate_dead_code()
     mark_phases(graph)

@@ -36,3 +36,24 @@ def test_slices_that_fill_a_tensor_are_joined(kind):
     assert (aten.slice_scatter.default in targets) == (kind != "filled")
     assert not {aten.new_empty.default, aten.new_zeros.default} & targets
     assert autopar.verify(model, "dp=2", (x,)).match
+
+
+class Joined(nn.Module):
+    """Fills a tensor with views of a product, as multi-head latent attention does, and uses one of them again."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 12)
+
+    def forward(self, x):
+        left, right = self.layer(x).view(len(x), 3, 4).transpose(0, 1).split([1, 3], dim=-1)
+        made = x.new_empty(3, len(x), 4)
+        made[..., 3:] = left
+        made[..., :3] = right
+        return made.square().mean() + right.pow(3).mean()
+
+
+def test_the_backward_follows_the_forward_though_slices_are_joined():
+    nodes = [n for n in compiler.trace(Joined(), (torch.randn(5, 8),)).graph.nodes if n.op == "call_function"]
+    phases = [n.meta["phase"] for n in nodes]
+    assert phases == sorted(phases, reverse=True)  # what is computed again in a block would run too early
