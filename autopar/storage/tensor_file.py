@@ -175,7 +175,7 @@ class TensorFileWriter:
 
 
 class FileForLater:
-    """What a TensorFileWriter is given, copied to the host and written when `write` is called."""
+    """Takes what a TensorFileWriter takes: copies it to the host, and writes the file when `write` is called."""
 
     def __init__(self, path: Path, forms: Mapping[str, Form]):
         self.path, self.forms, self._tensors = path, forms, list[Tensor]()

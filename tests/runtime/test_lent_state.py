@@ -1,5 +1,5 @@
-"""What is kept of an optimizer from one step to the next is what the user's optimizer has: state that is loaded,
-replaced, moved away or cleared between steps counts in the next one, and nothing is held that the user let go."""
+"""Check that state which is loaded, replaced, moved away or cleared between two steps of an optimizer counts in the
+second, though its local parts are kept meanwhile, and that nothing is held that the user let go."""
 
 from __future__ import annotations
 
