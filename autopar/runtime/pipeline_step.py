@@ -12,18 +12,18 @@ program has made.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from .. import _torch
 from ..codegen.rank_program import PipelineProgram
-from ..codegen.split_batch import join, parts_of
 from ..compiler import lower_pipeline
 from ..errors import InputError, StageError
 from ..frontend.effects import has_tensor
@@ -39,6 +39,7 @@ from ..processes.process_groups import ProcessGroups
 from ..processes.stage_mesh import StageMesh
 from ..schedule.actions import Action, Schedule
 from ..schedule.played import Played
+from ..utils.format import size
 from .accumulation import Accumulation
 from .backward import refuse_second_derivatives
 from .call import Call
@@ -47,11 +48,13 @@ from .lengths import OwnLengths
 from .optimizers import scale_of_scalers
 from .outputs import OutputForm, OutputForms
 from .parameters import table_of
+from .pipeline_call import PipelineCall
 from .pipeline_check import border_of, check_pipeline
 from .pipeline_gradients import StageGradients, Sums
 from .stage_executor import StageExecutor
 from .stage_graphs import StageGraphs
 from .stage_links import StageLinks
+from .unmade import unmade
 from .walk import walk
 
 
@@ -96,9 +99,9 @@ class PipelineStep:
         self.take_forms(forms)
         self.compile_options: Mapping[str, object] | None = None  # of torch.compile, if graphs go through it
         self._load(program)
-        made = {r.name for p in program.stages.values() for r in output_node(p.stage.joint.graph).meta["roles"]
-                if r.kind == "output"}  # fmt: skip
-        everyone = list(enumerate(stage.from_all_pp_ranks(made, "where outputs are")))
+        self.made_here = {r.name for p in program.stages.values() for r in output_node(p.stage.joint.graph).meta["roles"]
+                          if r.kind == "output"}  # fmt: skip
+        everyone = list(enumerate(stage.from_all_pp_ranks(self.made_here, "where outputs are")))
         named = sorted({*self.forms} if everywhere else {str(captured.returns.loss)} & {*self.forms}, key=int)
         named = named if len(everyone) > 1 else []  # one stage has them all
         self.sources = {name: next(pp_rank for pp_rank, there in everyone if name in there) for name in named}
@@ -160,6 +163,8 @@ class PipelineStep:
         """Find what outputs become, given their forms."""
         self.output_forms, self.forms = forms, dict[str, OutputForm]()
         self.empty: dict[str, Tensor] = {}  # outputs' shape and dtype on this rank, without values
+        large = {name for name, how in self.micro.joins.items() if isinstance(how, int)} - {str(self.returns.loss)}
+        self.unmade = large if self.trains and self.plan.unmade_bytes else set()
         self.gathered: dict[str, tuple[Layout, Layout]] = {}  # outputs gathered to be joined: before, after
         output = output_node(self.micro.captured.graph)
         for role, layout in zip(output.meta["roles"], self.plan.sharding.outputs):
@@ -216,7 +221,7 @@ class PipelineStep:
 
     def run(self, inputs: list[Tensor], lengths: OwnLengths | None) -> tuple[list[Tensor | None], Sums]:
         """Run the schedule and return (outputs by position, what the stages leave of gradients)."""
-        call = _Call(self, inputs)
+        call = PipelineCall(self, inputs)
         with torch.no_grad():
             with watch.collective("the pipeline's schedule"):
                 for stage in self.stages.values():
@@ -224,19 +229,50 @@ class PipelineStep:
                 self.times = [*walk(self.schedule.orders[self.stage.pp_rank], self.stages, self.links)]
             sums = {i: stage.end()[0] for i, stage in self.stages.items()}
             call.write_buffers()
-            outputs = self._outputs(call.outputs, lengths)
+            outputs = self._outputs(call, lengths)
         return outputs, sums
 
-    def _outputs(self, parts: dict[str, dict[int, Tensor]], lengths: OwnLengths | None) -> list[Tensor | None]:
+    def _outputs(self, call: PipelineCall, lengths: OwnLengths | None) -> list[Tensor | None]:
         """Return whole outputs: those of this rank's stages, and those that all ranks get."""
+        values = self._everywhere(call.outputs.joined(self._before_joining), self.sources.keys() - call.unmade)
         outputs: list[Tensor | None] = [None] * self.returns.count
-        for name, values in parts.items():
-            chunks = [self._before_joining(name, i, values[i]) for i in sorted(values)]
-            outputs[int(name)] = join(chunks, self.micro.joins[name])
-        for name, pp_rank in self.sources.items():
+        for name, value in values.items():
+            outputs[int(name)] = self.forms[name].of(value, lengths)
+        for name in call.unmade & (self.made_here | self.sources.keys()):
+            like = self.empty[name]
+            local = torch.full((1,) * like.dim(), math.nan, device=self.device).to(like.dtype).expand(like.shape)
+            outputs[int(name)] = unmade(self.forms[name], local, lengths, partial(self.made, name, call, lengths))
+        return outputs
+
+    def _everywhere(self, values: dict[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
+        """Return this rank's parts of outputs, with those of other stages that all ranks get."""
+        for name in sorted(names, key=int):
             what = "the loss" if int(name) == self.returns.loss else f"output {self.returns.names[int(name)]}"
-            outputs[int(name)] = self._from(pp_rank, outputs[int(name)], name, what)
-        return [None if o is None else self.forms[str(at)].of(o, lengths) for at, o in enumerate(outputs)]
+            values[name] = self._from(self.sources[name], values.get(name), name, what)
+        return values
+
+    def made(self, name: str, call: PipelineCall, lengths: OwnLengths | None) -> Tensor:
+        """Return an output that a call has let go of, from its forwards run a second time. Collective. Raises
+        StageError where the ranks of one stage alone have it."""
+        if name not in self.sources and len(self.stage.ranks) > 1:
+            raise StageError(
+                f"{self.returns.names[int(name)]} of all micro-batches takes {size(self.plan.unmade_bytes)} a device, "
+                "which the plan has no room for, and one stage cannot make it again by itself",
+                fix='pass outputs="everywhere" to autopar.compile and read it on all ranks, compute what you need of '
+                "it inside of the model, or use more devices",
+            )
+        call, schedule = call.again(name), forwards(self.schedule)
+        groups = dict.fromkeys("FB", self.stage.pp_group)
+        links = StageLinks(self.stages, self.stage.pp_rank, schedule.rank_of_stage, groups, self.device, schedule)
+        with torch.no_grad(), watch.collective(f"output {self.returns.names[int(name)]}, made when it is read"):
+            for stage in self.stages.values():
+                stage.begin(call.leaf, call.output)
+            for action, _, _ in walk(schedule.orders[self.stage.pp_rank], self.stages, links):
+                self.stages[action.stage].saved.clear()
+            for stage in self.stages.values():
+                stage.end()
+            values = call.outputs.joined(self._before_joining)
+            return self.forms[name].of(self._everywhere(values, self.sources.keys() & {name})[name], lengths)
 
     def _before_joining(self, name: str, i: int, part: Tensor) -> Tensor:
         """Return this rank's part of an output of one micro-batch, in the layout in which it is joined with the
@@ -260,51 +296,6 @@ class PipelineStep:
         with watch.collective(what):
             dist.broadcast(tensor, group=self.stage.pp_group, group_src=pp_rank)
         return tensor
-
-
-class _Call:
-    """The leaves and outputs of one call's micro-batches."""
-
-    def __init__(self, step: PipelineStep, inputs: list[Tensor]):
-        self.step, values = step, {}
-        named = dict(zip(step.micro.captured.signature.tensor_names, inputs))
-        for node in step.micro.captured.graph.nodes:
-            role = node.meta["role"] if node.op == "placeholder" else None
-            if role is not None and role.kind == "input":
-                values[node.name] = named[role.name]
-            elif role is not None and role.kind == "random":  # on all ranks alike, whichever stages draw
-                values[node.name] = step.random.next()
-        with torch.no_grad():
-            self.parts = parts_of(step.micro, values)
-        self.outputs: dict[str, dict[int, Tensor]] = {}
-        self.buffers: dict[str, Tensor] = {}
-
-    def leaf(self, node: fx.Node, i: int, at: int) -> Tensor:
-        """Return this rank's local value of a placeholder for micro-batch `i`."""
-        step, role = self.step, node.meta["role"]
-        if role.kind in ("parameter", "buffer"):
-            table, leaf = (step.tables if role.kind == "parameter" else step.buffers)[role.name]
-            return _torch.local_of(table[leaf]) if role.kind == "parameter" else table[leaf]
-        if role.kind == "tangent":
-            ones = torch.ones(node.meta["val"].shape, dtype=node.meta["val"].dtype, device=step.device)
-            return ones if step.seed is None else ones * step.seed
-        whole = self.parts[i][node.name]
-        if role.kind != "input":
-            return whole
-        return local_part(whole, node.meta["layout"], step.stage.mesh, step.stage.coordinate)
-
-    def output(self, role, i: int, values: list[Tensor]) -> None:
-        """Take an output of micro-batch `i`, or the new value of a buffer."""
-        if role.kind == "mutation":
-            self.buffers[role.name] = values[0]
-        else:
-            self.outputs.setdefault(role.name, {})[i] = values[0]
-
-    def write_buffers(self) -> None:
-        """Write the new values into the buffers."""
-        for name, value in self.buffers.items():
-            table, leaf = self.step.buffers[name]
-            table[leaf].copy_(value)
 
 
 class _PipelineLoss(torch.autograd.Function):

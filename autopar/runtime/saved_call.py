@@ -17,9 +17,11 @@ from torch import fx
 from ..errors import InputError
 from ..ir.graph import PARTNERS, Role, output_node
 
+MICRO_BATCHES = "output of all micro-batches"
 FIXES = {
     "backward": "call backward() before optimizer.step() and other writes, or call the model again",
     "output": 'read it before optimizer.step() and other writes, or pass tile="none" to keep it from the forward on',
+    MICRO_BATCHES: "read it before optimizer.step() and other writes, or leave the plan more memory to keep it in",
 }
 
 

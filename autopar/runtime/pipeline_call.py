@@ -1,0 +1,84 @@
+"""The leaves and outputs of one call of a model that runs in micro-batches."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, fx
+
+from .. import _torch
+from ..codegen.split_batch import parts_of
+from ..ir.graph import Role
+from ..ir.layout import local_part
+from .joined_outputs import JoinedOutputs
+from .saved_call import MICRO_BATCHES, SavedCall
+
+if TYPE_CHECKING:
+    from .pipeline_step import PipelineStep
+
+
+class PipelineCall:
+    """The leaves and outputs of one call's micro-batches. `unmade`: outputs that it lets go of."""
+
+    def __init__(self, step: PipelineStep, inputs: list[Tensor]):
+        self.step, values = step, {}
+        named = dict(zip(step.micro.captured.signature.tensor_names, inputs))
+        self.unmade = step.unmade
+        self.tensors = saved_call(step, named) if self.unmade else None
+        for node in step.micro.captured.graph.nodes:
+            role = node.meta["role"] if node.op == "placeholder" else None
+            if role is not None and role.kind == "input":
+                values[node.name] = named[role.name]
+            elif role is not None and role.kind == "random":  # on all ranks alike, whichever stages draw
+                values[node.name] = step.random.next()
+        with torch.no_grad():
+            self.parts = parts_of(step.micro, values)
+        self.outputs = JoinedOutputs(step.micro, step.empty, step.gathered)
+        self.buffers: dict[str, Tensor] = {}
+
+    def again(self, name: str) -> PipelineCall:
+        """Return the same call for one output that it has let go of. Raises InputError if what it reads was written to
+        since."""
+        self.tensors.check(range(len(self.tensors.roles)), MICRO_BATCHES)
+        other = copy.copy(self)
+        other.unmade = {*self.step.micro.joins} - {name}
+        other.outputs, other.buffers = JoinedOutputs(self.step.micro, self.step.empty, self.step.gathered), {}
+        return other
+
+    def leaf(self, node: fx.Node, i: int, at: int) -> Tensor:
+        """Return this rank's local value of a placeholder for micro-batch `i`."""
+        step, role = self.step, node.meta["role"]
+        if role.kind in ("parameter", "buffer"):
+            table, leaf = (step.tables if role.kind == "parameter" else step.buffers)[role.name]
+            return _torch.local_of(table[leaf]) if role.kind == "parameter" else table[leaf]
+        if role.kind == "tangent":
+            ones = torch.ones(node.meta["val"].shape, dtype=node.meta["val"].dtype, device=step.device)
+            return ones if step.seed is None else ones * step.seed
+        whole = self.parts[i][node.name]
+        if role.kind != "input":
+            return whole
+        return local_part(whole, node.meta["layout"], step.stage.mesh, step.stage.coordinate)
+
+    def output(self, role, i: int, values: list[Tensor]) -> None:
+        """Take an output of micro-batch `i`, or the new value of a buffer."""
+        if role.kind == "mutation":
+            self.buffers[role.name] = values[0]
+        elif role.name not in self.unmade:
+            self.outputs.take(role.name, i, values[0])
+
+    def write_buffers(self) -> None:
+        """Write the new values into the buffers."""
+        for name, value in self.buffers.items():
+            table, leaf = self.step.buffers[name]
+            table[leaf].copy_(value)
+
+
+def saved_call(step: PipelineStep, inputs: Mapping[str, Tensor]) -> SavedCall:
+    """Return what outputs that are made when they are read need to know of a call's tensors."""
+    tables = {"parameter": step.tables, "buffer": step.buffers}
+    owners = {Role(kind, name): table[leaf] for kind, t in tables.items() for name, (table, leaf) in t.items()}
+    owners |= {Role("input", name): tensor for name, tensor in inputs.items()}
+    return SavedCall([*owners], [*owners.values()], range(len(owners)), None)
