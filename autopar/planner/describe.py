@@ -27,7 +27,7 @@ from .objective.checkpoint_min_cut import FULL
 from .objective.evaluate import Evaluation
 from .objective.module_table import regions_of
 from .objective.pricer import Pricer
-from .outputs import outputs_in
+from .outputs import held_bytes, may_be_unmade, outputs_in, with_outputs
 from .pipeline.beside import SCHEDULE, StagedRow
 from .plan import Planned
 from .problem.offload import offloaded, update_seconds
@@ -46,7 +46,7 @@ def describe_plan(planned: Planned) -> Plan:
     samples = micro.samples if micro else micro_batches * samples_of(problem)
     is_even = micro is None or micro.smaller is None
     pipeline = Pipeline(micro_batches=micro_batches, samples=0 if is_even else samples)
-    rows = tuple(_alternative(name, one, pipeline) for name, one in planned.others.items())
+    rows = tuple(_alternative(name, one, pipeline, planned) for name, one in planned.others.items())
     rows += tuple(map(_staged_alternative, planned.beside))
     sharding = _sharding(problem, e, pricer)
     plan = Plan(
@@ -74,18 +74,21 @@ def describe_plan(planned: Planned) -> Plan:
         state_dtype=options.state_dtype, execution=options.execution,
         outputs=outputs_in(sharding, problem, pricer, planned.captured),
     )  # fmt: skip
-    return of_step(plan, e)
+    return with_outputs(of_step(plan, e), held_bytes(problem, e, pricer, sum(pipeline.shares)), planned.captured)
 
 
-def _alternative(name: str, other: Outcome | AutoparError, pipeline: Pipeline) -> Alternative:
+def _alternative(name: str, other: Outcome | AutoparError, pipeline: Pipeline, planned: Planned) -> Alternative:
     """Return what is told of a recipe, in seconds of a step; `pipeline`: the plan's own micro-batches."""
     if isinstance(other, AutoparError):
         return Alternative(name, None, None, None, False, other.message)
     e, micro_batches = other.evaluation, other.pricer.micro_batches
     passes = sum(pipeline.shares) if micro_batches == pipeline.micro_batches else micro_batches  # of the largest
     blocks = len(_recomputed(e, True)) + len(_recomputed(e, False))
+    held = held_bytes(other.pricer.problem, e, other.pricer, passes)
+    if e.bytes_ + held > planned.solver.limit_bytes and may_be_unmade(planned.captured):
+        held = 0.0
     return Alternative(
-        name, passes * other.seconds, passes * e.communication_seconds, e.bytes_, other.fits,
+        name, passes * other.seconds, passes * e.communication_seconds, e.bytes_ + held, other.fits,
         micro_batches=micro_batches, recomputed_blocks=blocks, offload=other.pricer.problem.offload.level,
     )  # fmt: skip
 

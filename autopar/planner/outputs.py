@@ -1,17 +1,25 @@
-"""Describe the outputs of a call in a plan: their layouts, and what it takes to gather one that is read.
+"""Describe the outputs of a call in a plan: their layouts, what it takes to gather one that is read, and whether those
+of all micro-batches are kept.
 
 They stay in the layouts that their ops leave them in (autopar/runtime/outputs.py), so no step contains these seconds.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
+from torch import fx
+
 from ..frontend.export import Captured
 from ..ir.graph import bytes_of, output_node, outputs_of
 from ..ir.layout import Layout
-from ..plans.plan import Output
+from ..plans.plan import Output, Plan
 from ..plans.sharding import Sharding
-from .objective.evaluate import Pricer
+from .objective.evaluate import Evaluation, Pricer
+from .objective.memory_timeline import PASSING
 from .problem.problem import Problem
+from .problem.vertices import STATE
 
 
 def outputs_in(sharding: Sharding, problem: Problem, pricer: Pricer, call: Captured) -> tuple[Output, ...]:
@@ -30,3 +38,37 @@ def outputs_in(sharding: Sharding, problem: Problem, pricer: Pricer, call: Captu
         name, seconds = call.returns.names[int(role.name)], pricer.prices.pair(layout, whole, bytes_of(value))
         found.append(Output(name, tuple(value.shape), layout.text(), sent, seconds))
     return tuple(found) if any(output.wire_bytes for output in found) else ()
+
+
+def may_be_unmade(call: Captured) -> bool:
+    """Return whether what a call returns beside its loss may be let go of and made again when it is read: of a forward
+    that writes to nothing which a second one would read."""
+    writes = any(role.kind == "mutation" for _, role in outputs_of(call.graph))
+    return call.returns.loss is not None and not writes
+
+
+def bytes_of_outputs(problem: Problem, e: Evaluation, pricer: Pricer) -> Iterator[tuple[fx.Node, float]]:
+    """Iterate over the outputs of a call that are no numbers, with their bytes of a device in the layouts in which they
+    leave it."""
+    for (value, role), use in zip(outputs_of(problem.graph), problem.output_uses):
+        if role.kind == "output" and value.meta["val"].dim():
+            strategy = problem.choices(use.consumer).strategies[e.choice[use.consumer]]
+            layout = strategy.outputs[0] if use.slot == STATE else strategy.inputs[use.slot]
+            yield value, pricer.bytes_of(value.meta["val"], layout)
+
+
+def held_bytes(problem: Problem, e: Evaluation, pricer: Pricer, passes: float) -> float:
+    """Return the bytes of a device that the outputs of all micro-batches of a step without stages take beside the one
+    at work. `passes`: the step's, of the largest."""
+    return passes * sum(bytes_ for _, bytes_ in bytes_of_outputs(problem, e, pricer)) if passes > 1 else 0.0
+
+
+def with_outputs(plan: Plan, bytes_: float, call: Captured) -> Plan:
+    """Return the plan of a step without stages with the memory of the outputs of all its micro-batches, or without them
+    if there is no room for them."""
+    if plan.peak_bytes + bytes_ > plan.memory_limit_bytes and may_be_unmade(call):
+        return replace(plan, unmade_bytes=bytes_)
+    if not bytes_:
+        return plan
+    memory, at_peak = ({**kinds, PASSING: kinds.get(PASSING, 0.0) + bytes_} for kinds in (plan.memory, plan.at_peak))
+    return replace(plan, peak_bytes=plan.peak_bytes + bytes_, memory=memory, at_peak=at_peak)

@@ -235,6 +235,7 @@ OPTIONAL: Json = {
     "batches": [],
     "tiled": [],
     "packed": 0,
+    "unmade_bytes": 0.0,
     "routing": {"load": 1.0, "worst_peak_bytes": 0.0, "sent_bytes": 0.0, "gathered_bytes": 0.0},
     "update_seconds": 0.0,
     "flops": NO_FLOPS,
@@ -270,7 +271,8 @@ SCHEMA: Kind = {
     "program": {"choices": count, "excluded": count, "decided": count, "variables": count, "proved": flag},
     "outputs": [{"name": text, "shape": [count], "layout": text, "wire_bytes": amount, "seconds": amount}],
     "routing": {"load": amount, "worst_peak_bytes": amount, "sent_bytes": amount, "gathered_bytes": amount},
-    "packed": count, "tiled": [{"node": text, "layer": text, "bytes_": amount, "seconds": amount}],
+    "unmade_bytes": amount, "packed": count,
+    "tiled": [{"node": text, "layer": text, "bytes_": amount, "seconds": amount}],
     "reduces_once": flag, "overlaps": flag, "samples": count,
     "pipeline": {
         "axis": text, "ranks": size, "schedule": text, "micro_batches": size, "stages_per_rank": size, "cuts": [text],

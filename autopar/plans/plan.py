@@ -207,6 +207,7 @@ class Plan:
     execution: str = "eager"  # or "compiled": fused by torch.compile, launches hidden (autopar/cost/compute.py)
     reduce_dtype: str | None = None  # gradients are added up over devices in this type if it is narrower than theirs
     outputs: tuple[Output, ...] = ()  # empty if all are whole on every device
+    unmade_bytes: float = 0.0  # of outputs of all micro-batches, which are made when they are read; 0: they are kept
     tiled: tuple[TiledLoss, ...] = ()  # last layers whose logits are never whole
     packed: int = 0  # attentions among documents in a row, told apart by numbers and not by a mask of all pairs
     routing: Routing | None = None  # of experts whose rows are sent to them
@@ -224,7 +225,7 @@ class Plan:
             "mesh": str(self.mesh), "sharding": sharding_to_json(self.sharding), "version": VERSION,
         }  # fmt: skip
         values.pop("planning_seconds")
-        for name in ("reduce_dtype", "state_dtype", "outputs", "batches", "tiled", "packed", "routing"):
+        for name in ("reduce_dtype", "state_dtype", "outputs", "batches", "tiled", "packed", "routing", "unmade_bytes"):
             if not values[name]:
                 values.pop(name)
         data: Json = json.loads(json.dumps(values, default=asdict))  # lists for tuples

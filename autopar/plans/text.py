@@ -189,6 +189,14 @@ def _collectives(plan: Plan) -> list[str]:
 
 
 def _outputs(plan: Plan) -> list[str]:
+    unmade = [
+        f"outputs beside the loss are not kept, all micro-batches' would take {size(plan.unmade_bytes)} a device: "
+        "reading one runs the forwards again"
+    ]
+    return _gathered_outputs(plan) + (unmade if plan.unmade_bytes else [])
+
+
+def _gathered_outputs(plan: Plan) -> list[str]:
     if not plan.outputs:
         return []
     unit, sent = byte_column([o.wire_bytes for o in plan.outputs])

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .. import _torch
 from ..codegen.rank_program import PipelineProgram
 from ..compiler import lower_pipeline
 from ..errors import InputError, StageError
@@ -99,8 +98,8 @@ class PipelineStep:
         self.take_forms(forms)
         self.compile_options: Mapping[str, object] | None = None  # of torch.compile, if graphs go through it
         self._load(program)
-        self.made_here = {r.name for p in program.stages.values() for r in output_node(p.stage.joint.graph).meta["roles"]
-                          if r.kind == "output"}  # fmt: skip
+        roles = [r for p in program.stages.values() for r in output_node(p.stage.joint.graph).meta["roles"]]
+        self.made_here = {role.name for role in roles if role.kind == "output"}
         everyone = list(enumerate(stage.from_all_pp_ranks(self.made_here, "where outputs are")))
         named = sorted({*self.forms} if everywhere else {str(captured.returns.loss)} & {*self.forms}, key=int)
         named = named if len(everyone) > 1 else []  # one stage has them all

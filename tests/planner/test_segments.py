@@ -17,7 +17,7 @@ from autopar.passes.pipeline.micro_batch import micro_batch
 from autopar.planner.pipeline import segments as segments_module
 from autopar.planner.pipeline.evaluate import besides, evaluate_pipeline
 from autopar.planner.pipeline.segments import chain
-from autopar.planner.pipeline.stage_costs import INPUT, WEIGHT, Part, Parts
+from autopar.planner.pipeline.stage_costs import INPUT, WEIGHT, Parts
 from autopar.planner.plan import PlanOptions, search, solvers_of
 from autopar.plans.pipeline import Pipeline, inside
 from tests.planner.planning import captured, toy
@@ -191,8 +191,6 @@ def test_a_deep_model_is_planned_by_few_blocks(mesh, asked):
 
 
 def test_outputs_and_reductions_are_held_beside_a_micro_batch_or_after_all():
-    held, logits = Counter({"activations": 10.0, "values between ops": 20.0}), Part(output_bytes=4.0)
-    assert besides(held, [logits], 1) == 0  # counted where the op that makes it runs
-    assert besides(held, [logits], 4) == 3 * 4  # beside the last micro-batch; 32 while they are joined is less than 42
-    assert besides(held, [logits], 16) == 2 * 16 * 4 - 30
-    assert besides(held, [logits, Part(reducing_bytes=100.0)], 4) == 100 - 30
+    held = Counter({"activations": 10.0, "values between ops": 20.0})
+    assert besides(held, 16.0, [0.0]) == 16.0 == besides(held, 16.0, [30.0, 0.0])
+    assert besides(held, 16.0, [100.0, 0.0]) == 16.0 + 100.0 - 30.0

@@ -9,8 +9,8 @@ parameters that are gathered once beside its first forward; what does not hide t
 
     bytes of a rank = parameters, copies of them that stay, gradients, optimizer state of its stages
                       + what its micro-batches in flight save + the most that comes and goes in one of its stages
-                      + outputs of the call + messages + reserve
-                      or, after all micro-batches, what reduces gradients or joins outputs
+                      + outputs of all micro-batches, if they are kept + messages + reserve
+                      or, after all micro-batches, what reduces gradients
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ Send = Callable[[float], float]
 class PipelineCost:
     """A pipeline with its costs. By rank: `once_seconds`, before its first action and after its last; of these
     `tied_seconds`, to add up gradients of parameters that other ranks have too; `memory`, bytes at its peak by kind.
-    `parts`: by stage."""
+    `parts`: by stage. `unmade_bytes`: of the rank with most of them, what outputs of all micro-batches would take that
+    are made when they are read."""
 
     pipeline: Pipeline
     played: Played
@@ -47,6 +48,7 @@ class PipelineCost:
     tied_seconds: tuple[float, ...]
     memory: tuple[dict[str, float], ...]
     parts: tuple[Part, ...]
+    unmade_bytes: float = 0.0
 
     @property
     def step_seconds(self) -> float:
@@ -84,10 +86,10 @@ class PipelineCost:
 
 
 def evaluate_pipeline(problem: Problem, e: Evaluation, pricer: Pricer, pipeline: Pipeline, send: Send,
-          live: LiveBytes | None = None) -> PipelineCost:  # fmt: skip
+          live: LiveBytes | None = None, keeps_outputs: bool = True) -> PipelineCost:  # fmt: skip
     """Evaluate what a pipeline without costs costs under a plan of one of its micro-batches. `send`: seconds of a
     tensor of so many bytes of a device from one stage to the next; `live`: the memory of the whole plan, if it is
-    known. Raise StageError as StagePlacement does."""
+    known; `keeps_outputs`: of all micro-batches. Raise StageError as StagePlacement does."""
     found = Parts(problem, e, pricer, pipeline.cuts, True, live, stretch_of(problem, e, pricer))
     parts, orders = found.found, pipeline.orders
     rank_of = orders.rank_of_stage
@@ -102,9 +104,14 @@ def evaluate_pipeline(problem: Problem, e: Evaluation, pricer: Pricer, pipeline:
     played = play(orders, [p.forward_seconds for p in parts], [p.input_seconds for p in parts],
                   [p.weight_seconds for p in parts], transfers[:-1], [p.saved_bytes for p in parts],
                   pipeline.shares)  # fmt: skip
+    unmade_bytes = 0.0
     for rank, held in enumerate(memory):
         held[SAVED] += played.peak(rank)
-        held[PASSING] += besides(held, [parts[s] for s in orders.stages_of(rank)], pipeline.micro_batches)
+        mine, outputs = [parts[s] for s in orders.stages_of(rank)], 0.0
+        if pipeline.micro_batches > 1:  # the output of one is counted where the op that makes it runs
+            outputs = pipeline.micro_batches * sum(part.output_bytes for part in mine)
+        held[PASSING] += besides(held, outputs if keeps_outputs else 0.0, [part.reducing_bytes for part in mine])
+        unmade_bytes = max(unmade_bytes, 0.0 if keeps_outputs else outputs)
         held[RESERVE] += problem.reserve_bytes
     peaks = [sum(held.values()) for held in memory]
     costs = tuple(
@@ -114,7 +121,8 @@ def evaluate_pipeline(problem: Problem, e: Evaluation, pricer: Pricer, pipeline:
     )  # fmt: skip
     kinds = tuple({kind: bytes_ for kind, bytes_ in held.items() if bytes_ > 0.5} for held in memory)
     once = tuple(t + sum(parts[s].once_seconds for s in orders.stages_of(rank)) for rank, t in enumerate(tied_seconds))
-    return PipelineCost(replace(pipeline, costs=costs), played, once, tuple(tied_seconds), kinds, tuple(parts))
+    return PipelineCost(replace(pipeline, costs=costs), played, once, tuple(tied_seconds), kinds, tuple(parts),
+                        unmade_bytes)  # fmt: skip
 
 
 def _memory(parts: Sequence[Part], stages: Sequence[int]) -> Counter:
@@ -131,14 +139,11 @@ def _memory(parts: Sequence[Part], stages: Sequence[int]) -> Counter:
     return held
 
 
-def besides(held: Counter, parts: Sequence[Part], micro_batches: int) -> float:
-    """Return the bytes that a rank's stages hold besides what one of their micro-batches at work does: outputs of the
-    others; or, when nothing else comes and goes any more, those of all and the whole that they are joined to, or
-    gradients in the buffers that reduce them."""
-    bytes_ = sum(part.output_bytes for part in parts)
-    joining = 2 * micro_batches * bytes_ if micro_batches > 1 else 0.0
+def besides(held: Counter, output_bytes: float, reducing_bytes: Sequence[float]) -> float:
+    """Return the bytes that a rank holds besides what one of its micro-batches at work does: the outputs of all; and,
+    when nothing else comes and goes any more, gradients in the buffers that reduce them, if those are more."""
     working = held[SAVED] + held[PASSING] + held[BUCKETS]
-    return max((micro_batches - 1) * bytes_, max(joining, *(part.reducing_bytes for part in parts)) - working)
+    return output_bytes + max(0.0, max(reducing_bytes) - working)
 
 
 def timing_of(schedule: str, ranks: int, stages_per_rank: int, left: float = 1 / 3) -> Timing:

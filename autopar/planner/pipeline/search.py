@@ -31,6 +31,7 @@ from ..batch import samples_of
 from ..fixed_recompute import AUTO, NONE
 from ..objective.evaluate import Evaluation
 from ..objective.expand import recomputes_alike
+from ..outputs import may_be_unmade
 from ..plan import Planned, PlanOptions, search, solvers_of
 from ..problem.recipes import Restriction
 from ..solver.minimize import Search
@@ -322,9 +323,13 @@ class PipelineSearch:
     def _within_memory(
         self, inner: Planned, pipeline: Pipeline, recomputation: StageRecomputation | None
     ) -> tuple[PipelineCost, Evaluation]:
-        """Evaluate a pipeline with as much computed again on each rank as its memory demands, or as can be."""
+        """Evaluate a pipeline that lets go of outputs beside the loss if its memory demands it, and with as much
+        computed again on each rank as it demands then, or as can be."""
         problem, e = inner.whole
-        evaluated = evaluate_pipeline(problem, e, inner.pricer, pipeline, self.send, inner.live_bytes)
+        evaluated, keeps = evaluate_pipeline(problem, e, inner.pricer, pipeline, self.send, inner.live_bytes), True
+        if evaluated.peak_bytes > self.limit and may_be_unmade(self.captured):
+            keeps = False
+            evaluated = evaluate_pipeline(problem, e, inner.pricer, pipeline, self.send, inner.live_bytes, keeps)
         for _ in range(MOST_RECOMPUTE_ROUNDS if recomputation is not None else 0):
             if evaluated.peak_bytes <= self.limit:
                 break
@@ -332,7 +337,7 @@ class PipelineSearch:
             if more.recompute_seconds == e.recompute_seconds:
                 break
             e = more
-            evaluated = evaluate_pipeline(problem, e, inner.pricer, pipeline, self.send)
+            evaluated = evaluate_pipeline(problem, e, inner.pricer, pipeline, self.send, keeps_outputs=keeps)
         return evaluated, e
 
     def prepared(self, inner: Planned) -> tuple[Planned, Chain, StageRecomputation | None]:

@@ -38,6 +38,7 @@ from ..objective.memory_timeline import (
     staying_of,
 )
 from ..objective.pricer import Pricer
+from ..outputs import bytes_of_outputs
 from ..problem.problem import Problem
 from ..problem.vertices import STATE
 from .part import FORWARD, INPUT, WEIGHT, Part, no_work
@@ -235,14 +236,8 @@ class Parts:
 
     def _outputs(self) -> None:
         """Add up the bytes of what leaves the call, in the layout in which it does."""
-        output = output_node(self.problem.graph)
-        for value, role, use in zip(output.args[0], output.meta["roles"], self.problem.output_uses):
-            if role.kind == "output" and value.meta["val"].dim():
-                strategy = self._strategy(use.consumer)
-                layout = strategy.outputs[0] if use.slot == STATE else strategy.inputs[use.slot]
-                self.found[first_of(self.where[value], 0)].output_bytes += self.pricer.bytes_of(
-                    value.meta["val"], layout
-                )
+        for value, bytes_ in bytes_of_outputs(self.problem, self.e, self.pricer):
+            self.found[first_of(self.where[value], 0)].output_bytes += bytes_
 
     def _local_bytes(self, node: fx.Node, tensors) -> float:
         producer, item = tensor_of(node)
