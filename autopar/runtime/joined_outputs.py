@@ -7,7 +7,7 @@ from the forwards of all micro-batches, run a second time on the tensors of the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -22,32 +22,36 @@ class JoinedOutputs:
     """Takes this rank's parts of outputs by name. `likes`: shape and dtype of what all micro-batches give on this rank,
     without values; `gathered`: outputs whose parts change their layout once all are made, before they are joined."""
 
-    def __init__(self, micro: MicroBatched, likes: Mapping[str, Tensor], gathered: Mapping[str, object]):
+    def __init__(self, micro: MicroBatched, likes: Mapping[str, Tensor], gathered: Collection[str]):
         self.micro, self.likes, self.gathered = micro, likes, gathered
         self.parts: dict[str, dict[int, Tensor]] = {}
         self.wholes: dict[str, Tensor] = {}
 
     def take(self, name: str, i: int, part: Tensor) -> None:
         """Take an output of micro-batch `i`."""
-        if isinstance(self.micro.joins[name], int) and name not in self.gathered:
-            self._place(name, i, part)
+        if isinstance(dim := self.micro.joins[name], int) and name not in self.gathered:
+            self._place(name, i, part, dim)
         else:
             self.parts.setdefault(name, {})[i] = part
 
     def joined(self, before: Before) -> dict[str, Tensor]:
         """Return the outputs of the whole batch and hold none any more; `before` changes the layout of a part."""
-        for name in self.gathered.keys() & self.parts.keys():
-            parts = self.parts.pop(name)
-            for i in sorted(parts):
-                self._place(name, i, before(name, i, parts.pop(i)))
-        wholes, self.wholes = self.wholes, {}
         parts, self.parts = self.parts, {}
-        return wholes | {name: join([p[i] for i in sorted(p)], self.micro.joins[name]) for name, p in parts.items()}
+        found = {}
+        for name, mine in parts.items():
+            how = self.micro.joins[name]
+            if isinstance(how, int):
+                for i in sorted(mine):
+                    self._place(name, i, before(name, i, mine.pop(i)), how)
+            else:
+                found[name] = join([mine[i] for i in sorted(mine)], how)
+        wholes, self.wholes = self.wholes, {}
+        return wholes | found
 
-    def _place(self, name: str, i: int, part: Tensor) -> None:
+    def _place(self, name: str, i: int, part: Tensor, dim: int) -> None:
         """Write a part to its place, which is as far into the whole as the micro-batch is into the batch."""
         if name not in self.wholes:
             self.wholes[name] = torch.empty(self.likes[name].shape, dtype=part.dtype, device=part.device)
-        whole, dim, micro = self.wholes[name], self.micro.joins[name], self.micro
+        whole, micro = self.wholes[name], self.micro
         count = micro.micro_batches if micro.smaller is None else micro.samples  # of what `start` counts
         whole.narrow(dim, micro.start(i) * whole.shape[dim] // count, part.shape[dim]).copy_(part)

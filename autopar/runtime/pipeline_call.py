@@ -42,7 +42,8 @@ class PipelineCall:
     def again(self, name: str) -> PipelineCall:
         """Return the same call for one output that it has let go of. Raises InputError if what it reads was written to
         since."""
-        self.tensors.check(range(len(self.tensors.roles)), MICRO_BATCHES)
+        if self.tensors is not None:
+            self.tensors.check(range(len(self.tensors.roles)), MICRO_BATCHES)
         other = copy.copy(self)
         other.unmade = {*self.step.micro.joins} - {name}
         other.outputs, other.buffers = JoinedOutputs(self.step.micro, self.step.empty, self.step.gathered), {}
@@ -78,7 +79,7 @@ class PipelineCall:
 
 def saved_call(step: PipelineStep, inputs: Mapping[str, Tensor]) -> SavedCall:
     """Return what outputs that are made when they are read need to know of a call's tensors."""
-    tables = {"parameter": step.tables, "buffer": step.buffers}
-    owners = {Role(kind, name): table[leaf] for kind, t in tables.items() for name, (table, leaf) in t.items()}
-    owners |= {Role("input", name): tensor for name, tensor in inputs.items()}
+    owners = {Role("input", name): tensor for name, tensor in inputs.items()}
+    owners |= {Role("parameter", name): table[leaf] for name, (table, leaf) in step.tables.items()}
+    owners |= {Role("buffer", name): table[leaf] for name, (table, leaf) in step.buffers.items()}
     return SavedCall([*owners], [*owners.values()], range(len(owners)), None)

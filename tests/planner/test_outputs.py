@@ -38,7 +38,9 @@ def plan(mesh: str, memory: float | None = None, has_norm: bool = False, **optio
 
 @pytest.mark.parametrize("mesh, ways", [("dp=2", 2), ("pp=2", 1), ("pp=2,dp=2", 2)])
 def test_what_does_not_fit_is_not_kept(mesh, ways, tmp_path):
-    strategy = {"strategy": "ddp"} if ways > 1 else {}  # else logits are cut in the words, and no bytes follow from ways
+    strategy = (
+        {"strategy": "ddp"} if ways > 1 else {}
+    )  # else logits are cut in the words, and no bytes follow from ways
     kept = plan(mesh, **strategy)
     held = ROWS * MANY * WORDS * 4 / ways
     assert not kept.unmade_bytes and "reading one runs the forwards again" not in str(kept)
