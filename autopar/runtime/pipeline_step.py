@@ -141,7 +141,7 @@ class PipelineStep:
 
     def _bind(self, program: PipelineProgram, module: nn.Module) -> None:
         """Look up the parameters and buffers of this rank's stages."""
-        leaves: dict[str, tuple[str, object]] = {}
+        leaves: dict[str, tuple[dict[str, Tensor], str]] = {}
         self.buffers = {}
         for mine in program.stages.values():
             for node in mine.stage.joint.graph.nodes:
