@@ -58,7 +58,8 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Estimate:
-    """A cut of a plan of a micro-batch for a schedule, by formulas. `peak_bytes`: of the fullest rank."""
+    """A cut of a plan of a micro-batch for a schedule, by formulas. `peak_bytes`: of the fullest rank; `recomputes`:
+    whether some rank computes something again to fit."""
 
     search: PipelineSearch
     inner: Planned
@@ -67,6 +68,7 @@ class Estimate:
     step_seconds: float
     peak_bytes: float
     fits: bool
+    recomputes: bool = False
 
 
 @dataclass(frozen=True)
@@ -154,13 +156,16 @@ class PipelineSearch:
 
     def estimates(self) -> list[Estimate]:
         """Estimate for each schedule the best cut of the fastest plan of a micro-batch, and of smaller ones while those
-        are of use."""
+        are of use: until one fits with nothing computed again, or is no faster than one before it."""
         found: list[Estimate] = []
+        fastest: Estimate | None = None  # of those that fit
         for inner in self.plans():
             new = self._cuts(inner)
             found += new
-            if min(new, key=lambda one: one.step_seconds).fits:
+            best = min(new, key=lambda one: one.step_seconds)
+            if best.fits and not best.recomputes or fastest is not None and best.step_seconds >= fastest.step_seconds:
                 break
+            fastest = best if best.fits else fastest
         return found
 
     def plans(self) -> Iterator[Planned]:
@@ -234,7 +239,8 @@ class PipelineSearch:
             )
         bytes_ = max(stage.total_bytes for stage in found.stages) * (v if KINDS[kind].v_shaped else 1)
         seconds = self._played(segments, found, kind, v) + once
-        return Estimate(self, inner, kind, v, seconds, reserve + bytes_, True)
+        recomputes = any(any(counts[1:]) for stage in found.stages for counts in stage.levels.values())
+        return Estimate(self, inner, kind, v, seconds, reserve + bytes_, True, recomputes)
 
     def _played(self, segments: Chain, cut: StageCut, kind: str, v: int) -> float:
         """Play the schedule with the seconds of a cut's segments and return its seconds; what is computed again is in
