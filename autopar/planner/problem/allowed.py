@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -56,6 +57,8 @@ def allowed_strategies(
     is_restricted = given or restriction.experts
     factors = factors_of(problem, bool(given & {*SEQUENCE_ROLES})) if is_restricted else {}
     plan = restriction.tensor_plan
+    if plan is not None:  # which says itself what is whole
+        factors = {cls: replace(of, between=set()) for cls, of in factors.items()}
     may_cut = inside(problem, plan) if plan else set()
     masks = {}
     for cls, options in problem.classes.items():
