@@ -95,11 +95,7 @@ def allowed_strategies(
         elif v.kind == "parameter":
             held = restriction.experts if cls in factors and 0 in factors[cls].expert else ""
             mask = _parameter_mask(options.strategies, restriction, is_factor(v.node.meta["role"].name), held)
-            if (
-                cls in factors
-                and factors[cls].between
-                and (whole := _whole_between(mask, options, restriction)).any()
-            ):
+            if cls in factors and factors[cls].between and (whole := _whole_between(mask, options, restriction)).any():
                 mask = whole
             if plan is not None and not is_factor(v.node.meta["role"].name):
                 mask &= _planned_mask(options.strategies, restriction, v.node.meta["role"].name)
