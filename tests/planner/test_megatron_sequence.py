@@ -1,5 +1,5 @@
-"""Sequence parallelism as its authors draw it: between the blocks' tensor-parallel regions every op is cut along the
-sequence, whoever wrote the norm.
+"""Tensor parallelism without and with sequence parallelism as its authors draw it: between the blocks' tensor-parallel
+regions every op is whole, or cut along the sequence, whoever wrote the norm.
 
 Korthikanti et al., arXiv 2205.05198, figures 5 and 6: before each region an all-gather, behind it a reduce-scatter, and
 in the backward the same. So an attention and an MLP make two of each a layer and phase, an attention over an encoder's
@@ -68,19 +68,37 @@ def activation_collectives(graph, plan, ways: int) -> dict[str, Counter]:
     return found
 
 
+def planned(family: str, ways: int, strategy: str):
+    ids = torch.zeros(BATCH, SEQ, dtype=torch.long)
+    graph = compiler.trace(FAMILIES[family][0](), {"input_ids": ids, "labels": ids})
+    plan = make(graph, f"tp={ways}", FAST, strategy=strategy)
+    norms = {name: layout for name, layout in plan.layouts.items() if "norm" in name or "ln_" in name}
+    assert norms and set(norms.values()) == {"R"}
+    return graph, plan
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("ways", [2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_collectives_are_those_of_the_closed_formula(family, ways):
     """Besides those of the regions, the vocabulary's head gathers its input, embeddings scatter what they look up, and
     the encoder's output is gathered once for all attentions that read it."""
-    build, regions, streams = FAMILIES[family]
-    ids = torch.zeros(BATCH, SEQ, dtype=torch.long)
-    graph = compiler.trace(build(), {"input_ids": ids, "labels": ids})
-    plan = make(graph, f"tp={ways}", FAST, strategy="megatron_sp")
-    assert activation_collectives(graph, plan, ways) == {
+    _, regions, streams = FAMILIES[family]
+    assert activation_collectives(*planned(family, ways, "megatron_sp"), ways) == {
         "forward": {"all_gather": regions + streams, "reduce_scatter": regions + streams},
         "backward": {"all_gather": regions + streams, "reduce_scatter": regions + streams},
     }
-    norms = {name: layout for name, layout in plan.layouts.items() if "norm" in name or "ln_" in name}
-    assert norms and set(norms.values()) == {"R"}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("ways", [2, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_sequence_parallelism_sums_are_whole(family, ways):
+    """Figure 4 there: what runs between the regions is whole on every device, so that an all-reduce stands behind each
+    region, or as many bytes of all-gathers, and in the backward before each. Embeddings cut by feature are gathered;
+    in the backward the inputs of the vocabulary's head and of an encoder's readers are summed as well."""
+    _, regions, streams = FAMILIES[family]
+    found = activation_collectives(*planned(family, ways, "megatron"), ways)
+    sent = {"all_reduce": 2, "all_gather": 1}  # times the bytes of the stream
+    assert 0 < sum(sent[kind] * count for kind, count in found["forward"].items()) - 2 * regions <= streams
+    assert found["backward"] == {"all_reduce": regions + streams}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -56,6 +57,8 @@ def allowed_strategies(
     is_restricted = given or restriction.experts
     factors = factors_of(problem, bool(given & {*SEQUENCE_ROLES})) if is_restricted else {}
     plan = restriction.tensor_plan
+    if plan is not None:  # which says itself what is whole
+        factors = {cls: replace(of, between=set()) for cls, of in factors.items()}
     may_cut = inside(problem, plan) if plan else set()
     masks = {}
     for cls, options in problem.classes.items():
@@ -92,11 +95,7 @@ def allowed_strategies(
         elif v.kind == "parameter":
             held = restriction.experts if cls in factors and 0 in factors[cls].expert else ""
             mask = _parameter_mask(options.strategies, restriction, is_factor(v.node.meta["role"].name), held)
-            if (
-                cls in factors
-                and factors[cls].between
-                and (whole := _without_sequence(mask, options, restriction)).any()
-            ):
+            if cls in factors and factors[cls].between and (whole := _whole_between(mask, options, restriction)).any():
                 mask = whole
             if plan is not None and not is_factor(v.node.meta["role"].name):
                 mask &= _planned_mask(options.strategies, restriction, v.node.meta["role"].name)
@@ -162,9 +161,9 @@ def _check_ring(v: Vertex, strategies, restriction: Restriction, mesh: Mesh, fit
 def _op_mask(strategies, roles: dict[str, str], mesh: Mesh, of: Factors, must_cut: bool, fits: np.ndarray,
              cuts_rows: bool = False) -> np.ndarray:  # fmt: skip
     """Return a mask over the strategies of an op: those that keep to the roles of the axes. With `must_cut` a tensor
-    axis shards a factor of the weight where it can, as Megatron cuts every linear and the heads. One that takes the
-    sequence too cuts what runs between blocks along it, or adds up partial sums there, and with `cuts_rows` something
-    where it can. `fits` are the strategies that can be at all."""
+    axis shards a factor of the weight where it can, as Megatron cuts every linear and the heads; what runs between
+    blocks it leaves whole, or adds up partial sums there. One that takes the sequence too cuts that along it, and with
+    `cuts_rows` something where it can. `fits` are the strategies that can be at all."""
     mask = fits.copy()
     for i, axis in enumerate(mesh.names):
         role = roles[axis]
@@ -183,6 +182,8 @@ def _op_mask(strategies, roles: dict[str, str], mesh: Mesh, of: Factors, must_cu
         elif role == SEQUENCE_RING:
             mask &= np.array([f == RING for f in factors])
         elif role == WHOLE:
+            mask &= np.array([not f or f.startswith("+") for f in factors])
+        elif role == TENSOR and of.between:
             mask &= np.array([not f or f.startswith("+") for f in factors])
         elif role == TENSOR:
             mask &= np.array([not f or f.startswith("+") or (f in of.weight and f not in of.batch) for f in factors])
@@ -234,10 +235,10 @@ def _parameter_mask(strategies, restriction: Restriction, is_thin: bool, experts
     return mask
 
 
-def _without_sequence(mask: np.ndarray, options, restriction: Restriction) -> np.ndarray:
-    """Return a mask over the strategies of a parameter that are whole on the axes that cut the sequence between blocks:
-    as every device needs all of the weight of a norm, and of what is added behind a product."""
-    axes = {a for a, role in restriction.roles.items() if role == TENSOR_SEQUENCE}
+def _whole_between(mask: np.ndarray, options, restriction: Restriction) -> np.ndarray:
+    """Return a mask over the strategies of a parameter that are whole on the tensor axes, which cut no features between
+    blocks: every device needs all of the weight of a norm, and of what is added behind a product."""
+    axes = {a for a, role in restriction.roles.items() if role in TENSOR_ROLES}
     return mask & np.array([not axes & set(s.outputs[0].sharding_axes) for s in options.strategies])
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ...adapt.lora_site import is_factor
 from ...cost.compute import GROUPED
 from ...ir.graph import values_of
 from ...ops import autopar
@@ -153,11 +154,14 @@ def _tensors(problem: Problem, v: Vertex) -> list[tuple[tuple[int, int], tuple]]
 def _residual_stream(problem: Problem, features: _Groups) -> tuple[set[Group], set[Group]]:
     """Return the groups of the features that blocks read and add to, and those of all other linear layers' features.
     Most layers at features of the stream lead to others at which fewer meet: all blocks' layers meet there, at a hidden
-    layer's its own alone."""
+    layer's its own alone. Adapters of layers do not count, and without blocks that add to it there is no stream."""
     ends: list[tuple[Group, Group, int]] = []
+    added: set[Group] = set()
     for cls, options in problem.classes.items():
         v = problem.vertices[cls]
-        if v.kind == "op" and v.node.target is autopar.linear.default:
+        if v.kind == "op" and v.node.target is aten.add.Tensor and v.phase != "backward":
+            added |= _summed(problem, v, features)
+        elif v.kind == "op" and v.node.target is autopar.linear.default and not is_factor(v.node.meta["module"]):
             (read, dims), *_, (made, made_dims) = _tensors(problem, v)
             ends.append(
                 (
@@ -174,8 +178,16 @@ def _residual_stream(problem: Problem, features: _Groups) -> tuple[set[Group], s
     for a, b, count in ends:
         smaller[a] += count * (meet[b] < meet[a])
         smaller[b] += count * (meet[a] < meet[b])
-    stream = {group for group, count in meet.items() if 2 * smaller[group] > count}
+    stream = {group for group, count in meet.items() if 2 * smaller[group] > count} & added
     return stream, set(meet) - stream
+
+
+def _summed(problem: Problem, v: Vertex, features: _Groups) -> set[Group]:
+    """Return the group of the features of a sum of two tensors of one shape, as behind a block; empty for others."""
+    if problem.rule_of.get(v.cls) is None or len(v.inputs) != 2:
+        return set()
+    shapes = {tuple(_value(problem, (problem.vertices[p].cls, o)).shape) for p, o in v.inputs}
+    return {features.find((v.cls, 0, len(shape) - 1)) for shape in shapes if shape and len(shapes) == 1}
 
 
 def _places(problem: Problem, v: Vertex, features: _Groups, stream: set[Group]) -> set[str]:

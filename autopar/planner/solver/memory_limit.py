@@ -269,10 +269,11 @@ class WithinLimit:
                 fitted = mix(self.problem, fitted, self.fast, limit, evaluate)
             if self.run.restriction.keep is None:
                 fitted = keep_copies(self.problem, fitted, limit, self.solver.pricer)
-            fitted = self.solver.with_peak(fitted)
+            counted, fitted = fitted.bytes_, self.solver.with_peak(fitted)
             if fitted.bytes_ <= self.limit_bytes:
                 return self._filled(fitted, prices), dearest
-            limit -= fitted.bytes_ - self.limit_bytes  # more passes by in this plan than in the one that it was made of
+            # more passes by in this plan than in the one that it was made of; what it was made to fit may be left over
+            limit = min(limit, counted) - (fitted.bytes_ - self.limit_bytes)
         return None, math.inf
 
     def _filled(self, fitted: Evaluation, prices: Prices) -> Evaluation:
