@@ -65,6 +65,7 @@ def test_trainer_lora(tmp_path):
     assert (tmp_path / "output/adapter" / "adapter_model.safetensors").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_qlora(tmp_path):
     text = printed("qlora.py", tmp_path)
@@ -83,6 +84,7 @@ def test_pipeline(tmp_path):
     assert (tmp_path / "output/pipeline.svg").read_text().startswith("<svg")
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_quantization_aware(tmp_path):
     text = printed("quantization_aware.py", tmp_path)

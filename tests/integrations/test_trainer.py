@@ -296,7 +296,8 @@ def _of_lengths_by_rank(rank: int, mesh: str, folder) -> list[dict[str, float]]:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("mesh", ["dp=2", pytest.param("dp=2,tp=2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["dp=2", "dp=2,tp=2"])
 def test_each_rank_pads_to_its_own_longest(tmp_path, mesh):
     """Ranks agree on a length by what the collator pads with; one process pads the whole batch."""
     _start_anew()

@@ -13,10 +13,9 @@ from autopar.ir.mesh import Mesh
 from autopar.models.registry import build
 from autopar.planner.plan import Planned
 from autopar.planner.problem.recipes import BASELINES, Restriction, compared_on
-from autopar.planner.request import PlanRequest
 from autopar.planner.solver.search import Outcome
 
-from .planning import counts, make
+from .planning import counts, make, searched
 
 MODELS = {
     "gpt": "gpt:hidden=512,layers=6,heads=8,vocab=1024,seq=256",
@@ -30,10 +29,7 @@ def captured(model: str) -> Captured:
 
 
 def search(model: str, mesh: str = "dp=4,tp=2", **options) -> Planned:
-    defaults = dict(memory=None, strategy=None, offload="none", baselines=True, micro_batches=None)
-    request = PlanRequest.of(Mesh.parse(mesh), model, hardware="h100", precision="bf16", optimizer="adamw", pin=None,
-                             strict=False, fixed={}, **defaults | options)  # fmt: skip
-    return request.find(captured(model))
+    return searched(captured(model), mesh, **options)
 
 
 @functools.cache
@@ -67,8 +63,8 @@ def test_a_row_is_the_plan_that_its_name_gives(model, every):
 
 
 def test_the_table_says_what_makes_a_recipe_fit():
-    lines = {row.name: row for row in tight("gpt").plan.alternatives}
-    text = str(tight("gpt").plan)
+    plan = tight("gpt").plan
+    lines, text = {row.name: row for row in plan.alternatives}, str(plan)
     assert lines["ddp"].offload == "optimizer" and "optimizer on the host" in text
     assert f"{lines['zero1'].recomputed_blocks} blocks recomputed" in text
     row = next(row for row in lines.values() if row.micro_batches > 1)

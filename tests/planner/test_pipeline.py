@@ -102,7 +102,7 @@ def test_encoder_decoders_and_skips_are_cut_evenly(name):
 
 
 def eight_micro_batches():
-    return planned(GPT, "pp=4", schedule="1f1b", micro_batches=8)
+    return planned(SMALL, "pp=2", schedule="1f1b", micro_batches=8)
 
 
 def test_stages_have_names_in_order():
@@ -115,7 +115,7 @@ def test_stages_have_names_in_order():
 
 
 def test_the_fastest_schedule_is_taken_and_the_others_are_told():
-    found = planned(GPT, "pp=4", micro_batches=8)
+    found = planned(SMALL, "pp=2", micro_batches=8)
     plan = found.plan
     searched = [name for name, _ in kinds_of("auto", None)]
     assert plan.pipeline.schedule in searched

@@ -51,6 +51,7 @@ def uneven(rank: int, strategies: tuple[str, ...]) -> None:
         assert gradient_error(model, reference) < 1e-5, strategy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategies", [("megatron_sp",), pytest.param(("fsdp", "zero2"), marks=pytest.mark.slow)])
 def test_uneven_shards(strategies):
     gloo.run(3, uneven, strategies)

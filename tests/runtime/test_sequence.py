@@ -56,6 +56,7 @@ def _lora(rank: int, strategy: str) -> None:
         assert_close(found[name].grad, gradient, name, 1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["all_gather_kv", "ulysses", "ring"])
 def test_lora(strategy):
