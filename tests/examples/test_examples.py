@@ -57,6 +57,7 @@ def test_from_scratch(tmp_path):
     assert resumed == pytest.approx({step: whole[step] for step in (30, 40)}, abs=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_trainer_lora(tmp_path):
     text = printed("trainer_lora.py", tmp_path)

@@ -236,13 +236,12 @@ def _mistakes(rank: int, folder) -> None:
 
     _as_launched(rank)
     arguments = TrainingArguments(str(folder), use_cpu=True, report_to="none")
-    whole = autopar.compile(_model(), device_mesh("dp=2"), torch.utils.data.default_collate(_data()[:4]))
+    batch = torch.utils.data.default_collate(_data()[:4])
+    whole = autopar.compile(_model(), device_mesh("dp=2"), batch, strategy="ddp")
     for model in (_model(), whole):
         with pytest.raises(InputError, match="gives each rank its own samples"):
             Trainer(model, arguments)
-    other = autopar.compile(
-        _model(), device_mesh("tp=1,dp=2"), torch.utils.data.default_collate(_data()[:4]), inputs="local"
-    )
+    other = autopar.compile(_model(), device_mesh("tp=1,dp=2"), batch, inputs="local", strategy="ddp")
     with pytest.raises(InputError, match="dp is not first on the mesh"):
         Trainer(other, arguments)
 

@@ -48,6 +48,7 @@ def test_families(name, micro_batches):
     check(staged.family(name), micro_batches, name)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["gpt", "llama", "vit"])
 def test_own_models(kind):

@@ -31,6 +31,7 @@ def test_cut_anywhere(name):
         case.check(staged.play_stages(micro, stages, case.values), f"{name} cut at {cuts}, seed {seed}")
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("text", [
     "gpt:layers=2,hidden=16,heads=2,vocab=32", "llama:layers=2,hidden=16,heads=2,vocab=32,tied=true",

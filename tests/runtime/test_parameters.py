@@ -42,6 +42,7 @@ def _train(rank, mesh_text, model, inputs, plan, steps=3):
     return {name: tuple(p.to_local().shape) for name, p in parallel.named_parameters()}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_uneven_shards(ranks):

@@ -172,6 +172,7 @@ def test_remainders_tell_where_shards_are_on_a_line():
                     assert (local[n] - local[a]) * (b - a) == (local[b] - local[a]) * (n - a)
 
 
+@pytest.mark.slow
 def test_two_sizes_at_once(alone):
     parallel, reference = pair(tiny.gpt2(seq=12, n_layer=1)[0], alone, _tokens(12, 6))
     _check(parallel, reference, [_tokens(*sizes) for sizes in ((12, 6), (9, 5), (20, 6), (13, 3))])
