@@ -67,6 +67,7 @@ def all_layouts(mesh, ndim):
             yield Layout(tuple(dims), partial)
 
 
+@pytest.mark.slow
 def test_all_pairs_on_two_axes():
     mesh, shape = Mesh.parse("a=2,b=2"), (5, 7)
     layouts = [l for l in all_layouts(mesh, 2) if is_legal(shape, l, mesh)]

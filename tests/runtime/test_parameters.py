@@ -56,6 +56,7 @@ def test_uneven_shards(ranks):
     assert [s["down.weight"][1] for s in shapes] == [s["up.weight"][0] for s in shapes]
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_a_fused_weight_is_sharded_inside_its_parts():
     """GPT-2's c_attn holds queries, keys and values side by side in its output dim, (i, o) as a Conv1D weight."""

@@ -170,6 +170,7 @@ def _forms(rank, plan):
         assert torch.equal(mine.full_tensor(), wanted) and tuple(mine.placements) == tuple(placements)
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_forms_of_inputs_on_four_processes():
     gloo.run(4, _forms, planned(Writing(), "dp=2,tp=2", written_of(), strategy="megatron"))
