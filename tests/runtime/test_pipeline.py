@@ -87,7 +87,8 @@ def _train(rank: int, mesh: str, strategy: str | None) -> float:
     weights that every step gathers anew."""
     model, batch = tiny.gpt2(n_layer=1)
     batch = _uneven(batch)
-    parallel, reference = pair(model, device_mesh(mesh), batch, micro_batches=2, strategy=strategy)
+    options = dict(micro_batches=2, schedule="1f1b", strategy=strategy)
+    parallel, reference = pair(model, device_mesh(mesh), batch, **options)
     assert (parallel.plan.memory.get("gathered parameters kept", 0) > 0) == (strategy == "zero1")
     is_last = parallel.plan.mesh.coordinate(rank)["pp"] == parallel.plan.pipeline.orders.rank_of_stage[-1]
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (parallel, reference)]
@@ -138,7 +139,8 @@ def _lora(rank: int, mesh: str) -> int:
     model, batch = tiny.llama(num_hidden_layers=1)
     batch, settings = _uneven(batch), dict(r=4, lora_alpha=12, target_modules=["q_proj", "o_proj", "down_proj"])
     reference = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(**settings))
-    parallel = autopar.compile(model, device_mesh(mesh), batch, adapt=[autopar.LoRA(**settings)], micro_batches=2)
+    parallel = autopar.compile(model, device_mesh(mesh), batch, adapt=[autopar.LoRA(**settings)], micro_batches=2,
+                               schedule="1f1b")  # fmt: skip
     wanted = {n.removeprefix("base_model.model.").replace(".default", ""): p for n, p in reference.named_parameters()}
     trained = [name for name, p in parallel.named_parameters() if p.requires_grad]
     with torch.no_grad():
