@@ -292,6 +292,7 @@ def test_refused_schedules(orders, complaint, as_object):
         autopar.plan(Deep(), "pp=2", (torch.randn(4, 16),), schedule=schedule, micro_batches=1)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "orders, in_flight, complaint",
     [

@@ -72,6 +72,7 @@ def _as_launched(rank: int) -> None:
 
 def _compiled(mesh: str, parts: int, **options):
     batch = torch.utils.data.default_collate(_data()[: BATCH // parts])
+    options = ({"strategy": "fsdp"} if mesh == "dp=2" else {}) | options
     return autopar.compile(_model(), device_mesh(mesh), batch, inputs="local", **options)
 
 

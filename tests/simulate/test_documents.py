@@ -108,6 +108,7 @@ def flattened(*lengths: int) -> dict[str, torch.Tensor]:
     return dict(hf.DataCollatorWithFlattening()([{"input_ids": x.tolist()} for x in ids]))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name, mesh, strategy, zigzag", [
     ("llama", "cp=2", "ring", True), ("qwen3", "cp=2", "all_gather_kv", False), ("llama", "cp=3", "ring", False),
