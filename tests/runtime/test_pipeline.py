@@ -139,8 +139,7 @@ def _lora(rank: int, mesh: str) -> int:
     model, batch = tiny.llama(num_hidden_layers=1)
     batch, settings = _uneven(batch), dict(r=4, lora_alpha=12, target_modules=["q_proj", "o_proj", "down_proj"])
     reference = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(**settings))
-    parallel = autopar.compile(model, device_mesh(mesh), batch, adapt=[autopar.LoRA(**settings)], micro_batches=2,
-                               schedule="1f1b")  # fmt: skip
+    parallel = autopar.compile(model, device_mesh(mesh), batch, adapt=[autopar.LoRA(**settings)], micro_batches=2)
     wanted = {n.removeprefix("base_model.model.").replace(".default", ""): p for n, p in reference.named_parameters()}
     trained = [name for name, p in parallel.named_parameters() if p.requires_grad]
     with torch.no_grad():
