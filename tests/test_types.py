@@ -65,9 +65,9 @@ def messages(folder: Path) -> str:
     (programs / "readme.py").write_text(f"{imports}\n{NAMES_OF_README}{rest}")
     (programs / "guide.py").write_text("".join(blocks((ROOT / "docs/guide.md").read_text())))
     (programs / "revealed.py").write_text(REVEALED)
-    command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), "--cache-dir", "/dev/null"]
-    packages = ["-p", "autopar", "-p", "examples", "-p", "programs"]
-    run = subprocess.run([*command, *packages], cwd=folder, capture_output=True, text=True)
+    command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml")]
+    options = ["--cache-dir", str(ROOT / ".mypy_cache"), "-p", "autopar", "-p", "examples", "-p", "programs"]
+    run = subprocess.run([*command, *options], cwd=folder, capture_output=True, text=True)
     assert run.returncode in (0, 1), run.stdout + run.stderr  # 2: it could not check
     return run.stdout
 

@@ -23,7 +23,7 @@ CHOSEN = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_are_those_of_peft(case):
     found = case_of(case)

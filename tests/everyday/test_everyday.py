@@ -18,8 +18,7 @@ from .run import outcomes
 
 QUICK = (
     "tasks_weighted_by_their_uncertainty", "gan", "distillation_from_a_parallel_teacher",
-    "momentum_encoder_with_a_queue", "clipping_and_schedules", "frozen_encoder_thawed_later", "saved_and_resumed",
-    "distributed_sampler", "lengths_by_rank",
+    "momentum_encoder_with_a_queue", "frozen_encoder_thawed_later", "distributed_sampler", "lengths_by_rank",
 )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ def _seeds(kind: str, count: int) -> list[int]:
     return [seed for seed in range(FIRST, FIRST + 100 * count) if kind_of(seed) == kind][:count]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", _seeds("simulated", 2))
 def test_simulated(seed):
     print(f"seed {seed}")
@@ -25,7 +26,7 @@ def test_simulated(seed):
     assert outcome.kind not in BROKEN, f"seed {seed}: {outcome.detail}"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", _seeds("1", 2))
 def test_alone(alone, seed):
     print(f"seed {seed}")

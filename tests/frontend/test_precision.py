@@ -204,6 +204,7 @@ def test_masters_follow_fp32_for_twenty_steps():
     assert errors(weights["bf16"], weights["fp32"]) < 0.1
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-10), (torch.bfloat16, 3e-2)])
 def test_models_run_in_their_own_types(dtype, tolerance):
     """precision="fp32" casts nothing."""

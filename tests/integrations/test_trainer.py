@@ -72,6 +72,7 @@ def _as_launched(rank: int) -> None:
 
 def _compiled(mesh: str, parts: int, **options):
     batch = torch.utils.data.default_collate(_data()[: BATCH // parts])
+    options = ({"strategy": "fsdp"} if mesh == "dp=2" else {}) | options
     return autopar.compile(_model(), device_mesh(mesh), batch, inputs="local", **options)
 
 
@@ -236,13 +237,12 @@ def _mistakes(rank: int, folder) -> None:
 
     _as_launched(rank)
     arguments = TrainingArguments(str(folder), use_cpu=True, report_to="none")
-    whole = autopar.compile(_model(), device_mesh("dp=2"), torch.utils.data.default_collate(_data()[:4]))
+    batch = torch.utils.data.default_collate(_data()[:4])
+    whole = autopar.compile(_model(), device_mesh("dp=2"), batch, strategy="ddp")
     for model in (_model(), whole):
         with pytest.raises(InputError, match="gives each rank its own samples"):
             Trainer(model, arguments)
-    other = autopar.compile(
-        _model(), device_mesh("tp=1,dp=2"), torch.utils.data.default_collate(_data()[:4]), inputs="local"
-    )
+    other = autopar.compile(_model(), device_mesh("tp=1,dp=2"), batch, inputs="local", strategy="ddp")
     with pytest.raises(InputError, match="dp is not first on the mesh"):
         Trainer(other, arguments)
 
@@ -296,7 +296,8 @@ def _of_lengths_by_rank(rank: int, mesh: str, folder) -> list[dict[str, float]]:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("mesh", ["dp=2", pytest.param("dp=2,tp=2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["dp=2", "dp=2,tp=2"])
 def test_each_rank_pads_to_its_own_longest(tmp_path, mesh):
     """Ranks agree on a length by what the collator pads with; one process pads the whole batch."""
     _start_anew()

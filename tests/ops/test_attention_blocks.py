@@ -88,6 +88,7 @@ def test_long_rows(kind):
     compare(2, 1, 2048, 2048, 64, 64, mask_of(kind, 2048, 2048, 2), True, FP64, attention_blocks.BLOCK)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("length", [2048, 4096])
 def test_never_all_scores(length):
     """What it holds beside what goes in and out are some blocks of scores and of fp32 rows, and gradients in fp32."""

@@ -41,7 +41,7 @@ def sent(plan: Plan, captured, rank: int = 0) -> tuple[int, float]:
     return len(found), sum(c.wire_bytes for c in found)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("mesh", "strategy"),
     [("dp=2", "ddp"), ("dp=3", "fsdp"), ("dp=2,tp=2", "fsdp")],

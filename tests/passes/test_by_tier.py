@@ -104,7 +104,7 @@ def test_a_plan_file_says_what_goes_by_tier(tmp_path, mesh, micro_batches):
     assert loaded.sharding.hierarchy == plan.sharding.hierarchy and loaded.hash == plan.hash
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("batch", [8, 9])
 @pytest.mark.parametrize(("mesh", "strategy", "options"), [
     ("dp=2,tp=2", "ddp", {}),

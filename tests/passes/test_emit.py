@@ -41,6 +41,7 @@ def check(shape, source, target, mesh, reduce_scatter="native", seed=0):
     return simulator
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_random_pairs(mesh):
     seed = random.randrange(10**6)
@@ -66,6 +67,7 @@ def all_layouts(mesh, ndim):
             yield Layout(tuple(dims), partial)
 
 
+@pytest.mark.slow
 def test_all_pairs_on_two_axes():
     mesh, shape = Mesh.parse("a=2,b=2"), (5, 7)
     layouts = [l for l in all_layouts(mesh, 2) if is_legal(shape, l, mesh)]

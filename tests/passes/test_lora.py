@@ -151,6 +151,7 @@ def test_recomputation():
     assert_like_one_device(model, inputs, captured, plan)
 
 
+@pytest.mark.slow
 def test_deep_models_are_unrolled():
     """A plan made of five traced blocks fits the graph of all of them, adapters included."""
     model, inputs = build("mlp:hidden=16,layers=8", batch=4, seq=8)

@@ -40,6 +40,7 @@ def test_gradients_are_equal_and_less_is_saved(model, mesh, strategy):
         assert error < 1e-5, f"{name}: {error}"
 
 
+@pytest.mark.slow
 def test_a_small_limit_makes_the_planner_recompute():
     module, inputs = build("gpt:hidden=64,layers=4,heads=4,vocab=256,seq=64", batch=32, seq=64, device="cpu")
     free, captured = step.plan_and_capture(module, "dp=2", inputs, hardware="cpu-gloo", strategy="ddp", baselines=False)

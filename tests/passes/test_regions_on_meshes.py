@@ -30,6 +30,7 @@ def test_a_step(run, mesh, strategy):
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh, strategy", MESHES)
 def test_autocast_around_a_language_model(mesh, strategy):

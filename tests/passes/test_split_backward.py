@@ -108,7 +108,8 @@ def test_kept_and_stash_are_read():
 
 
 @pytest.mark.parametrize("name, mesh, strategy", [
-    ("gpt2", "pp=2,tp=2", "megatron"), ("llama", "pp=2,dp=2,tp=2", "megatron"),
+    ("gpt2", "pp=2,tp=2", "megatron"),
+    pytest.param("llama", "pp=2,dp=2,tp=2", "megatron", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_the_weight_part_has_no_collective(name, mesh, strategy):
     """Gradients wait unreduced for the end of the step, and partial sums over tp are in the chain between layers."""

@@ -19,7 +19,7 @@ MICRO_BATCHES = {"mixtral": 1, "resnet": 1}  # of the others: each number that d
 MODELS = {"gpt2": 4, "llama": 2, "t5": 4, "bert": 2, "vit": 2, "mixtral": 3, "resnet": 3}  # cuts of each
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_cut_anywhere(name):
     """A seed gives 1 to 6 stages and where they begin, and the number of micro-batches."""
@@ -31,6 +31,7 @@ def test_cut_anywhere(name):
         case.check(staged.play_stages(micro, stages, case.values), f"{name} cut at {cuts}, seed {seed}")
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("text", [
     "gpt:layers=2,hidden=16,heads=2,vocab=32", "llama:layers=2,hidden=16,heads=2,vocab=32,tied=true",
@@ -44,7 +45,7 @@ def test_own_models(text):
         case.check(staged.play_stages(micro, stages, case.values), f"{text}, seed {seed}")
 
 
-@pytest.fixture(params=["gpt2", "t5", "bert", "mixtral"])
+@pytest.fixture(params=["gpt2", "t5", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bert", "mixtral"))])
 def joint(request):
     case = staged.family(request.param)
     return micro_batch(case.captured, MICRO_BATCHES.get(request.param, 4)).captured

@@ -84,7 +84,7 @@ MESHES = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("kind", ["", "tied", "output", "sum", "weights"])
 @pytest.mark.parametrize("mesh, strategy", MESHES)
 def test_gradients_are_those_of_eager(mesh, strategy, kind):
@@ -102,6 +102,7 @@ def test_gradients_are_those_of_eager(mesh, strategy, kind):
         torch.testing.assert_close(step.gradients[name], parameter.grad, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text, mesh, strategy", [
     ("llama-tiny:layers=1", "dp=2,tp=2", None),
     pytest.param("gpt2-tiny:layers=1,vocab=131", "dp=2,tp=3", "megatron_sp", marks=pytest.mark.slow),

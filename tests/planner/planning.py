@@ -18,12 +18,13 @@ from autopar.ir.mesh import Mesh
 from autopar.models import registry
 from autopar.planner.objective.evaluate import Evaluation, evaluate
 from autopar.planner.objective.pricer import Pricer
-from autopar.planner.plan import PlanOptions, make_plan
+from autopar.planner.plan import Planned, PlanOptions, make_plan
 from autopar.planner.problem import symmetry as folding
 from autopar.planner.problem.allowed import allowed_strategies
 from autopar.planner.problem.multipliers import Prices
 from autopar.planner.problem.problem import Problem, build
 from autopar.planner.problem.recipes import Restriction
+from autopar.planner.request import PlanRequest
 from autopar.planner.solver.dual import Dual
 from autopar.planner.solver.hyperedges import HyperedgePrices, hyperedges_of
 from autopar.planner.solver.ilp import Program, Solution
@@ -69,6 +70,14 @@ def make(
 
 def make_anew(graph: Captured, mesh: str, hardware: Hardware, **options) -> Plan:
     return make_plan(graph, Mesh.parse(mesh), PlanOptions(hardware, **{"baselines": False} | options))
+
+
+def searched(graph: Captured, mesh: str, **options) -> Planned:
+    """What a request for a plan in bf16 on H100s finds, with the search that found it."""
+    defaults = dict(memory=None, strategy=None, offload="none", baselines=True, micro_batches=None)
+    request = PlanRequest.of(Mesh.parse(mesh), "model", hardware="h100", precision="bf16", optimizer="adamw", pin=None,
+                             strict=False, fixed={}, **defaults | options)  # fmt: skip
+    return request.find(graph)
 
 
 class Instance:

@@ -13,12 +13,12 @@ from autopar.ir.mesh import Mesh
 from autopar.models.registry import build
 from autopar.planner.plan import Planned
 from autopar.planner.problem.recipes import BASELINES, Restriction, compared_on
-from autopar.planner.request import PlanRequest
 from autopar.planner.solver.search import Outcome
 
-from .planning import counts, make
+from .planning import counts, make, searched
 
 MODELS = {
+    "mlp": "mlp:hidden=1024,layers=6",
     "gpt": "gpt:hidden=512,layers=6,heads=8,vocab=1024,seq=256",
     "llama": "llama:hidden=512,layers=6,heads=8,kv_heads=4,ffn=1408,vocab=1024,seq=256",
 }
@@ -30,10 +30,7 @@ def captured(model: str) -> Captured:
 
 
 def search(model: str, mesh: str = "dp=4,tp=2", **options) -> Planned:
-    defaults = dict(memory=None, strategy=None, offload="none", baselines=True, micro_batches=None)
-    request = PlanRequest.of(Mesh.parse(mesh), model, hardware="h100", precision="bf16", optimizer="adamw", pin=None,
-                             strict=False, fixed={}, **defaults | options)  # fmt: skip
-    return request.find(captured(model))
+    return searched(captured(model), mesh, **options)
 
 
 @functools.cache
@@ -45,7 +42,7 @@ def tight(model: str) -> Planned:
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("model, every", [("gpt", False), ("gpt", True), ("llama", True)])
+@pytest.mark.parametrize("model, every", [("mlp", False), ("gpt", False), ("gpt", True), ("llama", True)])
 def test_a_row_is_the_plan_that_its_name_gives(model, every):
     """Every row is compared, or one of each way in which a recipe is made to fit."""
     found = tight(model)
@@ -87,7 +84,7 @@ def test_nothing_makes_a_recipe_fit_whose_layers_are_larger_than_the_memory():
 
 def test_every_number_of_micro_batches_is_compared_by_the_step():
     """The rows of a plan with micro-batches are steps of as many."""
-    found = search("gpt", "dp=4", micro_batches=4)
+    found = search("mlp", "dp=4", micro_batches=4)
     for name, row in zip(found.others, found.plan.alternatives):
         if name == "hsdp":  # the mesh has no second axis for it
             continue
@@ -118,5 +115,5 @@ def test_hsdp_beside_tensor_parallelism_shards_over_the_inner_data_axis():
 
 
 def test_a_recipe_that_has_no_plan_says_why():
-    found = search("gpt", "dp=4")
+    found = search("mlp", "dp=4")
     assert not isinstance(found.others["hsdp"], Outcome) and "replicates over one axis" in str(found.plan)

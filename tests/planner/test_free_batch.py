@@ -49,8 +49,9 @@ def test_the_batch_is_the_best_of_those_that_were_tried():
 
 
 def test_a_smaller_batch_is_taken_where_the_given_one_does_not_fit():
-    smallest = of_batch(64).plan.peak_bytes
-    plan = of_batch(128, memory=smallest, tokens_per_second=True, micro_batches=1, recompute="none").plan
+    smallest = of_batch(64, strategy="ddp").plan.peak_bytes
+    options = dict(strategy="ddp", micro_batches=1, recompute="none")
+    plan = of_batch(128, memory=smallest, tokens_per_second=True, **options).plan
     assert plan.samples == 64 and plan.batches[-1].step_seconds is None and "does not fit" in str(plan)
 
 

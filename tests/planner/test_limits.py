@@ -39,7 +39,8 @@ def test_less_memory_is_never_faster(mesh):
     assert all(plan.bound <= plan.step_seconds for plan in plans)
 
 
-@pytest.mark.parametrize("share", [1.0, 0.9])
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("share", [0.9, 1.0])
 def test_the_program_says_what_it_decided(share):
     machine = toy(flops=1e11, memory=1e10, latency=1e-6, bucket=1 << 16)
     free = make(GPT, "a=4", machine, batch=64)
@@ -59,6 +60,7 @@ def test_texts_of_the_program():
     assert str(DecidedProgram(1000, 60, 40, 300)).endswith("not proved (940 could be better)")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("price", [PRICES[1], PRICES[4]], ids=str)
 def test_a_restricted_dual_loses_no_better_plan(price):
     """Options are excluded by a plan's cost: the rest has no lower bound than before, and none above that plan."""

@@ -77,7 +77,7 @@ def planned(family: str, ways: int, strategy: str):
     return graph, plan
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ways", [2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_collectives_are_those_of_the_closed_formula(family, ways):

@@ -35,6 +35,7 @@ def without_planning_for_it(plan: Plan) -> dict:
     return {k: v for k, v in plan.to_json().items() if k not in ("hash", "gap", "bound", "program")}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{}, {"strategy": "fsdp"}, {"micro_batches": 2}], ids=str)
 def test_where_memory_is_no_matter_nothing_changes(options):
     """A layout on the host is dominated by itself on the device as long as bytes are free."""
@@ -89,7 +90,7 @@ def test_memory_decides_how_many_parameters_go_to_the_host():
         assert len(plan.sharding.on_host) == plan.offloaded.parameters
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("model", "mesh", "strategy", "precision", "recompute"), [
     ("mlp-tiny", "dp=2,tp=2", None, "fp32", "auto"), (SMALL, "dp=2", "fsdp", "fp32", "full"),
     (SMALL, "dp=2", "zero1", "bf16", "auto"), ("llama-tiny:layers=1", "tp=3", None, "fp32", "selective"),

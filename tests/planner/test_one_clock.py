@@ -13,7 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.api import entry as api
+from autopar import compiler
+from autopar.frontend.export import Captured
+from autopar.frontend.fake_parameters import forms_of
 from autopar.hardware.profile import load
 from autopar.ir.mesh import Mesh
 from autopar.models import build
@@ -24,7 +26,7 @@ from autopar.planner.plan import Planned
 from autopar.planner.problem.multipliers import Prices, drag, spans_of
 from autopar.planner.solver.search import Outcome
 
-from .planning import Instance, toy
+from .planning import Instance, searched, toy
 from .random_graphs import every_cost, random_graph, thinned
 
 OVERLAP = 0.8
@@ -38,9 +40,14 @@ CASES = [
 
 
 @functools.cache
-def planned(model: str, mesh: str, batch: int, options: tuple) -> Planned:
+def captured(model: str, batch: int) -> Captured:
     built, inputs = build(model, batch=batch, seq=256, device="meta")
-    return api.search(built, mesh, inputs, hardware="h100", precision="bf16", **dict(options))
+    return compiler.trace_to_plan(built, inputs, None, forms_of(built), "bf16")
+
+
+@functools.cache
+def planned(model: str, mesh: str, batch: int, options: tuple) -> Planned:
+    return searched(captured(model, batch), mesh, **dict(options))
 
 
 def scripts() -> st.SearchStrategy[Script]:
@@ -147,9 +154,7 @@ def test_what_is_reduced_once_hides_behind_one_pass():
 
 
 def test_gradients_of_stages_hide_behind_their_last_backward():
-    model, inputs = build(SMALL, batch=32, seq=256, device="meta")
-    found = api.search(model, "pp=2,dp=8", inputs, hardware="h100", precision="bf16", micro_batches=4,
-                       schedule="1f1b", baselines=False)  # fmt: skip
+    found = searched(captured(SMALL, 64), "pp=2,dp=8", micro_batches=4, schedule="1f1b", baselines=False)
     parts = found.staged.evaluated.parts
     assert all(0 < p.once_seconds - p.parameter_seconds < p.once_moved for p in parts)
 
@@ -167,7 +172,7 @@ def test_recipes_are_made_to_fit_and_combined_ones_stand_beside():
 
 
 def test_sequence_parallelism_cuts_what_stands_between_blocks():
-    found = planned(SMALL, "tp=8", 8, (("strategy", "megatron_sp"), ("baselines", False)))
+    found = planned(SMALL, "tp=8", 64, (("strategy", "megatron_sp"), ("baselines", False)))
     norms = [v for v in found.problem.vertices if v.kind == "op" and "layer_norm" in str(v.node.target)]
     assert norms
     for v in norms:

@@ -23,6 +23,7 @@ def on(hardware: str, mesh: str, strategy: str):
     return search(captured(MODEL, BATCH, SEQ), Mesh.parse(mesh), options).live_bytes
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh, strategy, dp, tp", [("dp=2", "ddp", 2, 1), ("dp=2,tp=2", "megatron", 2, 2)])
 def test_of_a_local_op(mesh, strategy, dp, tp):
     """The backward of attention needs most, and then that of the loss."""

@@ -102,7 +102,7 @@ def test_encoder_decoders_and_skips_are_cut_evenly(name):
 
 
 def eight_micro_batches():
-    return planned(GPT, "pp=4", schedule="1f1b", micro_batches=8)
+    return planned(SMALL, "pp=2", schedule="1f1b", micro_batches=8)
 
 
 def test_stages_have_names_in_order():
@@ -115,7 +115,7 @@ def test_stages_have_names_in_order():
 
 
 def test_the_fastest_schedule_is_taken_and_the_others_are_told():
-    found = planned(GPT, "pp=4", micro_batches=8)
+    found = planned(SMALL, "pp=2", micro_batches=8)
     plan = found.plan
     searched = [name for name, _ in kinds_of("auto", None)]
     assert plan.pipeline.schedule in searched
@@ -159,6 +159,7 @@ def test_the_number_of_micro_batches_fills_the_data_axes():
     assert {t.pipeline.micro_batches for t in found.staged.candidates} == {2}  # 8 samples on 4 replicas
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("micro_batches", [None, 1])
 def test_a_batch_norm_runs_as_one_micro_batch(micro_batches):
     graph = compiler.trace(Normed(), {"x": torch.randn(8, 16)})
@@ -288,6 +289,7 @@ def test_command_line(capsys, tmp_path):
     assert main(["plan", *words[:2], "--mesh", "dp=2", *words[4:], "--schedule", "1f1b"]) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name, mesh", [("gpt2-tiny", "tp=2,pp=2"), ("llama-tiny", "pp=2,dp=2"), ("t5", "tp=2,pp=2")])
 def test_a_simulated_step_is_that_of_one_device(name, mesh):
@@ -295,6 +297,7 @@ def test_a_simulated_step_is_that_of_one_device(name, mesh):
     check_step(name, plan)
 
 
+@pytest.mark.slow
 def test_a_simulated_step_that_computes_again():
     plan = planned(trace_of("gpt2-tiny"), "pp=4", options={"recompute": "full"}, micro_batches=4, schedule="zb_h1").plan
     assert plan.recomputed

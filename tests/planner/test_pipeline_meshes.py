@@ -14,7 +14,7 @@ from autopar.planner.pipeline.mesh_search import combinations
 from autopar.planner.plan import PlanOptions
 from autopar.planner.solver.minimize import BeyondCutoff, Search
 from tests.planner.planning import captured, toy
-from tests.planner.test_pipeline import GPT, check_step, trace_of
+from tests.planner.test_pipeline import GPT, SMALL, check_step, trace_of
 
 # nodes of two devices; what leaves them is slow, so that gradients of all parameters cost more than a stage's
 # activations
@@ -80,7 +80,7 @@ def test_what_has_no_stages_gets_none(options):
 
 def test_what_fits_nowhere_is_refused():
     with pytest.raises(StageError, match="fit") as refused:
-        found(memory_bytes=1e5, schedule="1f1b")
+        found(memory_bytes=1e5, schedule="1f1b", graph=trace_of(SMALL))
     assert "more devices" in refused.value.fix
 
 

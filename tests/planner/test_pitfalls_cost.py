@@ -188,7 +188,7 @@ def test_folding_sees_couplings():
 
 def test_folding_ignores_names_of_nodes():
     """Fold (d): only the digits of a block and names of nodes differ between equal blocks."""
-    instance = Instance("llama:hidden=32,layers=6,heads=4,kv_heads=2,ffn=64,vocab=64,seq=16", "a=2")
+    instance = Instance("llama:hidden=32,layers=4,heads=4,kv_heads=2,ffn=64,vocab=64,seq=16", "a=2")
     for name, members in weights_of_blocks(instance).items():
         assert len({v.cls for v in members[2:4]}) == 1, name
 

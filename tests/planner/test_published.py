@@ -174,6 +174,7 @@ def sent(instance: Instance, prices: Prices) -> Counter:
     return found
 
 
+@pytest.mark.slow
 def test_volume_of_megatron_with_sequence_parallelism():
     """arXiv 2205.05198, 4.2.2: a layer gathers twice and scatters twice, N h elements each, in both phases; where
     gathered inputs are not kept the backward gathers those two again. A ring sends (t - 1) / t of each."""
@@ -190,6 +191,7 @@ def test_volume_of_megatron_with_sequence_parallelism():
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_volume_of_ulysses():
     """Jacobs et al., arXiv 2309.14509, section 3.2: all-to-alls of 3 N h and N h elements a layer and phase, of which a
     device sends 1/P; exactly (P - 1) / P of that. Found by the search where sequences are long and every device has one

@@ -13,7 +13,7 @@ from autopar.ir.stage_placement import StagePlacement, first_of, is_sum
 from autopar.passes.pipeline.micro_batch import micro_batch
 from tests.helpers import staged
 
-CASES = ["gpt2", "t5", "llama", "vit"]
+CASES = ["gpt2", "t5", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "vit"))]
 SEEDS = range(8)
 
 

@@ -19,7 +19,7 @@ def plan(mesh: str, dtype, **options) -> autopar.Plan:
     return autopar.plan(model, mesh, inputs, hardware="h100", baselines=False, state_dtype=dtype, **options)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
     "mesh, options",

@@ -241,5 +241,6 @@ def stage(number: int):
             assert_close(full(parameter.grad), expected[parameter_name].grad, parameter_name)
 
 
+@pytest.mark.slow
 def test_losses_in_micro_batches_on_processes():
     gloo.run(2, stage)

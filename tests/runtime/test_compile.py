@@ -51,7 +51,8 @@ def uneven(rank: int, strategies: tuple[str, ...]) -> None:
         assert gradient_error(model, reference) < 1e-5, strategy
 
 
-@pytest.mark.parametrize("strategies", [("fsdp", "megatron_sp"), pytest.param(("zero2",), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategies", [("megatron_sp",), pytest.param(("fsdp", "zero2"), marks=pytest.mark.slow)])
 def test_uneven_shards(strategies):
     gloo.run(3, uneven, strategies)
 

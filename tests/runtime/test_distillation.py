@@ -36,6 +36,7 @@ def _distilled(rank, mesh, plan, seq):
     return mine
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize(

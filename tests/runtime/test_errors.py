@@ -272,6 +272,7 @@ def _with_plan(rank, path, plan):
     assert_same_gradients(from_file, reference)
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_a_plan_made_without_weights_fits_the_model(tmp_path, monkeypatch):
     """Planned from meta tensors, saved, loaded by every rank's compile; with the verifier on."""

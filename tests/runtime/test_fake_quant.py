@@ -97,6 +97,7 @@ def test_frozen_ranges_come_from_a_state_dict(alone):
     assert all(torch.equal(value, _state(state)[name]) for name, value in _state(frozen).items())
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("text", [
     "int8", "int3", "int4,mapping_type=asymmetric,activations=int8", "int4,group_size=8,scale_precision=bfloat16",

@@ -358,6 +358,7 @@ def test_which_outputs_have_gradients(alone, gradient):
             assert not gradient or not assert_close(inputs[0].grad, inputs[1].grad)
 
 
+@pytest.mark.slow
 def test_adapters(alone):
     """With an adapter and without it: each has its own program."""
     model, tokens = tiny.gpt2(n_layer=1)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from autopar.errors import AutoparError, InputError
+from autopar.models.output import Output
 from tests.faithful.nets import Block
 from tests.helpers import gloo
 
@@ -45,13 +46,28 @@ def _whole(parts: list[dict[str, torch.Tensor]], side: str = "right") -> dict[st
             for name, value in PAD.items()}  # fmt: skip
 
 
-def _training(rank: int, mesh_text: str, side: str, strategy: str | None) -> None:
+class Language(nn.Module):
+    """input_ids and attention_mask (B, S) -> logits (B, S, V) and the mean loss of the labels that are not -100."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.block, self.head = nn.Embedding(VOCABULARY, 12), Block(12), nn.Linear(12, VOCABULARY)
+
+    def forward(self, input_ids, attention_mask, labels):
+        mask = attention_mask[..., None].float()
+        x = self.embed(input_ids) * mask
+        logits = self.head(self.block(x) + x.sum(1, keepdim=True) / mask.sum(1, keepdim=True))
+        return Output(F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits)
+
+
+def _training(rank: int, mesh_text: str, side: str, strategy: str | None, is_llama: bool) -> None:
     """Losses inside and outside of the model, whole logits and their gradients, over lengths met for the first time and
     met before, by each rank alone and by both."""
     mesh = device_mesh(mesh_text)
     parts, mine = mesh.size(0), mesh.get_local_rank(0)
     pad = PAD if side == "right" else {name: (value, side) for name, value in PAD.items()}
-    model, _ = tiny.llama(num_hidden_layers=1)
+    model = tiny.llama(num_hidden_layers=1)[0] if is_llama else Language()
     example = _batch([5, 3], 0, side)[mine]
     parallel, reference = pair(model, mesh, example, inputs="local", pad=pad, strategy=strategy)
     for step, longest in enumerate(([5, 3], [4, 7], [7, 7], [7, 5], [3, 5])):
@@ -75,13 +91,12 @@ def _training(rank: int, mesh_text: str, side: str, strategy: str | None) -> Non
 
 @pytest.mark.sampled(1)
 @pytest.mark.gloo
-@pytest.mark.parametrize("mesh, side, strategy", [
-    ("dp=2", "right", "ddp"), ("dp=2,tp=2", "left", "megatron"),
-    pytest.param("dp=2", "left", "fsdp", marks=pytest.mark.slow),
-    pytest.param("dp=2,tp=2", "right", None, marks=pytest.mark.slow),
+@pytest.mark.parametrize("mesh, side, strategy, is_llama", [
+    ("dp=2", "right", "ddp", False), ("dp=2", "right", "ddp", True), ("dp=2,tp=2", "left", "megatron", True),
+    ("dp=2", "left", "fsdp", True), ("dp=2,tp=2", "right", None, True),
 ])  # fmt: skip
-def test_training_is_that_of_the_whole_batch(mesh, side, strategy):
-    gloo.run(2 if mesh == "dp=2" else 4, _training, mesh, side, strategy)
+def test_training_is_that_of_the_whole_batch(mesh, side, strategy, is_llama):
+    gloo.run(2 if mesh == "dp=2" else 4, _training, mesh, side, strategy, is_llama)
 
 
 class Translator(nn.Module):

@@ -84,6 +84,7 @@ def _local_outputs(rank: int, mesh_text: str, strategy: str | None) -> None:
         parallel(_part(x, 0, mine, parts))["y"] @ parallel.head.weight
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize("mesh, strategy", [("dp=2,tp=2", "megatron"), ("dp=2,tp=2", None), ("dp=4", "fsdp")])
@@ -179,6 +180,7 @@ def _pipelined(rank: int) -> None:
         assert_close(parameter.grad, reference.get_parameter(name).grad, name)
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_outputs_of_a_pipeline():
     gloo.run(4, _pipelined)

@@ -32,10 +32,6 @@ def _one_device(precision: str) -> list[tuple[float, dict[str, torch.Tensor]]]:
     return results
 
 
-def _trainings(rank: int, cases) -> list[int]:
-    return [_train(rank, *case) for case in cases]
-
-
 def _train(rank: int, precision: str, plan, expected) -> int:
     """Steps of SGD as on one device; how many forwards drew random numbers."""
     model, batch = tiny.gpt2(**DROPPED)
@@ -58,11 +54,10 @@ def _train(rank: int, precision: str, plan, expected) -> int:
     return parallel.random.offset
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.gloo
-def test_training():
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_training(precision):
     model, batch = tiny.gpt2(**DROPPED)
-    cases = []
-    for precision in ("fp32", "bf16"):
-        plan = planned(model.train(), "dp=2", batch, strategy="fsdp", precision=precision)
-        cases.append((precision, plan, _one_device(precision)))
-    assert gloo.run(2, _trainings, cases, seconds=240) == [[STEPS] * 2] * 2
+    plan = planned(model.train(), "dp=2", batch, strategy="fsdp", precision=precision)
+    assert gloo.run(2, _train, precision, plan, _one_device(precision), seconds=240) == [STEPS] * 2

@@ -42,6 +42,7 @@ def _train(rank, mesh_text, model, inputs, plan, steps=3):
     return {name: tuple(p.to_local().shape) for name, p in parallel.named_parameters()}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_uneven_shards(ranks):
@@ -55,6 +56,7 @@ def test_uneven_shards(ranks):
     assert [s["down.weight"][1] for s in shapes] == [s["up.weight"][0] for s in shapes]
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_a_fused_weight_is_sharded_inside_its_parts():
     """GPT-2's c_attn holds queries, keys and values side by side in its output dim, (i, o) as a Conv1D weight."""

@@ -25,12 +25,13 @@ def _step(rank: int, mesh: str, strategies: tuple[str, ...]) -> None:
         assert_same_gradients(mine, whole, 1e-10)
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("mesh, strategies", [
-    ("cp=4", ("all_gather_kv", "ulysses", "ring")), ("dp=2,cp=2", ("all_gather_kv", "ulysses+fsdp", "ring+fsdp")),
+@pytest.mark.parametrize("mesh, ranks, strategies", [
+    ("cp=2", 2, ("all_gather_kv", "ulysses", "ring")),
+    pytest.param("cp=4", 4, ("all_gather_kv", "ulysses", "ring"), marks=pytest.mark.slow),
+    pytest.param("dp=2,cp=2", 4, ("all_gather_kv", "ulysses+fsdp", "ring+fsdp"), marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_gradients(mesh, strategies):
-    gloo.run(4, _step, mesh, strategies)
+def test_gradients(mesh, ranks, strategies):
+    gloo.run(ranks, _step, mesh, strategies)
 
 
 def _lora(rank: int, strategy: str) -> None:
@@ -55,6 +56,7 @@ def _lora(rank: int, strategy: str) -> None:
         assert_close(found[name].grad, gradient, name, 1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["all_gather_kv", "ulysses", "ring"])
 def test_lora(strategy):

@@ -57,11 +57,16 @@ def test_a_new_length_needs_no_capture(alone):
     assert _captured(parallel) == FEWEST and len(parallel._captures.sizes.known) == 1
     _check(parallel, reference, map(_tokens, (13, 8, 31, 3, 13)))
     assert _captured(parallel) == FEWEST and len(parallel.captures) == 7
-    for m in (parallel, reference):
-        m.eval()
-    with torch.no_grad():  # a program of its own, which follows too
-        for length in (12, 9, 20, 17, 5):
-            assert_close(parallel(**_tokens(length)).loss, reference(**_tokens(length)).loss)
+
+
+def test_evaluation_has_a_program_of_its_own_that_follows_too(alone):
+    batches = [torch.randn(3, n, 4) for n in (10, 12, 7, 17)]
+    parallel, reference = pair(Fixed("none"), alone, (batches[0],))
+    for training in (True, False):
+        parallel.train(training), reference.train(training)
+        with torch.set_grad_enabled(training):
+            for x in batches:
+                assert_close(parallel(x), reference(x))
     assert _captured(parallel) == 2 * FEWEST
 
 
@@ -100,11 +105,11 @@ class Fixed(nn.Module):
 
 
 @pytest.mark.parametrize("way, captured", [
-    ("loop", 7), ("threshold", 4), ("none", 2), pytest.param("root", 7, marks=pytest.mark.slow),
+    ("loop", 5), ("threshold", 4), ("none", 2), pytest.param("root", 5, marks=pytest.mark.slow),
     pytest.param("window", 4, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_lengths_that_need_captures(alone, way, captured):
-    batches = [torch.randn(3, n, 4) for n in (10, 12, 7, 9, 17, 20, 11)]
+    batches = [torch.randn(3, n, 4) for n in (10, 12, 7, 17, 20)]
     parallel, reference = pair(Fixed(way), alone, (batches[0],))
     for x in batches:
         for m in (parallel, reference):
@@ -167,10 +172,11 @@ def test_remainders_tell_where_shards_are_on_a_line():
                     assert (local[n] - local[a]) * (b - a) == (local[b] - local[a]) * (n - a)
 
 
+@pytest.mark.slow
 def test_two_sizes_at_once(alone):
     parallel, reference = pair(tiny.gpt2(seq=12, n_layer=1)[0], alone, _tokens(12, 6))
-    _check(parallel, reference, [_tokens(*sizes) for sizes in ((12, 6), (9, 5), (20, 6), (7, 2), (13, 3), (10, 9))])
-    assert _captured(parallel) == FEWEST and len(parallel.captures) == 6
+    _check(parallel, reference, [_tokens(*sizes) for sizes in ((12, 6), (9, 5), (20, 6), (13, 3))])
+    assert _captured(parallel) == FEWEST and len(parallel.captures) == 4
 
 
 class Pairs(nn.Module):
@@ -203,7 +209,7 @@ def test_lengths_of_an_encoder_and_a_decoder(alone):
 
 def test_micro_batches_of_other_sizes(alone):
     parallel, reference = pair(tiny.gpt2(seq=12, n_layer=1)[0], alone, _tokens(12, 8), micro_batches=2)
-    for length, batch in ((12, 8), (9, 8), (11, 4), (13, 6)):
+    for length, batch in ((12, 8), (9, 4), (13, 6)):
         _check(parallel, reference, [_tokens(length, batch)])
     assert _captured(parallel) == FEWEST
 

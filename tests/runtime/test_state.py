@@ -92,6 +92,7 @@ def test_state_on_processes(mesh, strategy):
     gloo.run(2 if mesh == "dp=2" else 4, _state, mesh, strategy, seconds=240)
 
 
+@pytest.mark.slow
 def test_state(alone):
     _state(0, "dp=1,tp=1", None)
 
@@ -196,6 +197,7 @@ def _hooks(rank: int, mesh: str, strategy: str | None) -> None:
     assert seen[0] == pytest.approx(seen[1], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_hooks_of_parameters(alone):
     _hooks(0, "dp=1,tp=1", None)
 

@@ -197,6 +197,7 @@ def _kept(rank: int, folder: str) -> list[tuple[str | None, str]]:
     return [(plan.state_dtype, plan.hash) for plan in made]
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_the_cache_tells_types_apart(tmp_path):
     found, other = gloo.run(2, _kept, str(tmp_path))

@@ -40,7 +40,7 @@ WORDS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize("fault", WORDS)
 def test_survivors_name_the_rank(fault, plan):

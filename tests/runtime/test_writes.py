@@ -88,7 +88,7 @@ def written_of(size: int = 8):
 MODELS = {"momentum": (Momentum, pairs_of), "normed": (Normed, ids_of), "writing": (Writing, written_of)}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("mesh", ["dp=2", "tp=2", "dp=2,tp=2", "dp=3"])
 @pytest.mark.parametrize("strategy", [None, "fsdp", "megatron"])
@@ -136,6 +136,7 @@ def _check(mesh, name, **options):
     assert_same_values(parallel, reference)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_alone(alone, name):
     _check(alone, name)
@@ -169,6 +170,7 @@ def _forms(rank, plan):
         assert torch.equal(mine.full_tensor(), wanted) and tuple(mine.placements) == tuple(placements)
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_forms_of_inputs_on_four_processes():
     gloo.run(4, _forms, planned(Writing(), "dp=2,tp=2", written_of(), strategy="megatron"))

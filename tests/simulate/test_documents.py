@@ -83,7 +83,7 @@ def test_random_cases(part):
     check(10**6 + random.randrange(10**6))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy, zigzag, kv_heads", itertools.product(
     ("all_gather_kv", "ring", "ulysses"), (False, True), (4, 2)))  # fmt: skip
 def test_documents_cross_shards(strategy, zigzag, kv_heads):
@@ -108,6 +108,7 @@ def flattened(*lengths: int) -> dict[str, torch.Tensor]:
     return dict(hf.DataCollatorWithFlattening()([{"input_ids": x.tolist()} for x in ids]))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name, mesh, strategy, zigzag", [
     ("llama", "cp=2", "ring", True), ("qwen3", "cp=2", "all_gather_kv", False), ("llama", "cp=3", "ring", False),

@@ -97,7 +97,7 @@ def experts_axis(plan, name: str) -> str:
     return " ".join(Layout.parse(plan.layouts[name], 3).dims[0])
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize(
     ("mesh", "strategy", "experts"),
@@ -114,7 +114,7 @@ def test_gradients(mesh, strategy, experts, routing):
     assert "ep" not in plan.layouts["router.weight"] or "zero" in strategy or "fsdp" in strategy
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", range(6))
 def test_any_shapes(seed):
     print(f"seed {seed}")
@@ -129,7 +129,7 @@ def test_any_shapes(seed):
 @pytest.mark.parametrize(
     ("name", "mesh", "strategy"),
     [
-        ("jetmoe", "ep=2,tp=2", "expert+megatron_sp"), ("dbrx", "ep=2", "expert"), ("dbrx", "ep=2,dp=2", "expert+fsdp"),
+        ("dbrx", "ep=2", "expert"), ("jetmoe", "ep=2,tp=2", "expert+megatron_sp"), ("dbrx", "ep=2,dp=2", "expert+fsdp"),
         ("jetmoe", "ep=4", "expert+zero1"), ("switch_transformers", "ep=2", "expert"), ("nllb-moe", "ep=2", "expert"),
     ],
 )  # fmt: skip

@@ -35,6 +35,7 @@ def test_more_devices_than_heads_of_keys(heads, kv_heads, mesh, strategy):
     assert report.match and max(report.errors.values()) <= 1e-10, report
 
 
+@pytest.mark.slow
 def test_heads_of_queries_are_cut_and_weights_stay_cut():
     plan = autopar.plan(llama(8, 2), "tp=4", batch(12, ""), strategy="megatron", baselines=False)
     assert {n.choice for name, n in plan.sharding.nodes.items() if name.startswith("attention")} == {(QUERY_HEADS,)}

@@ -32,7 +32,7 @@ def test_every_pair_is_met():
 
 
 @pytest.mark.parametrize(
-    "family, every", [("gpt2", 4), *[pytest.param(f, 1, marks=pytest.mark.slow) for f in FAMILIES]]
+    "family, every", [("gpt2", 8), *[pytest.param(f, 1, marks=pytest.mark.slow) for f in FAMILIES]]
 )
 def test_cells(family, every):
     for cell in [c for c in CELLS if c["family"] == family][::every]:  # in one test, since they share a graph

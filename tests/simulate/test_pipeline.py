@@ -83,6 +83,7 @@ def test_recomputation_inside_of_stages(recompute, schedule):
     check(staged.family("gpt2"), 2, recompute, schedule=schedule, **planning)
 
 
+@pytest.mark.slow
 def test_dropout():
     model, inputs = tiny.gpt2(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1, n_layer=1)
     case = staged.Case.of(model.train(), inputs)
@@ -101,6 +102,7 @@ def adapted(adaptation) -> staged.Case:
     return staged.Case.of(model, staged.ragged(inputs), adapt=[adaptation])
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("adaptation", [
     LoRA(target_modules="all-linear", r=2), FakeQuant("int4", group_size=8),
@@ -222,6 +224,7 @@ def test_gradients_are_reduced_once_a_step():
             )  # and the loss
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
 def test_parameters_that_are_kept_are_gathered_once_a_step(strategy):

@@ -37,7 +37,7 @@ def ways(plan, captured) -> set[str]:
     return {plan.sharding.nodes[n.name].choice[place] for n in nodes}
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize(
     ("mesh", "strategy", "experts", "active"),
@@ -52,6 +52,7 @@ def test_gradients(mesh, strategy, experts, active, routing):
     assert max(report.errors.values()) <= EXACT, (report.errors, report.diverging)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("active", [1, 2])
 def test_micro_batches_send_rows_too(active):
     model, given = Mixture(4, active), inputs()
@@ -63,6 +64,7 @@ def test_micro_batches_send_rows_too(active):
     assert max(report.errors.values()) <= EXACT, (report.errors, report.diverging)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh", ["ep=2", "ep=4"])
 def test_bytes_are_those_of_the_routing(mesh):
     """Of all ranks together: a row for each token and each other device that has some of its experts, five times;

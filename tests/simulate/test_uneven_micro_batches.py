@@ -92,6 +92,7 @@ def test_every_schedule(schedule):
     case.check(step, schedule)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name, samples, count, mesh, strategy", [
     ("gpt2", 10, 4, "pp=2,dp=2", "ddp"), ("llama", 7, 2, "pp=2,dp=2", "fsdp"),

@@ -334,10 +334,11 @@ def _to_all(rank, plans, root, seed):
 
 
 @pytest.mark.gloo
-def test_any_mesh_loads_any_checkpoint(tmp_path):
+@pytest.mark.parametrize("meshes", [("dp=4", "dp=2,tp=2"), pytest.param((*MESHES,), marks=pytest.mark.slow)])
+def test_any_mesh_loads_any_checkpoint(tmp_path, meshes):
     x, y = tiny.Regressor.batch()
     model, inputs = tiny.Regressor(hidden=31, loss=True), dict(x=x, target=y)
-    plans = [planned(model, mesh, inputs, pin=pin) for mesh, pin in MESHES.items()]
+    plans = [planned(model, mesh, inputs, pin=MESHES[mesh]) for mesh in meshes]
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     gloo.run(4, _to_all, plans, str(tmp_path), seed)
