@@ -6,19 +6,18 @@ import pytest
 
 from .quantized_base import adapted, peft_step
 
-# model: adapters, base, meshes and strategies
-CASES = {
-    "gpt2": (dict(r=4, lora_alpha=8, target_modules=["c_attn", "c_proj"]), dict(block_size=32),
-             [("dp=2,tp=2", "megatron"), ("dp=2", "auto"), ("tp=3", "megatron")]),
-    "llama": (dict(r=4, lora_alpha=12, target_modules=["q_proj", "v_proj", "down_proj"]),
-              dict(block_size=16, quant_type="fp4"), [("dp=2,tp=2", "megatron"), ("tp=3", "auto"), ("dp=4", "fsdp")]),
-}  # fmt: skip
+GPT2 = "gpt2", dict(r=4, lora_alpha=8, target_modules=["c_attn", "c_proj"]), dict(block_size=32)
+CASES = [  # model, adapters, base, meshes and strategies
+    (*GPT2, [("dp=2,tp=2", "megatron"), ("dp=2", "auto"), ("tp=3", "megatron")]),
+    (*GPT2, [("dp=2,tp=2", "auto"), ("dp=4", "fsdp")]),
+    ("llama", dict(r=4, lora_alpha=12, target_modules=["q_proj", "v_proj", "down_proj"]),
+     dict(block_size=16, quant_type="fp4"), [("dp=2,tp=2", "megatron"), ("tp=3", "auto"), ("dp=4", "fsdp")]),
+]  # fmt: skip
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("kind", CASES)
-def test_gradients_are_those_of_peft_on_the_dequantized_base(kind):
-    config, options, runs = CASES[kind]
+@pytest.mark.parametrize("kind, config, options, runs", CASES)
+def test_gradients_are_those_of_peft_on_the_dequantized_base(kind, config, options, runs):
     found = adapted(kind, **config, **options)
     loss, gradients = peft_step(found, **config)
     for mesh, strategy in runs:

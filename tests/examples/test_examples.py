@@ -57,7 +57,6 @@ def test_from_scratch(tmp_path):
     assert resumed == pytest.approx({step: whole[step] for step in (30, 40)}, abs=1e-3)
 
 
-@pytest.mark.slow
 @pytest.mark.gloo
 def test_trainer_lora(tmp_path):
     text = printed("trainer_lora.py", tmp_path)
@@ -66,7 +65,6 @@ def test_trainer_lora(tmp_path):
     assert (tmp_path / "output/adapter" / "adapter_model.safetensors").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.gloo
 def test_qlora(tmp_path):
     text = printed("qlora.py", tmp_path)
@@ -85,7 +83,6 @@ def test_pipeline(tmp_path):
     assert (tmp_path / "output/pipeline.svg").read_text().startswith("<svg")
 
 
-@pytest.mark.slow
 @pytest.mark.gloo
 def test_quantization_aware(tmp_path):
     text = printed("quantization_aware.py", tmp_path)
