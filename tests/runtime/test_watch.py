@@ -29,7 +29,7 @@ MESH, VICTIM = "dp=2,tp=2", 3
 
 @pytest.fixture(scope="module")
 def plan() -> autopar.Plan:
-    return planned(faults.inputs()[0], MESH, faults.inputs()[1], strategy="megatron_sp")
+    return planned(faults.inputs()[0], MESH, faults.inputs()[1], strategy="hsdp")
 
 
 WORDS = {
