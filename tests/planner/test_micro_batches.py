@@ -58,7 +58,8 @@ def test_a_search_takes_the_faster_way_that_fits():
     assert roomy.reduces_once
     states = sum(roomy.memory[kind] for kind in ("parameters", "gradients", "optimizer"))
     outputs = searched(memory_bytes=roomy.peak_bytes - 1).unmade_bytes  # first of all these are let go of
-    limit = roomy.peak_bytes - outputs - 0.6 * states  # whole gradients leave 9/16 of these to be sharded, reduced ones 3/4
+    # whole gradients leave 9/16 of these to be sharded, reduced ones 3/4
+    limit = roomy.peak_bytes - outputs - 0.6 * states
     tight = searched(memory_bytes=limit)
     assert not tight.reduces_once and tight.peak_bytes <= limit
     assert tight.step_seconds > roomy.step_seconds
