@@ -73,7 +73,7 @@ def make_anew(graph: Captured, mesh: str, hardware: Hardware, **options) -> Plan
 
 
 def searched(graph: Captured, mesh: str, **options) -> Planned:
-    """What a request for a plan in bf16 on H100s finds, with the search that found it."""
+    """Return what a request for a plan in bf16 on H100s finds, with the search that found it."""
     defaults = dict(memory=None, strategy=None, offload="none", baselines=True, micro_batches=None)
     request = PlanRequest.of(Mesh.parse(mesh), "model", hardware="h100", precision="bf16", optimizer="adamw", pin=None,
                              strict=False, fixed={}, **defaults | options)  # fmt: skip
