@@ -27,7 +27,7 @@ from .objective.checkpoint_min_cut import FULL
 from .objective.evaluate import Evaluation
 from .objective.module_table import regions_of
 from .objective.pricer import Pricer
-from .outputs import held_bytes, may_be_unmade, outputs_in, with_outputs
+from .outputs import held_bytes, kept_bytes, outputs_in, with_outputs
 from .pipeline.beside import SCHEDULE, StagedRow
 from .plan import Planned
 from .problem.offload import offloaded, update_seconds
@@ -85,10 +85,9 @@ def _alternative(name: str, other: Outcome | AutoparError, pipeline: Pipeline, p
     passes = sum(pipeline.shares) if micro_batches == pipeline.micro_batches else micro_batches  # of the largest
     blocks = len(_recomputed(e, True)) + len(_recomputed(e, False))
     held = held_bytes(other.pricer.problem, e, other.pricer, passes)
-    if e.bytes_ + held > planned.solver.limit_bytes and may_be_unmade(planned.captured):
-        held = 0.0
+    kept = kept_bytes(held, planned.solver.limit_bytes - e.bytes_, planned.captured)
     return Alternative(
-        name, passes * other.seconds, passes * e.communication_seconds, e.bytes_ + held, other.fits,
+        name, passes * other.seconds, passes * e.communication_seconds, e.bytes_ + kept, other.fits,
         micro_batches=micro_batches, recomputed_blocks=blocks, offload=other.pricer.problem.offload.level,
     )  # fmt: skip
 

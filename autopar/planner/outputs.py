@@ -16,6 +16,7 @@ from ..ir.graph import bytes_of, output_node, outputs_of
 from ..ir.layout import Layout
 from ..plans.plan import Output, Plan
 from ..plans.sharding import Sharding
+from ..utils.format import size
 from .objective.evaluate import Evaluation, Pricer
 from .objective.memory_timeline import PASSING
 from .problem.problem import Problem
@@ -63,12 +64,23 @@ def held_bytes(problem: Problem, e: Evaluation, pricer: Pricer, passes: float) -
     return passes * sum(bytes_ for _, bytes_ in bytes_of_outputs(problem, e, pricer)) if passes > 1 else 0.0
 
 
-def with_outputs(plan: Plan, bytes_: float, call: Captured) -> Plan:
-    """Return the plan of a step without stages with the memory of the outputs of all its micro-batches, or without them
-    if there is no room for them."""
-    if plan.peak_bytes + bytes_ > plan.memory_limit_bytes and may_be_unmade(call):
-        return replace(plan, unmade_bytes=bytes_)
-    if not bytes_:
+def kept_bytes(held: float, room: float, call: Captured) -> float:
+    """Return what a device keeps of the outputs of all micro-batches, which take the bytes `held`: nothing if there is
+    no room and they can be made again."""
+    return 0.0 if held > room and may_be_unmade(call) else held
+
+
+def with_outputs(plan: Plan, held: float, call: Captured) -> Plan:
+    """Return the plan of a step without stages with the outputs of all its micro-batches, which take the bytes `held`,
+    in its memory, or without them if there is no room. A plan with outputs that have to be kept all the same warns of
+    it."""
+    if not held:
         return plan
-    memory, at_peak = ({**kinds, PASSING: kinds.get(PASSING, 0.0) + bytes_} for kinds in (plan.memory, plan.at_peak))
-    return replace(plan, peak_bytes=plan.peak_bytes + bytes_, memory=memory, at_peak=at_peak)
+    room = plan.memory_limit_bytes - plan.peak_bytes
+    kept = kept_bytes(held, room, call)
+    memory, at_peak = ({**kinds, PASSING: kinds.get(PASSING, 0.0) + kept} for kinds in (plan.memory, plan.at_peak))
+    text = f"outputs of all micro-batches take {size(held)} a device, more than the {size(max(room, 0.0))} that is left"
+    return replace(
+        plan, peak_bytes=plan.peak_bytes + kept, memory=memory, at_peak=at_peak, unmade_bytes=held - kept,
+        warnings=(*plan.warnings, *([text] if kept > room else [])),
+    )  # fmt: skip

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -122,8 +122,7 @@ class PipelineStep:
         borders = {i: of_sizes for theirs in everyone for i, of_sizes in theirs.items()}
         for of_size in zip(*(borders[i] for i in sorted(borders)), strict=True):
             agree.everywhere(partial(check_pipeline, pipeline.orders, dict(enumerate(of_size))))
-        pp_groups, ranks = dict.fromkeys("FB", self.stage.pp_group), self.schedule.rank_of_stage
-        self.links = StageLinks(self.stages, self.stage.pp_rank, ranks, pp_groups, self.device, self.schedule)
+        self.links = self._links(self.schedule)
         self.times: list[tuple[Action, float, float]] = []  # of the last call, in seconds of time.perf_counter
         self.gradients = StageGradients(self.stages, self.names, self.specs, self.stage, self.accumulation)
         if self.compile_options is not None:
@@ -223,13 +222,22 @@ class PipelineStep:
         call = PipelineCall(self, inputs)
         with torch.no_grad():
             with watch.collective("the pipeline's schedule"):
-                for stage in self.stages.values():
-                    stage.begin(call.leaf, call.output)
-                self.times = [*walk(self.schedule.orders[self.stage.pp_rank], self.stages, self.links)]
+                self.times = [*self._walk(call, self.schedule, self.links)]
             sums = {i: stage.end()[0] for i, stage in self.stages.items()}
             call.write_buffers()
             outputs = self._outputs(call, lengths)
         return outputs, sums
+
+    def _links(self, schedule: Schedule) -> StageLinks:
+        """Return links to the other stages for a schedule."""
+        groups, ranks = dict.fromkeys("FB", self.stage.pp_group), schedule.rank_of_stage
+        return StageLinks(self.stages, self.stage.pp_rank, ranks, groups, self.device, schedule)
+
+    def _walk(self, call: PipelineCall, schedule: Schedule, links: StageLinks) -> Iterator[tuple[Action, float, float]]:
+        """Begin a call on this rank's stages and walk through its actions in a schedule."""
+        for stage in self.stages.values():
+            stage.begin(call.leaf, call.output)
+        return walk(schedule.orders[self.stage.pp_rank], self.stages, links)
 
     def _outputs(self, call: PipelineCall, lengths: OwnLengths | None) -> list[Tensor | None]:
         """Return whole outputs: those of this rank's stages, and those that all ranks get."""
@@ -261,12 +269,8 @@ class PipelineStep:
                 "it inside of the model, or use more devices",
             )
         call, schedule = call.again(name), forwards(self.schedule)
-        groups = dict.fromkeys("FB", self.stage.pp_group)
-        links = StageLinks(self.stages, self.stage.pp_rank, schedule.rank_of_stage, groups, self.device, schedule)
         with torch.no_grad(), watch.collective(f"output {self.returns.names[int(name)]}, made when it is read"):
-            for stage in self.stages.values():
-                stage.begin(call.leaf, call.output)
-            for action, _, _ in walk(schedule.orders[self.stage.pp_rank], self.stages, links):
+            for action, _, _ in self._walk(call, schedule, self._links(schedule)):
                 self.stages[action.stage].saved.clear()
             for stage in self.stages.values():
                 stage.end()

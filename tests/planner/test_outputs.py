@@ -60,3 +60,7 @@ def test_what_writes_to_buffers_keeps_its_outputs():
     kept = plan("pp=2", has_norm=True)
     with pytest.raises(MemoryInfeasibleError):
         plan("pp=2", kept.peak_bytes - ROWS * MANY * WORDS * 2, has_norm=True)
+    flat = plan("dp=2", has_norm=True, strategy="ddp")
+    short = plan("dp=2", flat.peak_bytes - ROWS * MANY * WORDS, has_norm=True, strategy="ddp")
+    assert short.peak_bytes == flat.peak_bytes and not flat.warnings
+    assert "outputs of all micro-batches take" in short.warnings[-1]
