@@ -29,7 +29,7 @@ class Progress:
 @dataclass(frozen=True)
 class Cause:
     """The first thing that went wrong. `kind`: "gone", "failed" (`what` says how), "late", "behind" (they wait too, for
-    others perhaps), "apart" or "unknown"."""
+    others perhaps), "apart" (they wait elsewhere), "unlike" (see unlike.py) or "unknown"."""
 
     kind: str
     ranks: list[int]
@@ -41,9 +41,8 @@ def found(
 ) -> Cause | None:
     """Return why `me` waits, if the answers say it. `machines`: by rank, the number of its machine; `waited`: long
     enough that those who are behind are late."""
-    for answer in answers.values():
-        if isinstance(answer, dict) and answer.get("cause"):
-            return Cause(**answer["cause"])
+    if (cause := told(answers)) is not None:
+        return cause
     if gone := [rank for rank, answer in answers.items() if answer == GONE]:
         return Cause("gone", gone, f"{named(gone)} died: no process answers any more")
     if not waited:
@@ -63,6 +62,11 @@ def found(
     if behind:
         return Cause("behind", sorted(behind), "; ".join(f"rank {r} is at {a['what']}" for r, a in behind.items()))
     return None
+
+
+def told(answers: Mapping[int, dict | str]) -> Cause | None:
+    """Return the cause that another rank has found."""
+    return next((Cause(**a["cause"]) for a in answers.values() if isinstance(a, dict) and a.get("cause")), None)
 
 
 def unknown(answers: Mapping[int, dict | str]) -> Cause:

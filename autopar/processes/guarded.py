@@ -11,11 +11,15 @@ from torch import fx
 
 from .._torch.loaders import is_of_a_loader
 from ..codegen.python_code import is_collective
+from . import process_groups
 from .causes import Progress
 from .records import MOST
 
 if TYPE_CHECKING:
     from .watch import Watch
+
+
+FORWARDS = ("forward", "forward without gradients")  # phases, which share their groups
 
 
 class Guarded:
@@ -24,18 +28,29 @@ class Guarded:
     def __init__(self, watch: Watch, module: fx.GraphModule, phase: str, run: Callable):
         self.watch, self.module, self.phase, self.run = watch, module, phase, run
         self.doing = f"the {phase} graph"
+        self.is_forward = phase in FORWARDS
+        groups = (process_groups.members(n.args[-1]) for n in module.graph.nodes if is_collective(n))
+        self.logs = watch.logs.of((tuple(ranks) for ranks in groups if ranks), self.is_forward)
+        self.name = self.doing.encode()
         self.code = module.forward.__code__ if run == module.forward else None  # None: compiled, lines say nothing
 
     def __call__(self, *values):
         watch = self.watch
+        watch.check_alike(self.doing)
         watch.enter_thread()
-        if self.phase == "forward":
+        if self.is_forward:
             watch.begin_step()
         watch.count(self.doing)
+        logs = self.logs if self.is_forward else watch.logs.of_backward(self.logs)
+        for log in logs:
+            log.add(self.name)
         watch.running = self
         try:
             return self.run(*values)
-        except torch.OutOfMemoryError:  # also where a collective's result was to be allocated
+        except torch.OutOfMemoryError as error:  # also where a collective's result was to be allocated
+            if self.at(_line_in(self.code, error))[0] == 0:
+                for log in logs:  # which may be tried again
+                    log.take_back()
             raise
         except RuntimeError as error:
             position, what, node = self.at(_line_in(self.code, error))

@@ -21,7 +21,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,15 +28,16 @@ from torch import fx
 
 from .._torch.loaders import is_of_a_loader
 from ..errors import AutoparError, CollectiveTimeout, DesyncError, RankFailure
-from ..ir.graph import describe
 from ..plans.plan import Plan
-from . import causes, process_groups
+from . import causes, comparison, process_groups, unlike
+from .call_log import LOGS, CallLogs
 from .calls import Call
-from .causes import Cause, Progress, named
+from .causes import Cause, Progress
 from .guarded import Guarded
 from .patience import Patience
 from .peers import Peers
 from .records import MOST, Record
+from .verdicts import error_of
 
 PATIENCE_SECONDS = 2.0  # for a dying process to close its connections
 END = 1 << 30  # position after the last collective of a graph
@@ -53,6 +53,7 @@ class Watch:
         self.entered: Counter[str] = Counter()  # calls of compiled modules
         self.began = 0.0
         self.last: deque[tuple[int, int, str]] = deque(maxlen=MOST)  # calls: number, step, what
+        self.logs = CallLogs()
         self.plans: dict[str, int] = {}  # by hash, of how many stages
         self.answers: dict[int, dict | str] = {}
         self.recording, self.recorded = threading.Lock(), False
@@ -63,6 +64,7 @@ class Watch:
         self.cause: Cause | None = None
         self.peers = Peers(self._answer)
         self.hook, sys.excepthook = sys.excepthook, self._excepthook
+        comparison.start(self)
 
     # the points where ranks meet
 
@@ -79,6 +81,13 @@ class Watch:
         """Count a call in which all ranks meet."""
         self.calls += 1
         self.last.append((self.calls, self.step, what))
+
+    def check_alike(self, what: str) -> None:
+        """Raise DesyncError before a call, `what`, if this rank was told that ranks did not call the same."""
+        if self.cause is not None and self.cause.kind == "unlike":
+            self.failed_at = Progress(self.calls, 1, self.step, what, what)
+            process_groups.release()
+            raise self.error(self.cause, self.failed_at)
 
     def enter_thread(self) -> None:
         """Raise DesyncError, on all ranks, if another thread of this process is in a call in which ranks meet: the two
@@ -124,7 +133,7 @@ class Watch:
         patience = Patience(self.peers, range(self.peers.world))
         while not call.is_over(patience.seconds):
             if (cause := self.cause or patience.look(self._progress())) is not None:
-                self._tell(cause, range(self.peers.world))
+                self.tell(cause, range(self.peers.world))
                 raise RuntimeError(cause.what)  # which `collective` explains
 
     @contextlib.contextmanager
@@ -135,7 +144,7 @@ class Watch:
         def check(in_vain: bool) -> None:
             cause = self.cause or patience.look(here) or (self._find_cause(here, everyone, True) if in_vain else None)
             if cause is not None and cause.kind != "unknown":
-                self._tell(cause, everyone)
+                self.tell(cause, everyone)
                 raise self.error(cause, here)
 
         everyone, before, self.running = range(self.peers.world), self.running, self.running or what
@@ -156,7 +165,7 @@ class Watch:
         cause = causes.found(self.peers.ask({}, ranks), self.peers.rank, here, self.peers.machines, waited=True)
         if cause is None or cause.kind not in ("gone", "late", "behind", "failed"):
             return None
-        self._tell(cause, range(self.peers.world))
+        self.tell(cause, range(self.peers.world))
         return self.error(cause, here, otherwise=f"; if it was not to come, {fix}")
 
     # what happened
@@ -169,7 +178,7 @@ class Watch:
         everyone = range(self.peers.world)
         near = everyone if members is None else members
         cause = self._find_cause(here, near, timed_out="timed out" in str(error).lower())
-        self._tell(cause, near, everyone)
+        self.tell(cause, near, everyone)
         process_groups.release()
         return self.error(cause, here, node)
 
@@ -177,37 +186,19 @@ class Watch:
         """Return the error of this rank, which is `here`, for a cause. `otherwise`: what else helps against a late
         rank."""
         self.record()
-        fields: dict[str, Any] = {}
-        seen = f"; autopar doctor {self.record_file.parent} says what each rank did" if self.record_file else ""
-        if node is not None:
-            fields |= dict(node=_in_module(node), source=node.meta.get("source") or None)
-        where, ranks = f"{here.what}, step {here.step}" if here.step else here.what, tuple(cause.ranks)
-        if cause.kind == "apart":
-            return DesyncError(
-                f"ranks wait for each other: {cause.what}", ranks=ranks, **fields,
-                fix="call the model, backward, no_sync, clip_grad_norm_ and save_checkpoint on every rank alike, also "
-                "where a rank skips a batch" + seen,
-            )  # fmt: skip
-        fields |= dict(step=here.step, collective=here.what)
-        if cause.kind in ("late", "behind"):
-            return CollectiveTimeout(
-                f"{named(ranks)} did not arrive in time at {where}: {cause.what}", ranks=ranks,
-                **fields, fix=f"see what holds that rank up; AUTOPAR_TIMEOUT_S=seconds waits longer{otherwise}{seen}",
-            )  # fmt: skip
-        rank = ranks[0] if ranks else None
-        fix = f"see the output of rank {rank}; start again from a checkpoint" if ranks else "see the error above"
-        what = f"{cause.what}, while rank {self.peers.rank} was at {where}"
-        return RankFailure(what, rank=rank, fix=fix + seen, **fields)
+        folder = self.record_file.parent if self.record_file else None
+        return error_of(cause, here, self.peers.rank, node, otherwise, folder)
 
     def _find_cause(self, here: Progress, near: Sequence[int], timed_out: bool) -> Cause:
         deadline, far = time.monotonic() + PATIENCE_SECONDS, {*range(self.peers.world)} - {*near}
         while self.cause is None:
             answers: dict[int, dict | str] = {}
             for ranks, are_all in ((near, not far), (far, True)):
-                self.answers = answers = answers | self.peers.ask({}, ranks)
+                self.answers = answers = answers | self.peers.ask(LOGS, ranks)
                 waited = timed_out or time.monotonic() > deadline
-                cause = causes.found(answers, self.peers.rank, here, self.peers.machines, waited)
-                is_first = cause is not None and cause.kind not in ("apart", "behind")  # of those, all have to be asked
+                cause = causes.told(answers) or unlike.found(answers | {self.peers.rank: self.logged()})
+                cause = cause or causes.found(answers, self.peers.rank, here, self.peers.machines, waited)
+                is_first = cause is not None and cause.kind not in ("apart", "behind", "unlike")  # which all are asked
                 if cause is not None and (are_all or is_first):
                     return cause
             if time.monotonic() > deadline:
@@ -215,7 +206,8 @@ class Watch:
             time.sleep(0.1)
         return self.cause
 
-    def _tell(self, cause: Cause, *of: Sequence[int]) -> None:
+    def tell(self, cause: Cause, *of: Sequence[int]) -> None:
+        """Tell ranks the first cause that this one finds or is told."""
         if self.cause is None:
             self.cause = cause
             for ranks in of:
@@ -227,7 +219,15 @@ class Watch:
         if self.cause is None and message.get("cause"):
             self.cause = Cause(**message["cause"])
             self.record()  # also where this rank stands still, and raises nothing
-        return asdict(self._progress()) | {"cause": self.cause and asdict(self.cause), "entered": self.entered}
+        return (
+            (self.logged() if message.get("logs") else {})
+            | asdict(self._progress())
+            | {"cause": self.cause and asdict(self.cause), "entered": self.entered}
+        )
+
+    def logged(self) -> dict:
+        """Return what this rank called, as unlike.py takes it."""
+        return {"groups": self.logs.told(), "calls": [*self.last]}
 
     def _excepthook(self, kind: type, value: BaseException, trace) -> None:
         """Tell the others why this rank ends, before its connections break."""
@@ -239,7 +239,7 @@ class Watch:
         """Tell all others that this rank is about to end with `error`."""
         reason = f"{type(error).__name__}: {error}".splitlines()[0].strip(" :")[:300]
         cause = Cause("failed", [self.peers.rank], f"rank {self.peers.rank} failed in step {self.step} with {reason}")
-        self._tell(cause, range(self.peers.world))
+        self.tell(cause, range(self.peers.world))
 
     def record(self) -> None:
         """Write down, the first time, where this rank is; its own thread does so when it raises, the listening thread
@@ -349,6 +349,12 @@ def enter(module: str) -> None:
         _current.entered[module] += 1
 
 
+def stepped(has_gradients: bool) -> None:
+    """Note an optimizer's step, which all ranks make together."""
+    if _current is not None:
+        _current.count(_current.logs.step(has_gradients))
+
+
 def ahead(module: str, ranks: list[int]) -> list[int]:
     """Return those of some ranks that are in a later call of a module than this one."""
     answers = _current.peers.ask({}, ranks) if _current is not None else {}
@@ -382,8 +388,3 @@ def absent(ranks: list[int], what: str, fix: str) -> AutoparError | None:
 def is_first_step() -> bool:
     """Return whether no step has begun."""
     return _current is None or _current.step == 0
-
-
-def _in_module(node: fx.Node) -> str:
-    module = node.meta.get("module")
-    return f"{describe(node)}{f', in {module}' if module else ''}"

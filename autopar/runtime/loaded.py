@@ -25,6 +25,7 @@ from ..codegen.python_code import bind_groups, boxed, gather_by_broadcasts, grou
 from ..errors import CompilerError
 from ..ops import autopar
 from ..processes import watch
+from ..processes.guarded import FORWARDS
 from ..processes.process_groups import ProcessGroups
 
 AS_COMPILED = {
@@ -34,12 +35,12 @@ AS_COMPILED = {
 
 
 class LoadedGraph:
-    """`run(values)` takes the arguments as one list, which it empties, and returns the results. `phase`: forward or
-    backward."""
+    """`run(values)` takes the arguments as one list, which it empties, and returns the results. `phase`: one of FORWARDS,
+    or backward."""
 
     def __init__(self, module: fx.GraphModule, groups: ProcessGroups, device: torch.device, phase: str):
         # a rank that skips a backward, or makes a forward more, must not meet what others send in theirs
-        lane = phase if phase == "forward" else ""
+        lane = "forward" if phase in FORWARDS else ""
         self.module = bind_groups(module, groups.bind(group_names(module), lane)).to(device)
         if groups.are_gloo:
             gather_by_broadcasts(self.module)

@@ -68,7 +68,8 @@ from .stand_in import (
 BY_ELEMENT = frozenset((ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop))
 
 _modules: WeakSet[nn.Module] = WeakSet()
-# (form when it was checked, whether it steps on local parts, the type that its state is kept in if that is narrow)
+# (form when it was checked, whether it steps on local parts, the type that its state is kept in if that is narrow,
+# whether it has parameters of compiled modules)
 _checked: WeakKeyDictionary[Optimizer, tuple] = WeakKeyDictionary()
 
 
@@ -87,14 +88,17 @@ def _before(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dic
     """Raise OptimizerError for an optimizer that cannot step; give one that needs local parts a stand-in that has
     them."""
     form = tuple((len(group["params"]), bool(group.get("fused"))) for group in optimizer.param_groups)
-    known, is_local, kept = _checked.get(optimizer, (None, False, None))
+    known, is_local, kept, is_ours = _checked.get(optimizer, (None, False, None, False))
     if known != form:
         owners = [m for m in _modules if _has_some_of(optimizer, m)]
         for module in owners:
             _check(optimizer, module)
         is_local = bool(owners) and _steps_on_local_parts(optimizer)
         kept = _kept_in(optimizer, owners, is_local)
-        _checked[optimizer] = form, is_local, kept
+        is_ours = bool(owners)
+        _checked[optimizer] = form, is_local, kept, is_ours
+    if is_ours:
+        watch.stepped(any(p.grad is not None for p in parameters_of(optimizer)))
     if kept is not None:
         return step_narrow(optimizer, kept, args, kwargs)
     if is_local:

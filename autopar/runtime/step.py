@@ -76,7 +76,8 @@ class Step:
         self.forms_at: Callable[[Sizes], OutputForms] | None = None
         self.forms_by_size: dict[Sizes | None, list[OutputForm]] = {None: forms.of(self.layouts)}
         parts = program.parts
-        self.forward_graph = LoadedGraph(parts.forward, groups, torch.device(device_mesh.device_type), "forward")
+        phase = "forward" if parts.backward is not None else "forward without gradients"
+        self.forward_graph = LoadedGraph(parts.forward, groups, torch.device(device_mesh.device_type), phase)
         self.backward = None
         if parts.backward is not None:
             wanted = [name for name in inputs if name in differentiated]

@@ -207,5 +207,5 @@ def test_those_who_wait_for_the_same_are_told_first():
     peers = SimpleNamespace(rank=0, world=4, ask=lambda message, ranks, seconds: told.append(list(ranks)))
     watch = _watch(peers=peers)
     for _ in range(2):
-        watch._tell(Cause("gone", [1], "rank 1 died"), [0, 1], range(4))
+        watch.tell(Cause("gone", [1], "rank 1 died"), [0, 1], range(4))
     assert told == [[0, 1], [0, 1, 2, 3]]

@@ -1,0 +1,75 @@
+"""Keep what a rank called, for each group of ranks that must call the same.
+
+Ranks that meet in the collectives of graphs must run these graphs in the same order, or they meet in collectives of
+different calls: where those look alike, in numbers that are wrong and no error. So a rank keeps, for each group that
+its graphs meet in, a digest of all calls up to each of the last ones. A call adds to it and nothing is sent; ranks
+compare beside the steps (comparison.py) and when a collective fails.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+
+KEPT = 64  # calls of a group: ranks of one are never that far from each other
+LOGS = {"logs": True}  # a message that asks a rank for them
+STEP, IDLE_STEP = "the optimizer's step", "the optimizer's step without gradients"
+
+
+class GroupLog:
+    """The (number, digest up to it) of the last calls in which a group of ranks meets."""
+
+    def __init__(self, ranks: tuple[int, ...]):
+        self.ranks, self.last = ranks, deque([(0, 0)], maxlen=KEPT)
+
+    def add(self, what: bytes) -> None:
+        """Add a call."""
+        number, digest = self.last[-1]
+        self.last.append((number + 1, zlib.crc32(what, digest)))
+
+    def take_back(self) -> None:
+        """Remove the last call, which did not come to its first collective."""
+        self.last.pop()
+
+
+class CallLogs:
+    """The logs of a rank."""
+
+    def __init__(self) -> None:
+        self.groups: dict[tuple[int, ...], GroupLog] = {}
+        self.of_forwards: dict[tuple[int, ...], GroupLog] = {}
+
+    def of(self, groups: Iterable[tuple[int, ...]], is_forward: bool) -> list[GroupLog]:
+        """Return the logs of the groups that a graph meets in."""
+        found = {ranks: self.groups.setdefault(ranks, GroupLog(ranks)) for ranks in groups}
+        if is_forward:
+            self.of_forwards |= found
+        return [*found.values()]
+
+    def of_backward(self, own: Sequence[GroupLog]) -> list[GroupLog]:
+        """Return the logs that a backward counts in: those of its own graph, and of forwards. Who skips it met in its
+        forward, also where the backward has no collectives."""
+        return [*dict.fromkeys((*own, *self.of_forwards.values()))]
+
+    def step(self, has_gradients: bool) -> str:
+        """Add an optimizer's step to all logs and return its name: a rank that skips one has other parameters then, and
+        one that skips a backward may have nothing to step with."""
+        what = STEP if has_gradients else IDLE_STEP
+        for log in self.groups.values():
+            log.add(what.encode())
+        return what
+
+    def told(self) -> dict[str, list[tuple[int, int]]]:
+        """Return what other ranks are told, as plain data: the last calls by group."""
+        return {f"{zlib.crc32(repr(ranks).encode()):x}": [*log.last] for ranks, log in self.groups.copy().items()}
+
+
+def disagree(mine: Mapping[str, Sequence], theirs: Mapping[str, Sequence]) -> bool:
+    """Return whether two ranks, by what they tell, came otherwise to the last call that both made in some group."""
+    for group in mine.keys() & theirs.keys():
+        one, other = dict(mine[group]), dict(theirs[group])
+        common = one.keys() & other.keys()
+        if common and one[max(common)] != other[max(common)]:
+            return True
+    return False
