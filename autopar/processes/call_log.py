@@ -13,8 +13,9 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
 KEPT = 64  # calls of a group: ranks of one are never that far from each other
-LOGS = {"logs": True}  # a message that asks a rank for them
-STEP, IDLE_STEP = "the optimizer's step", "the optimizer's step without gradients"
+ALL_KEPT = 1000  # calls of a rank: those of two seconds, where a step takes ten milliseconds
+STEP, IDLE_STEP = "the optimizer's step", b"the optimizer's step without gradients"
+DIGESTS, ALL = {"digests": True}, {"digests": True, "calls": True}  # messages that ask a rank for them
 
 
 class GroupLog:
@@ -52,13 +53,11 @@ class CallLogs:
         forward, also where the backward has no collectives."""
         return [*dict.fromkeys((*own, *self.of_forwards.values()))]
 
-    def step(self, has_gradients: bool) -> str:
-        """Add an optimizer's step to all logs and return its name: a rank that skips one has other parameters then, and
-        one that skips a backward may have nothing to step with."""
-        what = STEP if has_gradients else IDLE_STEP
+    def step(self, has_gradients: bool) -> None:
+        """Add an optimizer's step to all logs: a rank that skips one has other parameters then, and one that skips a
+        backward may have nothing to step with."""
         for log in self.groups.values():
-            log.add(what.encode())
-        return what
+            log.add(STEP.encode() if has_gradients else IDLE_STEP)
 
     def told(self) -> dict[str, list[tuple[int, int]]]:
         """Return what other ranks are told, as plain data: the last calls by group."""
@@ -73,3 +72,16 @@ def disagree(mine: Mapping[str, Sequence], theirs: Mapping[str, Sequence]) -> bo
         if common and one[max(common)] != other[max(common)]:
             return True
     return False
+
+
+def packed(calls: Sequence[tuple[int, int, str]]) -> dict[str, list]:
+    """Return calls as (number, step, what) in plain data of few bytes: "names" of what is called, and "calls" with the
+    place of a name instead of it."""
+    names = [*dict.fromkeys(what for _, _, what in calls)]
+    places = {name: place for place, name in enumerate(names)}
+    return {"names": names, "calls": [(number, step, places[what]) for number, step, what in calls]}
+
+
+def unpacked(answer: Mapping) -> dict[int, tuple[int, str]]:
+    """Return the (step, what) of each call by its number, from what `packed` made."""
+    return {number: (step, answer["names"][place]) for number, step, place in answer["calls"]}

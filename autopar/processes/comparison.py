@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from . import process_groups, unlike
-from .call_log import LOGS
+from .call_log import ALL, DIGESTS
 
 if TYPE_CHECKING:
     from .causes import Cause
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SECONDS, LOOKS = 2.0, 8  # between comparisons; in AUTOPAR_TIMEOUT_S, if that is less
 LEAST_SECONDS = 0.1
-PATIENCE_SECONDS = 2.0  # for ranks that have not come to the call in question
+PATIENCE_SECONDS = 2.0  # until most ranks say who it was
 
 
 def start(watch: Watch) -> None:
@@ -44,9 +44,13 @@ def look(watch: Watch) -> Cause | None:
     same."""
     rank, world = watch.peers.rank, range(watch.peers.world)
     following = {log.ranks[(log.ranks.index(rank) + 1) % len(log.ranks)] for log in [*watch.logs.groups.values()]}
-    cause = unlike.found(watch.peers.ask(LOGS, sorted(following)) | {rank: watch.logged()})
-    end = time.monotonic() + PATIENCE_SECONDS
-    while cause is not None and len(world) > 2 and len(cause.ranks) > 1 and time.monotonic() < end:
-        cause = unlike.found(watch.peers.ask(LOGS, world) | {rank: watch.logged()}) or cause
+    answers = watch.peers.ask(DIGESTS, sorted(following))
+    if unlike.disagreeing(answers | {rank: watch.logged(DIGESTS)}) is None:
+        return None
+    end, cause = time.monotonic() + PATIENCE_SECONDS, None
+    while watch.cause is None and time.monotonic() < end:  # some may not have come to the call in question
+        cause = unlike.found(watch.peers.ask(ALL, world) | {rank: watch.logged(ALL)}) or cause
+        if cause is not None and (len(cause.ranks) == 1 or len(world) == 2):
+            break
         time.sleep(0.1)
     return cause

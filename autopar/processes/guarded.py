@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +12,7 @@ from torch import fx
 from .._torch.loaders import is_of_a_loader
 from ..codegen.python_code import is_collective
 from . import process_groups
+from .call_log import GroupLog
 from .causes import Progress
 from .records import MOST
 
@@ -27,7 +28,7 @@ class Guarded:
 
     def __init__(self, watch: Watch, module: fx.GraphModule, phase: str, run: Callable):
         self.watch, self.module, self.phase, self.run = watch, module, phase, run
-        self.doing = f"the {phase} graph"
+        self.doing = " ".join(["the", *phase.partition(" ")[:1], "graph", *phase.split()[1:]])
         self.is_forward = phase in FORWARDS
         groups = (process_groups.members(n.args[-1]) for n in module.graph.nodes if is_collective(n))
         self.logs = watch.logs.of((tuple(ranks) for ranks in groups if ranks), self.is_forward)
@@ -48,17 +49,22 @@ class Guarded:
         try:
             return self.run(*values)
         except torch.OutOfMemoryError as error:  # also where a collective's result was to be allocated
-            if self.at(_line_in(self.code, error))[0] == 0:
-                for log in logs:  # which may be tried again
-                    log.take_back()
+            self._take_back(logs, self.at(_line_in(self.code, error))[0])
             raise
         except RuntimeError as error:
             position, what, node = self.at(_line_in(self.code, error))
             if is_of_a_loader(error) or (node is None and self.code is not None):
+                self._take_back(logs, position)
                 raise
             raise watch.verdict(error, Progress(watch.calls, position, watch.step, what, self.doing), node) from error
         finally:
             watch.running = None
+
+    def _take_back(self, logs: Sequence[GroupLog], position: int) -> None:
+        """Let a call that failed before its first collective be none: it may be made again."""
+        if position == 0:
+            for log in logs:
+                log.take_back()
 
     def at(self, line: int) -> tuple[int, str, fx.Node | None]:
         """Return (position, text, collective node if there is one) of a line of the graph's code."""

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from itertools import combinations
 
-from .call_log import disagree
+from .call_log import disagree, unpacked
 from .causes import Cause, named
 
 MOST_IN_A_ROW = 8  # calls skipped or added, or compared with earlier ones
@@ -19,16 +19,19 @@ MOST_IN_A_ROW = 8  # calls skipped or added, or compared with earlier ones
 Calls = Mapping[int, tuple[int, str]]  # by number: (step, what)
 
 
-def found(told: Mapping[int, Mapping | str]) -> Cause | None:
-    """Return the cause "unlike" if two ranks disagree, None else. `told`: by rank, its answer, with "groups" (see
-    CallLogs) and "calls", the last ones as (number, step, what); others know nothing."""
-    known = {rank: told[rank] for rank in sorted(told) if not isinstance(told[rank], str) and "groups" in told[rank]}
-    pairs = (p for p in combinations(known, 2) if disagree(known[p[0]]["groups"], known[p[1]]["groups"]))
-    pair = next(pairs, None)
-    if pair is None:
-        return None
-    calls = {rank: {n: (step, what) for n, step, what in answer["calls"]} for rank, answer in known.items()}
-    return who(calls, pair)
+def disagreeing(answers: Mapping[int, Mapping | str]) -> tuple[int, int] | None:
+    """Return two ranks that did not call the same, None if there are none. `answers`: by rank, with "digests" (see
+    CallLogs); others say nothing."""
+    known = {rank: a["digests"] for rank, a in sorted(answers.items()) if not isinstance(a, str) and "digests" in a}
+    return next((pair for pair in combinations(known, 2) if disagree(known[pair[0]], known[pair[1]])), None)
+
+
+def found(answers: Mapping[int, Mapping | str]) -> Cause | None:
+    """Return the cause "unlike" if two ranks did not call the same, None else. `answers`: also with the last calls (see
+    call_log.packed)."""
+    pair = disagreeing(answers)
+    known = {rank: unpacked(a) for rank, a in sorted(answers.items()) if not isinstance(a, str) and "calls" in a}
+    return who(known, pair) if pair is not None else None
 
 
 def who(calls: Mapping[int, Calls], pair: tuple[int, int]) -> Cause:

@@ -30,7 +30,7 @@ from .._torch.loaders import is_of_a_loader
 from ..errors import AutoparError, CollectiveTimeout, DesyncError, RankFailure
 from ..plans.plan import Plan
 from . import causes, comparison, process_groups, unlike
-from .call_log import LOGS, CallLogs
+from .call_log import ALL, ALL_KEPT, STEP, CallLogs, packed
 from .calls import Call
 from .causes import Cause, Progress
 from .guarded import Guarded
@@ -52,7 +52,7 @@ class Watch:
         self.calls = self.step = 0
         self.entered: Counter[str] = Counter()  # calls of compiled modules
         self.began = 0.0
-        self.last: deque[tuple[int, int, str]] = deque(maxlen=MOST)  # calls: number, step, what
+        self.last: deque[tuple[int, int, str]] = deque(maxlen=ALL_KEPT)  # calls: number, step, what
         self.logs = CallLogs()
         self.plans: dict[str, int] = {}  # by hash, of how many stages
         self.answers: dict[int, dict | str] = {}
@@ -194,9 +194,9 @@ class Watch:
         while self.cause is None:
             answers: dict[int, dict | str] = {}
             for ranks, are_all in ((near, not far), (far, True)):
-                self.answers = answers = answers | self.peers.ask(LOGS, ranks)
+                self.answers = answers = answers | self.peers.ask(ALL, ranks)
                 waited = timed_out or time.monotonic() > deadline
-                cause = causes.told(answers) or unlike.found(answers | {self.peers.rank: self.logged()})
+                cause = causes.told(answers) or unlike.found(answers | {self.peers.rank: self.logged(ALL)})
                 cause = cause or causes.found(answers, self.peers.rank, here, self.peers.machines, waited)
                 is_first = cause is not None and cause.kind not in ("apart", "behind", "unlike")  # which all are asked
                 if cause is not None and (are_all or is_first):
@@ -219,15 +219,13 @@ class Watch:
         if self.cause is None and message.get("cause"):
             self.cause = Cause(**message["cause"])
             self.record()  # also where this rank stands still, and raises nothing
-        return (
-            (self.logged() if message.get("logs") else {})
-            | asdict(self._progress())
-            | {"cause": self.cause and asdict(self.cause), "entered": self.entered}
-        )
+        answer = asdict(self._progress()) | {"cause": self.cause and asdict(self.cause), "entered": self.entered}
+        return answer | self.logged(message)
 
-    def logged(self) -> dict:
-        """Return what this rank called, as unlike.py takes it."""
-        return {"groups": self.logs.told(), "calls": [*self.last]}
+    def logged(self, message: dict) -> dict:
+        """Return what is asked for of what this rank called, as unlike.py takes it."""
+        asked = {"digests": self.logs.told()} if message.get("digests") else {}
+        return asked | (packed([*self.last]) if message.get("calls") else {})
 
     def _excepthook(self, kind: type, value: BaseException, trace) -> None:
         """Tell the others why this rank ends, before its connections break."""
@@ -256,7 +254,7 @@ class Watch:
                 host=socket.gethostname(), process=os.getpid(), torch=torch.__version__,
                 when=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
                 plans=self.plans, place=here, cause=self.cause, answers=self.answers,
-                calls=[call for call in self.last if call[0] <= here.call],
+                calls=[call for call in self.last if call[0] <= here.call][-MOST:],
                 collectives=graph.passed(here.position) if graph is not None else [],
                 stack=[f"{f.filename}:{f.lineno} in {f.name}" for f in lines[-MOST:]],
             ).write()  # fmt: skip
@@ -352,7 +350,8 @@ def enter(module: str) -> None:
 def stepped(has_gradients: bool) -> None:
     """Note an optimizer's step, which all ranks make together."""
     if _current is not None:
-        _current.count(_current.logs.step(has_gradients))
+        _current.count(STEP)
+        _current.logs.step(has_gradients)
 
 
 def ahead(module: str, ranks: list[int]) -> list[int]:

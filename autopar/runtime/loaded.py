@@ -35,8 +35,8 @@ AS_COMPILED = {
 
 
 class LoadedGraph:
-    """`run(values)` takes the arguments as one list, which it empties, and returns the results. `phase`: one of FORWARDS,
-    or backward."""
+    """`run(values)` takes the arguments as one list, which it empties, and returns the results. `phase`: backward, or
+    one of FORWARDS."""
 
     def __init__(self, module: fx.GraphModule, groups: ProcessGroups, device: torch.device, phase: str):
         # a rank that skips a backward, or makes a forward more, must not meet what others send in theirs

@@ -29,7 +29,8 @@ from tests.helpers import gloo
 MODEL = "mlp:hidden=16,layers=1"
 FAULTS = ("kill", "exit", "raise", "stop", "sleep")
 HANGS = ("stop", "sleep")
-APART = ("clip", "save", "no_sync", "skip", "extra")  # one rank calls what the others do not
+APART = ("clip", "save", "no_sync", "skip", "extra", "step", "evaluation", "no_grad")  # of one rank alone
+WITHOUT_GRADIENTS = ("evaluation", "no_grad")  # calls that all ranks have to meet before
 TIMEOUT_SECONDS = 3.0
 
 
@@ -65,7 +66,7 @@ def run(fault: str, mesh: str, plan: Plan, victim: int, after: float, seconds: f
         processes = [
             context.Process(
                 target=_main,
-                args=(rank, world, folder, fault if rank == victim else "", mesh, plan, backend),
+                args=(rank, world, folder, fault, rank == victim, mesh, plan, backend),
                 daemon=True,
             )  # fmt: skip
             for rank in range(world)
@@ -106,7 +107,8 @@ def _wait(condition, seconds: float) -> None:
         time.sleep(0.02)
 
 
-def _main(rank: int, world: int, folder: str, fault: str, mesh: str, plan: Plan, backend: str | None) -> None:
+def _main(rank: int, world: int, folder: str, fault: str, is_victim: bool, mesh: str, plan: Plan,
+          backend: str | None) -> None:  # fmt: skip
     from torch.distributed.device_mesh import init_device_mesh
 
     from autopar.processes import process_groups
@@ -122,7 +124,11 @@ def _main(rank: int, world: int, folder: str, fault: str, mesh: str, plan: Plan,
     model = autopar.compile(model, init_device_mesh("cpu", axes.sizes, mesh_dim_names=axes.names), batch, plan=plan)
     if backend is not None:
         model.compile(backend=backend)
-    step = 0
+    optimizer, step = torch.optim.SGD(model.parameters(), lr=1e-3), 0
+    if fault in WITHOUT_GRADIENTS:
+        with torch.no_grad():
+            model(**batch)
+    fault = fault if is_victim else ""
     try:
         while True:
             step += 1
@@ -135,9 +141,11 @@ def _main(rank: int, world: int, folder: str, fault: str, mesh: str, plan: Plan,
                     sys.exit(0)
                 raise ValueError("a bad batch")
             if fault in APART and os.path.exists(f"{folder}/go"):
-                fault = _apart(fault, model, batch, folder)
+                fault = _apart(fault, model, optimizer, batch, folder)
                 continue
             model(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
     except Exception as error:
         ranks = getattr(error, "ranks", None) or (getattr(error, "rank", None),)
         with contextlib.suppress(OSError):
@@ -148,7 +156,7 @@ def _main(rank: int, world: int, folder: str, fault: str, mesh: str, plan: Plan,
         sys.exit(3)
 
 
-def _apart(fault: str, model, batch: dict, folder: str) -> str:
+def _apart(fault: str, model, optimizer: torch.optim.Optimizer, batch: dict, folder: str) -> str:
     """Do on this rank what the others do not, and return no fault: it goes on as they do."""
     if fault == "clip":
         model.clip_grad_norm_(1.0)
@@ -157,9 +165,17 @@ def _apart(fault: str, model, batch: dict, folder: str) -> str:
     elif fault == "no_sync":
         with model.no_sync():
             model(**batch).loss.backward()
-    elif fault == "skip":
-        model(**batch)
     elif fault == "extra":
         model(**batch)
+    elif fault == "skip":
+        model(**batch)
+        optimizer.step()
+    elif fault == "step":
         model(**batch).loss.backward()
+        optimizer.zero_grad()
+    elif fault in WITHOUT_GRADIENTS:
+        with torch.no_grad():
+            model(**batch)
+        if fault == "no_grad":
+            optimizer.step()
     return ""
