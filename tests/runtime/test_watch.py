@@ -16,6 +16,7 @@ import autopar
 from autopar._torch import c10d
 from autopar.errors import DesyncError
 from autopar.processes import process_groups
+from autopar.processes.call_log import CallLogs
 from autopar.processes.causes import Cause, Progress
 from autopar.processes.guarded import Guarded
 from autopar.processes.peers import SILENT
@@ -59,8 +60,6 @@ def test_survivors_name_the_rank(fault, plan):
 
 
 APART = {
-    "skip": "rank 3 waits at the .* in the forward graph",
-    "extra": "rank 3 waits at the .* in the forward graph",
     "clip": "rank 3 waits at the norm of the gradients",
     "no_sync": "rank 3 waits at no_sync, entered for the first time",
     "save": "rank 3 waits at save_checkpoint",
@@ -81,6 +80,49 @@ def test_a_rank_that_calls_alone_is_named(fault, plan):
     assert len(outcome.diagnosis) > 2 and "ranks 0, 1, 2, 3" in outcome.diagnosis[0], outcome.diagnosis
     assert any(line.startswith("call ") and "rank 3" in line for line in outcome.diagnosis), outcome.diagnosis
     assert outcome.seconds < faults.TIMEOUT_SECONDS + 5, outcome
+
+
+UNLIKE = {
+    "skip": "skipped the backward graph",
+    "extra": "called the forward graph once more",
+    "step": "skipped the optimizer's step",
+    "evaluation": "called the forward graph without gradients once more",
+    "no_grad": "called the forward graph without gradients",
+}
+
+
+def _is_named(fault: str, mesh: str, plan: autopar.Plan, victim: int, ranks: tuple[int, ...]) -> None:
+    outcome = faults.run(fault, mesh, plan, victim, after=0.1)
+    assert outcome.errors and not outcome.silent and set(outcome.codes) == {3}, outcome
+    for kind, named, _, text in outcome.errors.values():
+        assert (kind, named) == ("DesyncError", ranks) and "ranks did not call the same" in text, text
+        assert f"rank {victim} " in text and "on every rank alike" in text and "autopar doctor" in text, text
+        assert UNLIKE[fault] in text, text
+    assert outcome.seconds < faults.TIMEOUT_SECONDS + 5, outcome
+
+
+@pytest.mark.gloo
+def test_a_skipped_backward_is_found_where_collectives_look_alike():
+    """The backward of `megatron` has no collectives here: the ranks' forwards go on meeting, each in another step."""
+    model, batch = faults.inputs()
+    _is_named("skip", "tp=2", planned(model, "tp=2", batch, strategy="megatron"), victim=1, ranks=(0, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+@pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2"])
+@pytest.mark.parametrize("fault", UNLIKE)
+def test_a_rank_that_calls_otherwise_is_found_where_collectives_look_alike(fault, mesh):
+    model, batch = faults.inputs()
+    victim, ranks = (1, (0, 1)) if mesh == "tp=2" else (3, (3,))
+    _is_named(fault, mesh, planned(model, mesh, batch, strategy="megatron"), victim, ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+@pytest.mark.parametrize("fault", UNLIKE)
+def test_a_rank_that_calls_otherwise_is_found_under_hsdp(fault, plan):
+    _is_named(fault, MESH, plan, VICTIM, (VICTIM,))
 
 
 @pytest.mark.slow
@@ -158,7 +200,16 @@ def _watch(**others) -> Watch:
     """One that has no other ranks."""
     made = object.__new__(Watch)
     vars(made).update(
-        calls=0, step=1, last=[], running=None, inside=0, cause=None, failed_at=None, record=lambda: None, **others
+        calls=0,
+        step=1,
+        last=[],
+        logs=CallLogs(),
+        running=None,
+        inside=0,
+        cause=None,
+        failed_at=None,
+        record=lambda: None,
+        **others,
     )
     return made
 

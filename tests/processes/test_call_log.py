@@ -1,0 +1,57 @@
+"""What a rank keeps of its calls, and whether two ranks called the same."""
+
+from __future__ import annotations
+
+from autopar.processes.call_log import KEPT, CallLogs, disagree, packed, unpacked
+
+TP, DP = (0, 1), (0, 2)
+
+
+def _logs(*calls: bytes) -> CallLogs:
+    logs = CallLogs()
+    (log,) = logs.of([TP], is_forward=True)
+    for call in calls:
+        log.add(call)
+    return logs
+
+
+def test_ranks_disagree_from_the_first_other_call_on():
+    """Who is only further than the other has called the same; who has another past has not, whatever follows."""
+    mine = _logs(b"forward", b"backward").told()
+    assert not disagree(mine, _logs(b"forward").told()) and not disagree(mine, {})
+    assert not disagree(mine, _logs(*[b"forward", b"backward"] * 9).told())
+    assert disagree(mine, _logs(b"forward", b"forward").told())
+    assert disagree(mine, _logs(b"forward", b"forward", *[b"forward", b"backward"] * 9).told())
+    long, shifted = [b"forward", b"backward"] * KEPT, [b"forward", *[b"forward", b"backward"] * KEPT]
+    assert disagree(_logs(*long).told(), _logs(*shifted).told())
+
+
+def test_groups_that_a_rank_does_not_share_are_not_compared():
+    mine, theirs = CallLogs(), CallLogs()
+    mine.of([TP], is_forward=True)[0].add(b"forward")
+    theirs.of([DP], is_forward=True)[0].add(b"another")
+    assert not disagree(mine.told(), theirs.told())
+
+
+def test_a_call_that_is_taken_back_was_none():
+    logs = _logs(b"forward", b"forward")
+    logs.groups[TP].take_back()
+    logs.groups[TP].add(b"backward")
+    assert logs.told() == _logs(b"forward", b"backward").told()
+
+
+def test_a_backward_counts_where_forwards_meet_and_a_step_everywhere():
+    logs = CallLogs()
+    (forward,), (backward,) = logs.of([TP], is_forward=True), logs.of([DP], is_forward=False)
+    assert logs.of_backward([]) == [forward] and logs.of_backward([backward]) == [backward, forward]
+    assert logs.of_backward([forward]) == [forward]
+    other = CallLogs()
+    other.of([TP, DP], is_forward=True)
+    logs.step(has_gradients=True)
+    other.step(has_gradients=False)
+    assert [log.last[-1][0] for log in logs.groups.values()] == [1, 1] and disagree(logs.told(), other.told())
+
+
+def test_packed_calls_come_back():
+    calls = [(7, 1, "forward"), (8, 1, "backward"), (9, 2, "forward")]
+    assert unpacked(packed(calls)) == {7: (1, "forward"), 8: (1, "backward"), 9: (2, "forward")}
