@@ -18,7 +18,9 @@ import torch.distributed as dist
 
 from ..errors import AutoparError, DesyncError, InputError
 from ..plans.plan import Plan
-from . import process_groups, watch
+from . import process_groups, unlike, watch
+from .call_log import ALL, DIGESTS
+from .causes import Cause
 from .meeting import MOST_SECONDS_BETWEEN_LOOKS, SECONDS_BETWEEN_LOOKS, Meeting
 
 T = TypeVar("T")
@@ -106,6 +108,13 @@ def check_calls(call: str, fix: str) -> None:
     for other, theirs in enumerate(_gather(call)):
         if theirs != call:
             raise InputError(f"rank {other} is called with {theirs} and rank {dist.get_rank()} with {call}", fix=fix)
+
+
+def check_alike() -> None:
+    """Raise DesyncError, on all ranks, if they did not call the same until here. All ranks call this together."""
+    if unlike.disagreeing(dict(enumerate(_gather(watch.logged(DIGESTS))))) is not None:
+        cause = unlike.found(dict(enumerate(_gather(watch.logged(ALL)))))
+        raise watch.unlike_error(cast(Cause, cause), watch.asked("the check that ranks are equal"))
 
 
 def extremes(numbers: Sequence[int], what: str = "the lengths of the ranks") -> tuple[list[int], list[int]]:

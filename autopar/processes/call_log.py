@@ -64,14 +64,11 @@ class CallLogs:
         return {f"{zlib.crc32(repr(ranks).encode()):x}": [*log.last] for ranks, log in self.groups.copy().items()}
 
 
-def disagree(mine: Mapping[str, Sequence], theirs: Mapping[str, Sequence]) -> bool:
-    """Return whether two ranks, by what they tell, came otherwise to the last call that both made in some group."""
-    for group in mine.keys() & theirs.keys():
-        one, other = dict(mine[group]), dict(theirs[group])
-        common = one.keys() & other.keys()
-        if common and one[max(common)] != other[max(common)]:
-            return True
-    return False
+def differ(one: Sequence[tuple[int, int]], other: Sequence[tuple[int, int]]) -> bool:
+    """Return whether two ranks, by what they tell of a group, came otherwise to the last call that both made in it."""
+    mine, theirs = dict(one), dict(other)
+    common = mine.keys() & theirs.keys()
+    return bool(common) and mine[max(common)] != theirs[max(common)]
 
 
 def packed(calls: Sequence[tuple[int, int, str]]) -> dict[str, list]:

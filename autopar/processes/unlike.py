@@ -8,10 +8,10 @@ they until then. Of two ranks alone nobody can say that: both are named, and wha
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
-from itertools import combinations
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
-from .call_log import disagree, unpacked
+from .call_log import differ, unpacked
 from .causes import Cause, named
 
 MOST_IN_A_ROW = 8  # calls skipped or added, or compared with earlier ones
@@ -22,8 +22,16 @@ Calls = Mapping[int, tuple[int, str]]  # by number: (step, what)
 def disagreeing(answers: Mapping[int, Mapping | str]) -> tuple[int, int] | None:
     """Return two ranks that did not call the same, None if there are none. `answers`: by rank, with "digests" (see
     CallLogs); others say nothing."""
-    known = {rank: a["digests"] for rank, a in sorted(answers.items()) if not isinstance(a, str) and "digests" in a}
-    return next((pair for pair in combinations(known, 2) if disagree(known[pair[0]], known[pair[1]])), None)
+    groups: dict[str, dict[int, Sequence]] = defaultdict(dict)
+    for rank, answer in answers.items():
+        for group, log in answer.get("digests", {}).items() if not isinstance(answer, str) else ():
+            groups[group][rank] = log
+    for logs in groups.values():  # who has made most calls first: each then has made all that the next one has
+        ranks = sorted(logs, key=lambda rank: (-logs[rank][-1][0], rank))
+        for one, other in pairwise(ranks):
+            if differ(logs[one], logs[other]):
+                return one, other
+    return None
 
 
 def found(answers: Mapping[int, Mapping | str]) -> Cause | None:
@@ -41,7 +49,9 @@ def who(calls: Mapping[int, Calls], pair: tuple[int, int]) -> Cause:
     common = sorted(one.keys() & other.keys())
     first = next((n for n in common if one[n][1] != other[n][1]), None)
     if first is None:
-        return Cause("unlike", [*pair], f"{named(pair)} did not call the same, more than {len(common)} calls ago")
+        return Cause(
+            "unlike", sorted(pair), f"{named(sorted(pair))} did not call the same, more than {len(common)} calls ago"
+        )
     before = [n for n in common if n < first]
     sides: dict[str, list[int]] = defaultdict(list)
     for rank, made in calls.items():

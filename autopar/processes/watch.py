@@ -332,10 +332,9 @@ def patiently(run: Callable[[], object]) -> None:
 
 
 def _waiting(what: str) -> contextlib.AbstractContextManager[Callable[[bool], None]]:
-    is_watched = _current is not None and _current.world() is dist.group.WORLD
-    return (
-        _current.waiting(what) if _current is not None and is_watched else contextlib.nullcontext(lambda in_vain: None)
-    )
+    if _current is not None and _current.world() is dist.group.WORLD:
+        return _current.waiting(what)
+    return contextlib.nullcontext(lambda in_vain: None)
 
 
 process_groups.waiting = _waiting
@@ -352,6 +351,18 @@ def stepped(has_gradients: bool) -> None:
     if _current is not None:
         _current.count(STEP)
         _current.logs.step(has_gradients)
+
+
+def logged(message: dict) -> dict:
+    """Return what is asked for of what this rank called."""
+    return {} if _current is None else _current.logged(message)
+
+
+def unlike_error(cause: Cause, what: str) -> AutoparError:
+    """Return the error at `what` about ranks that did not call the same, which all ranks raise."""
+    assert _current is not None
+    _current.tell(cause)
+    return _current.error(cause, Progress(_current.calls, 1, _current.step, what, what))
 
 
 def ahead(module: str, ranks: list[int]) -> list[int]:

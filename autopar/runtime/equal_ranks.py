@@ -41,6 +41,7 @@ class EqualRanks:
         self.calls += 1
         if self.calls % self.every == 0:
             with watch.asking("the check that ranks are equal"):
+                agree.check_alike()
                 self._compare(module)
                 call.inputs.check(call.tensors)
 

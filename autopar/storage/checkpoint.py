@@ -78,6 +78,7 @@ def save_checkpoint(
     given = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     words = [f"step={step}", f"keep={keep}", *(name for name, value in given.items() if value is not None)]
     agree.check_calls(f"save_checkpoint({', '.join(words)})", fix="save the same on every rank")
+    agree.check_alike()  # else what is saved may be of another step on some ranks
     place = Place(Path(root).expanduser(), step)
     pending.finish()
     check_shared(place.root)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from autopar.processes.call_log import KEPT, CallLogs, disagree, packed, unpacked
+from autopar.processes.call_log import KEPT, CallLogs, packed, unpacked
+from autopar.processes.unlike import disagreeing
 
 TP, DP = (0, 1), (0, 2)
 
@@ -13,6 +14,10 @@ def _logs(*calls: bytes) -> CallLogs:
     for call in calls:
         log.add(call)
     return logs
+
+
+def disagree(mine: dict, theirs: dict) -> bool:
+    return disagreeing({0: {"digests": mine}, 1: {"digests": theirs}}) is not None
 
 
 def test_ranks_disagree_from_the_first_other_call_on():

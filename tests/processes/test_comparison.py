@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from autopar._torch import c10d
 from autopar.errors import DesyncError
-from autopar.processes import comparison, process_groups
+from autopar.processes import agree, comparison, process_groups
 from autopar.processes.call_log import CallLogs
 from autopar.processes.causes import Cause
 from autopar.processes.guarded import Guarded
@@ -41,6 +41,10 @@ class Ranks:
     def _ask(self, rank: int, message: dict, ranks) -> dict[int, dict]:
         self.asked += 1
         return {other: self.watches[other].logged(message) for other in ranks if other != rank}
+
+    def said(self, of_first: dict) -> list[dict]:
+        """Return what all say, given what the first one does."""
+        return [watch.logged({key: True for key in of_first}) for watch in self.watches]
 
     def call(self, rank: int, *phases: str, run=lambda x: x) -> None:
         """Let a rank run graphs, of which `run` is what they do."""
@@ -93,3 +97,17 @@ def test_a_call_that_fails_before_its_collectives_may_be_made_again(monkeypatch)
     ranks.call(0, FORWARD, BACKWARD)
     ranks.call(1, FORWARD, BACKWARD)
     assert comparison.look(ranks.watches[0]) is None
+
+
+def test_where_all_ranks_meet_they_compare_before_they_go_on(monkeypatch):
+    ranks = Ranks(3, monkeypatch)
+    monkeypatch.setattr(agree, "_gather", lambda value: ranks.said(value))
+    monkeypatch.setattr(agree.watch, "_current", ranks.watches[0])
+    for rank in range(3):
+        ranks.call(rank, FORWARD, BACKWARD)
+    agree.check_alike()
+    for rank in range(3):
+        ranks.call(rank, *([FORWARD] if rank == 1 else [FORWARD, BACKWARD]), FORWARD)
+    with pytest.raises(DesyncError, match="call 4 is the forward graph of step 1 on rank 1 .* rank 1 skipped") as error:
+        agree.check_alike()
+    assert error.value.ranks == (1,) and ranks.watches[0].cause.kind == "unlike"
