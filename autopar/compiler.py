@@ -145,29 +145,36 @@ MODEL = (
     Pass("explicit_casts", _explicit_casts, _itself),
     Pass("grad_regions", grad_regions),
     Pass("canonicalize", canonicalize),
-    Pass("lora", lora, _model, partial(_adapts, "lora"), CAPTURE),
-    Pass("quantize", quantize, _model, partial(_adapts, "quantize"), CAPTURE),
-    Pass("fake_quant", fake_quant, _model, partial(_adapts, "fake_quant"), CAPTURE),
+    Pass("lora", lora, _model, partial(_adapts, "lora"), CAPTURE, needs="--lora or --qlora"),
+    Pass("quantize", quantize, _model, partial(_adapts, "quantize"), CAPTURE, needs="--qlora"),
+    Pass("fake_quant", fake_quant, _model, partial(_adapts, "fake_quant"), CAPTURE, needs="--qat"),
     Pass("differentiate", _differentiate, _itself, takes=CAPTURE),
-    Pass("upcast", upcast, when=lambda call: compute_dtype(call.precision) is not None),
+    Pass("upcast", upcast, when=lambda call: compute_dtype(call.precision) is not None, needs="--precision bf16"),
     Pass("clean", _clean),
 )
 FORWARD, JOINT = MODEL[:-3], MODEL[-3:]
-UNROLL = Pass("unroll", unroll, takes=CAPTURE)  # of a capture with few equal blocks
-MICRO_BATCHES = (Pass("micro_batch", micro_batch, lambda pipeline: (pipeline.micro_batches,), takes=CAPTURE),)
-STAGES = (Pass("cut", cut, lambda pipeline: (pipeline.cuts,), takes=CAPTURE),)
+UNROLL = Pass("unroll", unroll, takes=CAPTURE, needs="a model of many equal blocks")  # of a capture with few of them
+MICRO_BATCHES = (
+    Pass("micro_batch", micro_batch, lambda pipeline: (pipeline.micro_batches,), takes=CAPTURE,
+         needs="--micro-batches 2"),
+)  # fmt: skip
+STAGES = (Pass("cut", cut, lambda pipeline: (pipeline.cuts,), takes=CAPTURE, needs="an axis pp: --mesh pp=2,dp=2"),)
 RANK = (
     Pass("localize", localize, _localized),
     Pass("recompute", recompute, lambda here: (here.plan.sharding.again,)),
-    Pass("tile_loss", tile_loss, lambda here: ([t.node for t in here.plan.tiled],), lambda here: bool(here.plan.tiled)),
+    Pass("tile_loss", tile_loss, lambda here: ([t.node for t in here.plan.tiled],), lambda here: bool(here.plan.tiled),
+         needs="--tile loss"),
     Pass("lower_ops", lower_ops),
     Pass("bucket", bucket, lambda here: (here.plan.bucket_bytes,)),
-    Pass("by_tier", by_tier, _tiered, lambda here: bool(here.plan.sharding.hierarchy)),
+    Pass("by_tier", by_tier, _tiered, lambda here: bool(here.plan.sharding.hierarchy),
+         needs="a profile with two tiers of links"),
     Pass("in_place", in_place),
     Pass("overlap", overlap, lambda here: (here.plan.overlaps,)),
-)
+)  # fmt: skip
 PARTITION = Pass("partition", partition, takes=CAPTURE)
-COMPUTE_ONCE = Pass("compute_once", compute_once, takes=CAPTURE)  # of a stage that several micro-batches run through
+COMPUTE_ONCE = Pass(  # of a stage that several micro-batches run through
+    "compute_once", compute_once, takes=CAPTURE, needs="--micro-batches 2"
+)
 PASSES = (*MODEL, UNROLL, *MICRO_BATCHES, *STAGES, *RANK, PARTITION, COMPUTE_ONCE, SPLIT_BACKWARD)
 
 
