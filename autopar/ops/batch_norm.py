@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-aten, autopar = torch.ops.aten, torch.ops.autopar
-
 
 def _over_channels(c: Tensor, x: Tensor) -> Tensor:
     return c.view(-1, *[1] * (x.dim() - 2))

@@ -39,7 +39,6 @@ from .recipes import (
 )
 from .vertices import Vertex
 
-aten = torch.ops.aten
 LEAVES = ("parameter", "input", "buffer")  # which globs name
 TENSOR_ROLES = (TENSOR, TENSOR_SEQUENCE)
 ATTENTION_OPS = {autopar.attention.default, autopar.attention_bw.default}

@@ -161,7 +161,7 @@ def build(
             v.signature = (*v.signature, str((fixed or {}).get(v.name)), v.name in offload.on_host, tuple(named))
     for v, cls in zip(vertices, fold(vertices, uses)):
         v.cls = cls
-    _couple(vertices, uses)
+    _couple(vertices)
     cost = ComputeCost(hardware, execution, expert_load)
     update = UpdateCost(hardware.reached_memory_bytes_per_second, passes)
     classes: dict[int, Choices] = {}
@@ -220,7 +220,7 @@ def with_offload(problem: Problem, offload: Offload, update: UpdateCost) -> Prob
     return replace(problem, classes=classes, offload=offload)
 
 
-def _couple(vertices: list[Vertex], uses: list[Use]) -> None:
+def _couple(vertices: list[Vertex]) -> None:
     """Name each class after its first member, so that the representative's index is the class."""
     first: dict[int, int] = {}
     for v in vertices:

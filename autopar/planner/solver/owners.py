@@ -15,7 +15,6 @@ from .dual import Dual
 from .local_search import LocalSearch
 
 PASSES = 3
-Options = dict[int, np.ndarray]  # by class
 
 
 def with_owners(dual: Dual, tied: LocalSearch, choice: dict[int, int]) -> list[dict[int, int]]:
