@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from autopar import compiler, errors
-from autopar.cli.main import main
+from autopar.cli.main import COMMANDS, main
 from tests.helpers import gloo
 
 ROOT = Path(__file__).parent.parent
@@ -73,6 +73,32 @@ def test_commands_print_what_the_documents_say(path, command, request):
             assert at < len(lines) and lines[at] == line, f"{command} prints {lines[at : at + 1]}, not {line!r}"
             at += 1
     assert at is None or at == len(lines), f"{command} prints more: {lines[at]!r}"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_commands_in_the_text_have_their_options(path):
+    """Also where a command stands for any such: `autopar report --model ... --out report.html`."""
+    unknown = []
+    for line in re.findall(r"`autopar ([a-z].*?)`", path.read_text()):
+        command, *words = line.split()
+        known = printed_help(command)
+        unknown += [line for word in words if word.startswith("--") and word.split("=")[0] not in known]
+    assert not unknown
+
+
+@cache
+def printed_help(command: str) -> set[str]:
+    """Return the options that a command's --help names. Fails if there is no such command."""
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
+        main([command, "--help"])
+    assert out.getvalue(), f"no command {command}"
+    return set(re.findall(r"--[\w-]+", out.getvalue()))
+
+
+def test_readme_names_every_command():
+    text = (ROOT / "README.md").read_text()
+    names = [command.__name__.rpartition(".")[2] for command in COMMANDS]
+    assert [name for name in names if f"`autopar {name} " not in text] == []
 
 
 def test_readme_has_the_list_of_passes(request):

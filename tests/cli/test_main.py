@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from autopar import Plan, compiler, verify
-from autopar.cli.main import main
+from autopar.cli.main import COMMANDS, main
 from autopar.codegen import pass_manager
 from autopar.models import build
 
@@ -19,9 +19,7 @@ def plan(*words: str) -> list[str]:
 # reading the command line ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", [
-    "plan", "estimate", "explain", "compare", "diff", "trace", "report", "train", "verify", "graph", "calibrate",
-])  # fmt: skip
+@pytest.mark.parametrize("command", [command.__name__.rpartition(".")[2] for command in COMMANDS])
 def test_help_has_an_example(command, capsys):
     with pytest.raises(SystemExit) as end:
         main([command, "--help"])
