@@ -16,7 +16,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
 
+import autopar
 from autopar import compiler, errors
 from autopar.cli.main import COMMANDS, main
 from tests.helpers import gloo
@@ -141,6 +144,34 @@ def test_the_blocks_of_the_guide_run(tmp_path):
     assert (
         "going on after step 1 with batch 2" in first and "captures: args[0] (16, 32); train, args[0] (10, 32)" in first
     )
+
+
+def _run_blocks(rank: int, path: Path, folder: Path) -> None:
+    """Run a document's blocks on a Llama of transformers, on what they take as given."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    os.chdir(folder)
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=64)
+    ids = torch.randint(64, (8, 16))
+    batch = {"input_ids": ids, "labels": ids}
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    names = {"__name__": "document", "torch": torch, "autopar": autopar, "init_device_mesh": init_device_mesh}
+    names |= {"model": LlamaForCausalLM(LlamaConfig(**sizes)), "batch": batch, "loader": [batch, batch], "mesh": mesh}
+    with contextlib.redirect_stdout(io.StringIO()):
+        for block in re.findall(r"^```python\n(.*?)^```$", path.read_text(), re.DOTALL | re.MULTILINE):
+            exec(block, names)
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+@pytest.mark.parametrize("name, leaves", [
+    ("README.md", []), ("docs/adapting.md", ["adapter", "merged"]), ("docs/pipelines.md", ["step.html"]),
+])  # fmt: skip
+def test_the_blocks_of_other_documents_run(name, leaves, tmp_path):
+    (tmp_path / "other").symlink_to("adapter")  # that PEFT wrote
+    gloo.run(4, _run_blocks, ROOT / name, tmp_path, seconds=240)
+    assert [leaf for leaf in leaves if not (tmp_path / leaf).exists()] == []
 
 
 def test_the_guide_has_a_remedy_for_every_error():
