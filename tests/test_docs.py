@@ -98,6 +98,15 @@ def printed_help(command: str) -> set[str]:
     return set(re.findall(r"--[\w-]+", out.getvalue()))
 
 
+def test_the_first_command_of_readme_prints_its_plan():
+    """What it prints before the first step, which is of a plan, and what it predicts at the end."""
+    text = (ROOT / "README.md").read_text()
+    said = re.search(r"^(plan of gpt2-tiny .*?)\n\n.*?^predicted (.*?),", text, re.MULTILINE | re.DOTALL)
+    model, mesh = re.search(r"&& autopar train (--model \S+) (--mesh \S+) --steps 20", text).groups()
+    lines = printed(f"plan {model} {mesh} --batch 8 --seq 64 --hardware cpu-gloo --no-baselines")
+    assert "\n".join(lines).startswith(f"{said[1]}\n\n") and lines[1].startswith(f"step {said[2]} = ")
+
+
 def test_readme_names_every_command():
     text = (ROOT / "README.md").read_text()
     names = [command.__name__.rpartition(".")[2] for command in COMMANDS]
