@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,9 +23,11 @@ from ...ops.linear_loss import summed_bytes
 from ...plans.tiled import TiledLoss
 from ...rules import Strategy
 from ...rules.loss_regions import LossRegion, loss_regions, unmade_outputs
-from ..objective.evaluate import Evaluation
 from .multipliers import Prices
 from .problem import Problem
+
+if TYPE_CHECKING:
+    from ..objective.evaluate import Evaluation
 
 AUTO, NONE, LOSS = TILINGS = ("auto", "none", "loss")
 NEVER_BYTES = 2**44  # as whose redistribution that of logits is priced: none is made
