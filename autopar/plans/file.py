@@ -259,8 +259,8 @@ OPTIONAL: Json = {
 OF_ALTERNATIVES: Json = {"micro_batches": 1, "recomputed_blocks": 0, "offload": "none", "mesh": "", "schedule": ""}
 SCHEMA: Kind = {
     "version": count, "hash": text, "fingerprint": text, "model": text, "mesh": text, "hardware": text,
-    "precision": text, "reduce_dtype": narrow_reduction, "state_dtype": narrow_state, "execution": execution, "optimizer": text,
-    "strategy": text,
+    "precision": text, "reduce_dtype": narrow_reduction, "state_dtype": narrow_state, "execution": execution,
+    "optimizer": text, "strategy": text,
     "memory_limit_bytes": amount, "step_seconds": amount,
     "compute_seconds": amount, "communication_seconds": amount, "recompute_seconds": amount,
     "update_seconds": amount, "exposed_seconds": amount,
