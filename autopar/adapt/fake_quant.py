@@ -111,6 +111,7 @@ class FakeQuant:
 
     @property
     def weight_grid(self) -> Grid:
+        """Return the grid that weights are rounded to."""
         return Grid(self.dtype, self.granularity, self.mapping_type, self.group_size, self.scale_precision)
 
     @property

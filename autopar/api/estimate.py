@@ -42,10 +42,12 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
+        """Return whether the configuration fits the memory of a device."""
         return self.missing_bytes == 0.0
 
     @property
     def missing_bytes(self) -> float:
+        """Return the bytes by which the peak is above the limit of a device."""
         return max(0.0, self.plan.peak_bytes - self.plan.memory_limit_bytes)
 
     def tflops_per_device(self, flops: float, seconds: float) -> float:

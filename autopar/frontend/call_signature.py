@@ -103,6 +103,7 @@ class CallSignature:
 
     @cached_property
     def tensor_names(self) -> list[str]:
+        """Return the names of the arguments that are tensors, in their order."""
         return [n for n, c in zip(self.names, self.constants) if c is ...]
 
     @cached_property

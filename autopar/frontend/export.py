@@ -75,6 +75,7 @@ class Captured:
 
     @property
     def graph(self) -> fx.Graph:
+        """Return the joint graph."""
         return self.graph_module.graph
 
 

@@ -34,6 +34,7 @@ class Found:
         self.names: frozenset[str] = frozenset()
 
     def add(self, name: str) -> None:
+        """Note a name."""
         self.names |= {name}
 
 
@@ -56,6 +57,7 @@ class FlatCall(nn.Module):
         self.numbers_read = Found()
 
     def forward(self, *tensors):
+        """Call the model on the tensors of the signature, in their order, and return its output flat."""
         numbers = self.signature.open_numbers
         leaves = [
             TracedNumber(numbers[name].value, x, partial(self.numbers_read.add, name)) if name in numbers else x

@@ -189,6 +189,7 @@ def own(owner: object, name: str) -> object:
 
 
 def is_in_tables(module: nn.Module, name: str) -> bool:
+    """Return whether a name of a module is a parameter, buffer or module of its own."""
     own = object.__getattribute__(module, "__dict__")
     return any(name in own[table] for table in ("_parameters", "_buffers", "_modules"))
 

@@ -60,6 +60,7 @@ class Watch:
 
     @property
     def reads(self) -> dict[tuple[int, str], Read]:
+        """Return what was read, by the object and the name in it."""
         return self.seen.found
 
     @contextmanager

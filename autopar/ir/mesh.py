@@ -88,10 +88,12 @@ class Mesh:
 
     @cached_property
     def devices(self) -> int:
+        """Return the number of devices."""
         return math.prod(self.sizes)
 
     @cached_property
     def axis_sizes(self) -> dict[str, int]:
+        """Return the size of each axis by its name."""
         return dict(zip(self.names, self.sizes))
 
     def size(self, axis: str) -> int:

@@ -157,14 +157,17 @@ class Planned:
 
     @property
     def problem(self) -> Problem:
+        """Return the problem that was solved."""
         return self.solver.problem
 
     @property
     def pricer(self) -> Pricer:
+        """Return the prices of ops and moves."""
         return self.solver.pricer
 
     @property
     def evaluation(self) -> Evaluation:
+        """Return what the chosen plan costs."""
         return self.chosen.evaluation
 
     @cached_property

@@ -58,6 +58,7 @@ class Fix:
 
     @property
     def fits(self) -> bool:
+        """Return whether a plan was found with it."""
         return self.step_seconds is not None
 
     @property

@@ -97,6 +97,7 @@ class ProcessGroups:
         return dist.get_backend() == "gloo"
 
     def bind(self, names: Iterable[str], lane: str = "") -> dict[str, str]:
+        """Return the name of the process group for each name of axes in a graph."""
         return bind(names, self.mesh, self.device_mesh, self.rank, lane)
 
 

@@ -280,6 +280,7 @@ class Captures:
         )
 
     def step_of(self, traced: Traced, plan: Plan, program: RankProgram | PipelineProgram) -> Step | PipelineStep:
+        """Return what runs a program of a capture, compiled or deferring as the module is now."""
         kind: Kind = "sharded" if self.outputs == "sharded" else self.mode
         forms = OutputForms(
             kind, traced.captured, traced.fixed, data_axes(self.mesh), self.stage.mesh, self.stage.device_mesh

@@ -42,6 +42,7 @@ class Length:
 
     @classmethod
     def of(cls, own: int, whole: int, side: str) -> Length:
+        """Return the length where this rank has `own` of `whole` places, with padding on a side."""
         return cls(whole, own, whole - own if side == "left" else 0, side)
 
     def without(self, before: int, behind: int) -> Length:

@@ -99,6 +99,7 @@ def lend(optimizer: Optimizer) -> Optimizer:
 
 
 def is_lent(made: Optimizer) -> bool:
+    """Return whether an optimizer has state that is lent to it."""
     return made in _lent
 
 

@@ -134,6 +134,7 @@ class ParallelModule(OfSource):
         return copy.copy, (copies.plain_model(self),)  # what reads it needs nothing of autopar
 
     def forward(self, *args, **kwargs):
+        """Run the model's call on all ranks, which make it together. Raises subclasses of AutoparError."""
         if torch.compiler.is_dynamo_compiling():
             return _torch.outside_dynamo(ParallelModule.forward)(self, *args, **kwargs)
         try:

@@ -60,9 +60,11 @@ class GlobalTensor(DTensor):
         return function(*tree_map(plain, args), **tree_map(plain, kwargs))
 
     def tolist(self):
+        """Return the whole output as numbers."""
         return plain(self).tolist()
 
     def numpy(self, **options):
+        """Return the whole output as an array."""
         return plain(self).numpy(**options)
 
     def __format__(self, form: str) -> str:
@@ -85,15 +87,18 @@ class ZigzagTensor(GlobalTensor):
         return function(*tree_map(plain, args), **tree_map(plain, kwargs))
 
     def full_tensor(self, **options):
+        """Return the whole output, its places in their own order."""
         return plain(self)
 
     def to_local(self, **options):
+        """Raise InputError: no plain part of the output is here."""
         raise InputError(
             "an output that is cut in zigzag has no plain part on this rank",
             fix='read it as it is, which gathers it, or pass outputs="sharded" to autopar.compile',
         )
 
     def redistribute(self, *args, **options):
+        """Raise InputError, as `to_local` does."""
         return self.to_local()
 
 

@@ -39,6 +39,7 @@ def step_alone(made: Optimizer) -> None:
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Return the parameters of an optimizer, in their order."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
@@ -77,6 +78,7 @@ def written_to(parameters: list) -> None:
 
 
 def local_value(value: Any) -> Any:
+    """Return this rank's part of a DTensor, any other value as it is."""
     return _torch.local_of(value) if isinstance(value, DTensor) else value
 
 

@@ -75,6 +75,7 @@ class Schedule:
 
     @property
     def stages(self) -> int:
+        """Return the number of stages on all ranks."""
         return len(self.rank_of_stage)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:

@@ -62,6 +62,7 @@ class Editor:
 
     @property
     def graph(self) -> fx.Graph:
+        """Return the graph that is edited."""
         return self.node.graph
 
     def call(self, target, *args, **kwargs) -> fx.Node:
@@ -76,6 +77,7 @@ class Editor:
 
     @property
     def mode(self):
+        """Return the mode of the forward's fake tensors."""
         return self.exported.inputs[0].fake_mode
 
     def parameter(self, name: str) -> fx.Node:

@@ -33,6 +33,7 @@ class Piece(NamedTuple):
     behind: int = 0
 
     def without(self, before: int, behind: int) -> Piece:
+        """Return the dim without so many more places at its begin and end."""
         return Piece(self.source, self.size - before - behind, self.before + before, self.behind + behind)
 
 

@@ -51,6 +51,7 @@ class LiveBytes:
 
     @property
     def peak_bytes(self) -> float:
+        """Return the most bytes of a device at any node."""
         return float(self.total.max(initial=0.0))
 
     @property

@@ -44,6 +44,7 @@ class Event:
 
     @property
     def end_seconds(self) -> float:
+        """Return when the event ends, in seconds of the step."""
         return self.start_seconds + self.duration_seconds
 
 

@@ -45,12 +45,15 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Combination:
+    """A mesh with stages, and what a replica computes at once."""
+
     mesh: Mesh
     samples: int  # of a replica at once
     micro_batches: int
 
     @property
     def stages(self) -> int:
+        """Return the ranks along the pipeline."""
         return self.mesh.size(AXIS)
 
 

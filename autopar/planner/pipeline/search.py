@@ -83,18 +83,22 @@ class Candidate:
 
     @property
     def micro(self) -> MicroBatched:
+        """Return the batch cut into micro-batches."""
         return self.search.micro
 
     @property
     def bound(self) -> float:
+        """Return the seconds that no pipeline with as many micro-batches falls below."""
         return self.search.bound
 
     @property
     def limit(self) -> float:
+        """Return the bytes that a device may take."""
         return self.search.limit
 
     @property
     def fits(self) -> bool:
+        """Return whether the fullest rank fits."""
         return self.evaluated.peak_bytes <= self.limit
 
 

@@ -58,6 +58,7 @@ class SharedParameter:
 
     @property
     def state_bytes(self) -> float:
+        """Return the bytes of all kinds that a copy of the parameter takes."""
         return sum(self.kinds.values())
 
 
