@@ -39,7 +39,7 @@ from ..planner.remedies import planned_or_fixes
 from ..planner.request import PlanRequest
 from ..plans.plan import Plan
 from ..processes import agree, process_groups, watch
-from ..processes.machines import told
+from ..processes.machines import fitted_to_machines
 from ..runtime import optimizers
 from ..runtime.equal_ranks import EVERY
 from ..runtime.first_call import CompiledAtFirstCall
@@ -311,7 +311,9 @@ def _compile(model, device_mesh, example_inputs, *, inputs, outputs, plan, loss_
     if device_mesh.device_type == "cpu":
         keep_freed_pages()
     if any(numbers := watch.machines()):
-        options["hardware"] = agree.from_rank_zero(lambda: told(hardware_of(device_mesh, options["hardware"]), numbers))
+        options["hardware"] = agree.from_rank_zero(
+            lambda: fitted_to_machines(hardware_of(device_mesh, options["hardware"]), numbers)
+        )
     if options["precision"] == AUTO:
         given = agree.from_rank_zero(lambda: (plan if isinstance(plan, Plan) else Plan.load(plan)).precision)
         options["precision"] = given

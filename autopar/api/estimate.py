@@ -110,10 +110,10 @@ def estimate(
 def of_search(planned: Planned) -> Estimate:
     """Return the estimate of a finished search. Its FLOPs are those of the whole batch, also where micro-batches differ
     by a sample and the search counted the larger ones."""
-    passes, options = sum(planned.plan.pipeline.shares), planned.options
+    shares, options = sum(planned.plan.pipeline.shares), planned.options
     found, recomputed = planned.plan.flops, _recomputed_flops(*planned.whole)
     peaks = options.hardware.flops_per_second
-    return Estimate(planned.plan, options.recompute, found.model, found.model + passes * recomputed, found.dtype, peaks)
+    return Estimate(planned.plan, options.recompute, found.model, found.model + shares * recomputed, found.dtype, peaks)
 
 
 def _recomputed_flops(problem: Problem, e: Evaluation) -> float:

@@ -85,7 +85,7 @@ def add_planning(parser, hardware: str | None) -> None:
 def add_search(parser, baselines: bool = False) -> None:
     """Add all arguments of a search for a plan; `baselines`: whether it may compare with the expert strategies."""
     add_model(parser, batch=None, seq=None, searches=True)
-    add_passes(parser)
+    add_batching(parser)
     add_planning(parser, hardware="h100")
     add_adapting(parser)
     forbid = "a layout that the parameters that GLOB matches may not take, such as '*.wte.weight=R'; may be repeated"
@@ -99,13 +99,13 @@ def add_search(parser, baselines: bool = False) -> None:
         compared.add_argument("--pipelines", action="store_true", help=staged)
 
 
-def add_passes(parser) -> None:
+def add_batching(parser) -> None:
     """Add --micro-batches, --micro-batch, --tile and --recompute."""
-    passes = (
+    parts = (
         "parts of the batch, whose gradients are added up; auto: the fewest that fit without recomputation (default 1, "
         "with pp as many as are best)"
     )
-    parser.add_argument("--micro-batches", type=passes_or_auto, metavar="K", help=passes)
+    parser.add_argument("--micro-batches", type=count_or_auto, metavar="K", help=parts)
     samples = "the same by the samples that a data-parallel replica computes at once: K = batch / (N * replicas)"
     parser.add_argument("--micro-batch", type=count, metavar="N", help=samples)
     level = "what the backward computes again, in every block (default auto: as little as the memory demands)"
@@ -157,14 +157,14 @@ def search(args: argparse.Namespace, report: Report, **options) -> Planned:
     is kept for the next time; `options` of `api.search` come on top."""
     quiet()
     from ..api import entry as api
-    from ..planner.batch import AUTO, passes_of
+    from ..planner.batch import AUTO, micro_batches_of
     from ..planner.options import PIPELINES
     from ..storage.compile_cache import CompileCache
 
     mesh, many = Mesh.parse(args.mesh) if args.mesh else None, args.micro_batches
     staged, compares = getattr(args, "pipelines", False), not getattr(args, "no_baselines", True)
     if args.micro_batch is not None:
-        many = passes_of(
+        many = micro_batches_of(
             args.batch, mesh and inside(mesh), args.strategy, None if many == AUTO else many, args.micro_batch
         )
     report("building the model")
@@ -214,8 +214,8 @@ def count(text: str) -> int:
     return value
 
 
-def passes_or_auto(text: str) -> int | str:
-    """Read a number of passes, or "auto"."""
+def count_or_auto(text: str) -> int | str:
+    """Read a number that is 1 or more, or "auto"."""
     return text if text == "auto" else count(text)
 
 

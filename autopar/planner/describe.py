@@ -32,7 +32,7 @@ from .pipeline.beside import SCHEDULE, StagedRow
 from .plan import Planned
 from .problem.offload import offloaded, update_seconds
 from .problem.problem import Problem
-from .problem.tiled_loss import told
+from .problem.tiled_loss import tiled_losses
 from .problem.vertices import STATE
 from .routing import routing_of
 from .solver.search import Outcome
@@ -68,7 +68,7 @@ def describe_plan(planned: Planned) -> Plan:
         pipeline=pipeline, samples=samples, overlaps=options.hardware.overlap_gain > 0,
         meshes=planned.meshes, batches=planned.batches,
         offloaded=offloaded(problem, e), update_seconds=update_seconds(problem, e), reduce_dtype=options.reduce_dtype,
-        tiled=told(problem, e, options.hardware), packed=_packed(problem, e),
+        tiled=tiled_losses(problem, e, options.hardware), packed=_packed(problem, e),
         routing=routing_of(problem, e, pricer),
         flops=flops_of_step(problem.graph, sum(pipeline.shares), options.hardware),
         state_dtype=options.state_dtype, execution=options.execution,
@@ -82,12 +82,12 @@ def _alternative(name: str, other: Outcome | AutoparError, pipeline: Pipeline, p
     if isinstance(other, AutoparError):
         return Alternative(name, None, None, None, False, other.message)
     e, micro_batches = other.evaluation, other.pricer.micro_batches
-    passes = sum(pipeline.shares) if micro_batches == pipeline.micro_batches else micro_batches  # of the largest
+    times = sum(pipeline.shares) if micro_batches == pipeline.micro_batches else micro_batches  # of the largest
     blocks = len(_recomputed(e, True)) + len(_recomputed(e, False))
-    held = held_bytes(other.pricer.problem, e, other.pricer, passes)
+    held = held_bytes(other.pricer.problem, e, other.pricer, times)
     kept = kept_bytes(held, planned.solver.limit_bytes - e.bytes_, planned.captured)
     return Alternative(
-        name, passes * other.seconds, passes * e.communication_seconds, e.bytes_ + kept, other.fits,
+        name, times * other.seconds, times * e.communication_seconds, e.bytes_ + kept, other.fits,
         micro_batches=micro_batches, recomputed_blocks=blocks, offload=other.pricer.problem.offload.level,
     )  # fmt: skip
 
@@ -186,7 +186,7 @@ def _of_update(problem: Problem, e: Evaluation) -> tuple[Collective, ...]:
         bytes_ = ELEMENT_BYTES * v.node.meta["val"].numel()
         for step in cost.gather(layout).steps:
             kind, axes = step.move.kind, step.move.axes
-            seconds = cost.prices.pair(step.before, step.after, bytes_) / cost.passes
+            seconds = cost.prices.pair(step.before, step.after, bytes_) / cost.micro_batches
             known = found.get((kind, axes), Collective(kind, axes, "optimizer", 0, 0.0, 0.0))
             found[kind, axes] = replace(
                 known, count=known.count + copies, wire_bytes=known.wire_bytes + step.wire_fraction * bytes_ * copies,

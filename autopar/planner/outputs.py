@@ -58,10 +58,12 @@ def bytes_of_outputs(problem: Problem, e: Evaluation, pricer: Pricer) -> Iterato
             yield value, pricer.bytes_of(value.meta["val"], layout)
 
 
-def held_bytes(problem: Problem, e: Evaluation, pricer: Pricer, passes: float) -> float:
+def held_bytes(problem: Problem, e: Evaluation, pricer: Pricer, micro_batches: float) -> float:
     """Return the bytes of a device that the outputs of all micro-batches of a step without stages take beside the one
-    at work. `passes`: the step's, of the largest."""
-    return passes * sum(bytes_ for _, bytes_ in bytes_of_outputs(problem, e, pricer)) if passes > 1 else 0.0
+    at work. `micro_batches`: the step's, of the largest."""
+    return (
+        micro_batches * sum(bytes_ for _, bytes_ in bytes_of_outputs(problem, e, pricer)) if micro_batches > 1 else 0.0
+    )
 
 
 def kept_bytes(held: float, room: float, call: Captured) -> float:

@@ -31,8 +31,7 @@ from ..ir.mesh import Mesh
 from ..plans.plan import BatchCandidate, MeshCandidate, Plan
 from ..rules.register import suggestion
 from ..utils.gc_pause import paused_collector
-from . import accumulation as passes
-from . import expert_plans, fixed_recompute, tiling
+from . import accumulation, expert_plans, fixed_recompute, tiling
 from .objective.evaluate import Evaluation
 from .objective.expand import whole_of
 from .objective.memory_timeline import LiveBytes, live_bytes
@@ -120,7 +119,7 @@ class PlanOptions:
                 f"experts of a device get {self.expert_load} times the mean of their rows",
                 fix="give expert_load=1.0, balanced routing, or more",
             )
-        passes.check(self.micro_batches)
+        accumulation.check(self.micro_batches)
         fixed_recompute.check(self.recompute)
         tiling.check(self.tile)
         offload.check(self.offload, self.on_host, self.hardware)
@@ -237,7 +236,7 @@ def search(
         report("searching")
         known = [one.found[-1] for one in others.values() if isinstance(one, Outcome)]
         first = starts if options.strategy else [*known, *starts]
-        return tiling.fastest(passes.solvers_for(solvers, options.strategy), restriction, options, first)
+        return tiling.fastest(accumulation.solvers_for(solvers, options.strategy), restriction, options, first)
 
     others = expert_plans.rows(solvers, options.styles) if options.baselines not in (False, IN_DOUBT) else {}
     solver, chosen = found(others)
@@ -269,7 +268,7 @@ def solvers_of(
     limit = float(options.memory_bytes or hardware.memory_bytes)
     gain = hardware.overlap_gain
     asked = None if options.baselines else options.strategy  # strategies that are compared reduce in other ways
-    ways = passes.ways(asked, options.micro_batches, options.offload == offload.OPTIMIZER)
+    ways = accumulation.ways(asked, options.micro_batches, options.offload == offload.OPTIMIZER)
     is_cut = options.micro_batches > 1
     pricers = [
         Pricer(problem, prices, bucket_bytes, options.micro_batches, once, gathers_once=is_cut,

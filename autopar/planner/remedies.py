@@ -154,9 +154,13 @@ def _evaluated(change: _Change) -> Fix | None:
         return Fix(change.argument, change.option, change.mesh.devices, need, error.missing_bytes)
     except Exception:  # the user's error is the refusal
         return None
-    e, passes = planned.evaluation, change.options.micro_batches
+    e, micro_batches = planned.evaluation, change.options.micro_batches
     return Fix(
-        change.argument, change.option, change.mesh.devices, e.bytes_, step_seconds=planned.chosen.seconds * passes
+        change.argument,
+        change.option,
+        change.mesh.devices,
+        e.bytes_,
+        step_seconds=planned.chosen.seconds * micro_batches,
     )
 
 
@@ -263,11 +267,11 @@ def _divisions(request: Refused) -> list[int]:
 
 
 def _passes(request: Refused, factor: int, arguments: str = "", flags: str = "", **options) -> _Change:
-    """Return the change to `factor` times as many passes with as many times fewer samples each."""
-    passes, samples = request.options.micro_batches * factor, request.samples // factor
+    """Return the change to `factor` times as many micro-batches with as many times fewer samples each."""
+    micro_batches, samples = request.options.micro_batches * factor, request.samples // factor
     return request.change(
-        f"{arguments}micro_batches={passes} of {samples} samples", f"{flags}--micro-batches {passes}",
-        micro_batches=passes, **options,
+        f"{arguments}micro_batches={micro_batches} of {samples} samples", f"{flags}--micro-batches {micro_batches}",
+        micro_batches=micro_batches, **options,
     )  # fmt: skip
 
 

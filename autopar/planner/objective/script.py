@@ -101,7 +101,7 @@ class _Writer:
     def __init__(self, problem: Problem, e: Evaluation, streams: StreamOf, is_once: bool, order: StepOrder,
                  phase: str):  # fmt: skip
         self.problem, self.e, self.streams, self.is_once, self.phase = problem, e, streams, is_once, phase
-        self.copies, self.passes = problem.copies(e.first), e.passes
+        self.copies, self.micro_batches = problem.copies(e.first), e.micro_batches
         own = [i for i, run in enumerate(order.runs) if run.phase == phase]
         self.begin, self.end = (own[0], own[-1] + 1) if own else (len(order.runs), len(order.runs))
         self.runs, self.blocks = order.runs[self.begin : self.end], order.blocks[self.begin : self.end]
@@ -195,6 +195,6 @@ class _Writer:
 
     def _seconds(self, t: Transfer) -> float:
         """Return the seconds of a transfer in all its copies, in the pass that is written down."""
-        if t.times == self.passes:
+        if t.times == self.micro_batches:
             return t.seconds * t.copies
-        return t.seconds * t.copies * self.passes if self.is_once else 0.0
+        return t.seconds * t.copies * self.micro_batches if self.is_once else 0.0

@@ -116,7 +116,7 @@ class Parts:
         return self.problem.choices(vertex).strategies[self.e.choice[vertex]]
 
     def _vertices(self) -> None:
-        passes = self.pricer.micro_batches
+        micro_batches = self.pricer.micro_batches
         whole = self._whole_bytes()
         for v in self.problem.vertices:
             if v.kind == "output":
@@ -139,7 +139,7 @@ class Parts:
                     ):
                         part.modules.append(module)
                 else:
-                    part.parameter_seconds += seconds * passes
+                    part.parameter_seconds += seconds * micro_batches
                 part.staying.update(staying)
                 part.gradient_bytes += gradient
                 part.whole_bytes += waiting
@@ -191,13 +191,13 @@ class Parts:
         return mask or self.where.get(vertices[t.producer].node, 0)
 
     def _transfer(self, t: Transfer, mask: int) -> None:
-        seconds, passes = t.seconds * t.copies, self.pricer.micro_batches
+        seconds, micro_batches = t.seconds * t.copies, self.pricer.micro_batches
         kinds = {self._kind(v.node) for c in t.consumers if (v := self.problem.vertices[c]).kind == "op"}
         kind = FORWARD if t.phase == "forward" else INPUT if kinds - {WEIGHT} else WEIGHT
         for part in self._charged(mask):
             work = part.work[kind]
-            if t.times < passes:
-                work.once.add(t.split, seconds * passes, t.is_hidden)
+            if t.times < micro_batches:
+                work.once.add(t.split, seconds * micro_batches, t.is_hidden)
             else:
                 work.every.add(t.split, seconds, t.is_hidden)
 

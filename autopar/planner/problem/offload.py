@@ -83,7 +83,7 @@ def offloaded(problem: Problem, e: Evaluation) -> Offloaded:
         elements = float(largest_local_numel(v.node.meta["val"].shape, strategy.outputs[0], problem.mesh))
         parameters += times
         bytes_ += times * elements * (state.master + (state.gradient + state.optimizer if trainable else 0))
-        copies += times * cost.copy_seconds(elements, state, trainable) * cost.passes
+        copies += times * cost.copy_seconds(elements, state, trainable) * cost.micro_batches
         steps += times * cost.optimizer_seconds(elements, state, trainable)
     return Offloaded(parameters, bytes_, copies, steps)
 

@@ -125,16 +125,16 @@ def build(
     fixed: dict[str, Layout] | None = None,
     pins: dict[str, str] | None = None,
     offload: Offload = Offload(),
-    passes: int = 1,
+    micro_batches: int = 1,
     orthogonalize: OrthogonalizeCost | None = None,
     execution: str = EAGER,
     zigzag: bool = False,
     expert_load: float = 1.0,
 ) -> Problem:
-    """Return the problem of a captured joint graph, of a step of so many `passes`. `fixed` gives layouts by placeholder
-    name; `orthogonalize`: the price of Muon's updates of matrices; `execution`: how the graph runs; `zigzag`:
-    whether sequences may be cut so; `expert_load` as in `ComputeCost`. `fold` gives the classes; leaves that different
-    `pins` name do not share one."""
+    """Return the problem of a captured joint graph, of a step of so many `micro_batches`. `fixed` gives layouts by
+    placeholder name; `orthogonalize`: the price of Muon's updates of matrices; `execution`: how the graph runs;
+    `zigzag`: whether sequences may be cut so; `expert_load` as in `ComputeCost`. `fold` gives the classes; leaves that
+    different `pins` name do not share one."""
     compact = captured.compact
     graph = compact.graph if compact else captured.graph
     vertices, uses = vertices_of(graph)
@@ -163,7 +163,7 @@ def build(
         v.cls = cls
     _couple(vertices)
     cost = ComputeCost(hardware, execution, expert_load)
-    update = UpdateCost(hardware.reached_memory_bytes_per_second, passes)
+    update = UpdateCost(hardware.reached_memory_bytes_per_second, micro_batches)
     classes: dict[int, Choices] = {}
     for v in vertices:
         if v.cls not in classes:

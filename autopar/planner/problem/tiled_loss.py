@@ -93,7 +93,7 @@ class _Price:
         return product + moved / self.hardware.reached_memory_bytes_per_second
 
 
-def told(problem: Problem, evaluation: Evaluation, hardware: Hardware) -> tuple[TiledLoss, ...]:
+def tiled_losses(problem: Problem, evaluation: Evaluation, hardware: Hardware) -> tuple[TiledLoss, ...]:
     """Return what a plan says of the losses that it computes in blocks."""
     vertex_of, found, price = {v.node: v.index for v in problem.vertices}, [], _Price(problem, hardware)
     for region in problem.tiled:

@@ -55,7 +55,7 @@ class Solver:
         self.weights = spans * classes if overlap else 0  # of links
         # among equally fast plans the smaller one
         self.free = Prices(
-            self.unit_price * 1e-5, gradients=0.0, overlap=overlap, links=links, passes=pricer.micro_batches
+            self.unit_price * 1e-5, gradients=0.0, overlap=overlap, links=links, micro_batches=pricer.micro_batches
         )
 
     def run(self, restriction: Restriction, pins: dict[str, str] | None = None, starts: Starts = ()) -> Run:
