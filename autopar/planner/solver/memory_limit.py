@@ -265,7 +265,6 @@ class WithinLimit:
             if fitted is None:
                 break
             if dearest == 0.0:
-                fitted = between(self.problem, fitted, self.fast, evaluate, limit)
                 fitted = mix(self.problem, fitted, self.fast, limit, evaluate)
             if self.run.restriction.keep is None:
                 fitted = keep_copies(self.problem, fitted, limit, self.solver.pricer)
