@@ -191,7 +191,7 @@ def test_pins_of_both_strategies_count():
 def test_a_pin_that_a_parameter_cannot_follow_is_named(layout, complaint):
     model, inputs = models.build("mlp-tiny", batch=8, seq=1)
     autopar.register_strategy("mine", autopar.Recipe(data=True, pin={"*.up.weight": layout}))
-    for options, whose in (({"strategy": "mine"}, "mine's pin"), ({"pin": {"*.up.weight": layout}}, "pin")):
+    for options, whose in (({"strategy": "mine"}, "pin of strategy mine,"), ({"pin": {"*.up.weight": layout}}, "pin")):
         with pytest.raises(
             AutoparError, match=rf"blocks.\d.up.weight cannot follow the {whose} .*{complaint}"
         ) as error:

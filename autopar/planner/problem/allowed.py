@@ -102,7 +102,8 @@ def allowed_strategies(
             mask = _input_mask(options.strategies, restriction, fits)
         masks[cls] = mask.copy()
     for pattern, text, wanted in restriction.own:
-        for v, fits in _named(problem, pattern, text, f"{restriction.name}'s {'pin' if wanted else 'forbidden'}", True):
+        what = f"{'pin' if wanted else 'forbidden layout'} of strategy {restriction.name},"
+        for v, fits in _named(problem, pattern, text, what, True):
             fits = fits if wanted else ~fits
             masks[v.cls] = masks[v.cls] & fits if (masks[v.cls] & fits).any() else fits
     for pattern, text in (pins or {}).items():
