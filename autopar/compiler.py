@@ -180,10 +180,16 @@ PASSES = (*MODEL, UNROLL, *MICRO_BATCHES, *STAGES, *RANK, PARTITION, COMPUTE_ONC
 
 @paused_collector()
 def trace(
-    model: nn.Module, example_inputs, loss_fn: Callable | None = None, forms: Mapping[str, Form] | None = None,
-    precision: str | torch.dtype = "fp32", adapt: Sequence[Adaptation] = (), loss_alone: bool = True,
-    with_gradients: bool = True, passes: Sequence[Pass] = (),
-) -> Captured:  # fmt: skip
+    model: nn.Module,
+    example_inputs,
+    loss_fn: Callable | None = None,
+    forms: Mapping[str, Form] | None = None,
+    precision: str | torch.dtype = "fp32",
+    adapt: Sequence[Adaptation] = (),
+    loss_alone: bool = True,
+    with_gradients: bool = True,
+    passes: Sequence[Pass] = (),
+) -> Captured:
     """Return the annotated joint graph of a model's call, in canonical ops. `forms`: shapes and dtypes of the
     parameters, if not their own; `precision`: as in autopar/frontend/precision.py; `adapt`: what is attached to the
     model (see autopar/adapt/order.py); `loss_alone`: of the outputs, the loss alone has a tangent if there is one, not
@@ -204,9 +210,15 @@ def trace(
 
 
 def open_sizes(
-    model: nn.Module, example_inputs, dims: Mapping[str, Mapping[int, int]], captured: Captured,
-    loss_fn: Callable | None, forms: Mapping[str, Form], precision: str | torch.dtype, with_gradients: bool,
-) -> OpenSizes:  # fmt: skip
+    model: nn.Module,
+    example_inputs,
+    dims: Mapping[str, Mapping[int, int]],
+    captured: Captured,
+    loss_fn: Callable | None,
+    forms: Mapping[str, Form],
+    precision: str | torch.dtype,
+    with_gradients: bool,
+) -> OpenSizes:
     """Return for which sizes of these dims of the inputs, by name and dim the place of the size, a call of the model
     takes the way through the user's code that `captured` took, and its numbers. Raises what `trace` raises, also where
     a size that is not known cannot be traced."""
@@ -254,10 +266,15 @@ def _check_added(subject: Exported | Captured) -> None:
 
 
 def trace_to_plan(
-    model: nn.Module, example_inputs, loss_fn: Callable | None, forms: Mapping[str, Form],
-    precision: str | torch.dtype = "fp32", adapt: Sequence[Adaptation] = (), passes: Sequence[Pass] = (),
+    model: nn.Module,
+    example_inputs,
+    loss_fn: Callable | None,
+    forms: Mapping[str, Form],
+    precision: str | torch.dtype = "fp32",
+    adapt: Sequence[Adaptation] = (),
+    passes: Sequence[Pass] = (),
     kept: Callable[[Callable[[], Captured]], Captured] = lambda traced: traced(),
-) -> Captured:  # fmt: skip
+) -> Captured:
     """Return the same graph as `trace` does, in less time where the model has many equal blocks (see
     autopar/frontend/unroll.py). `kept`: gives the capture of the model as it is when called, which its argument traces,
     in another way if there is one."""
@@ -288,8 +305,9 @@ def lower(captured: Captured, plan: Plan, rank: int, check: bool | None = None) 
     return LoweredProgram(rank, pass_manager.run(PARTITION, local), local)
 
 
-def _local(captured: Captured, graph_module: fx.GraphModule, plan: Plan, rank: int, check: bool = False,
-           prefix: str = "") -> fx.GraphModule:  # fmt: skip
+def _local(
+    captured: Captured, graph_module: fx.GraphModule, plan: Plan, rank: int, check: bool = False, prefix: str = ""
+) -> fx.GraphModule:
     """Return the local joint graph of a rank, of the capture's graph or one that is made of it."""
     passes = pass_manager.with_added(RANK, captured.passes)
     checked = partial(check_local, mesh=plan.mesh)

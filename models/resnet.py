@@ -57,9 +57,10 @@ class Block(nn.Module):
         after = channels * EXPANSION if bottleneck else channels
         if bottleneck:
             self.path = nn.Sequential(
-                convolution(before, channels, 1), convolution(channels, channels, 3, stride),
+                convolution(before, channels, 1),
+                convolution(channels, channels, 3, stride),
                 convolution(channels, after, 1, activated=False),
-            )  # fmt: skip
+            )
         else:
             self.path = nn.Sequential(
                 convolution(before, channels, 3, stride), convolution(channels, after, 3, activated=False)

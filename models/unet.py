@@ -47,9 +47,13 @@ class Block(nn.Module):
     def __init__(self, before: int, after: int, groups: int):
         super().__init__()
         self.path = nn.Sequential(
-            nn.GroupNorm(groups, before), nn.SiLU(), nn.Conv2d(before, after, 3, padding=1),
-            nn.GroupNorm(groups, after), nn.SiLU(), nn.Conv2d(after, after, 3, padding=1),
-        )  # fmt: skip
+            nn.GroupNorm(groups, before),
+            nn.SiLU(),
+            nn.Conv2d(before, after, 3, padding=1),
+            nn.GroupNorm(groups, after),
+            nn.SiLU(),
+            nn.Conv2d(after, after, 3, padding=1),
+        )
         self.shortcut = nn.Identity() if before == after else nn.Conv2d(before, after, 1)
 
     def forward(self, x: Tensor) -> Tensor:

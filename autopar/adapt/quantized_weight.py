@@ -100,9 +100,14 @@ class QuantizedLinear(QuantizedWeight):
     and `activation_zero_point` () or None."""
 
     def __init__(
-        self, shape: tuple[int, int], grid: Grid, dtype: torch.dtype, activation_grid: Grid | None = None,
-        bias: bool = True, device=None,
-    ):  # fmt: skip
+        self,
+        shape: tuple[int, int],
+        grid: Grid,
+        dtype: torch.dtype,
+        activation_grid: Grid | None = None,
+        bias: bool = True,
+        device=None,
+    ):
         super().__init__(shape, grid, dtype, device)
         self.activation_grid = activation_grid
         self.bias = nn.Parameter(torch.zeros(shape[0], dtype=dtype, device=device)) if bias else None

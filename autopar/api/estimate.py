@@ -91,19 +91,34 @@ class Estimate:
 
 
 def estimate(
-    model: nn.Module, mesh, example_inputs, *, strategy: words.Strategy | None = None,
-    recompute: words.Recompute = "auto", micro_batches: int | None = None, schedule: words.Schedule = "auto",
+    model: nn.Module,
+    mesh,
+    example_inputs,
+    *,
+    strategy: words.Strategy | None = None,
+    recompute: words.Recompute = "auto",
+    micro_batches: int | None = None,
+    schedule: words.Schedule = "auto",
     stages_per_rank: int | None = None,
-    report: Callable[[str], None] = lambda text: None, **planning,
-) -> Estimate:  # fmt: skip
+    report: Callable[[str], None] = lambda text: None,
+    **planning,
+) -> Estimate:
     """Estimate the cost of a strategy with a level of recomputation and so many micro-batches; on a mesh with an axis
     pp, by a schedule with so many stages a rank. `mesh` and `planning` as in `autopar.plan`; what is left open is
     chosen as a plan would be. Raises subclasses of AutoparError, but none for memory."""
     found = api.search(
-        model, mesh, example_inputs, strategy=strategy, recompute=recompute, micro_batches=micro_batches,
-        schedule=schedule, stages_per_rank=stages_per_rank, refuses=False, report=report,
+        model,
+        mesh,
+        example_inputs,
+        strategy=strategy,
+        recompute=recompute,
+        micro_batches=micro_batches,
+        schedule=schedule,
+        stages_per_rank=stages_per_rank,
+        refuses=False,
+        report=report,
         **{"baselines": False} | planning,
-    )  # fmt: skip
+    )
     return of_search(found)
 
 

@@ -34,9 +34,11 @@ def add(subparsers) -> None:
         if name == "convert":
             command.add_argument("out", metavar="OUT", help="a folder that is not there yet")
             command.add_argument(
-                "--to", choices=("dcp", "huggingface"), default="dcp",
+                "--to",
+                choices=("dcp", "huggingface"),
+                default="dcp",
                 help="torch.distributed.checkpoint, model and optimizer by name, or the model alone (default dcp)",
-            )  # fmt: skip
+            )
 
 
 def ls(args: argparse.Namespace) -> int:

@@ -32,9 +32,12 @@ Report = Callable[[str], None]
 def command(subparsers, name: str, summary: str, example: str, run: Callable[[argparse.Namespace], int]):
     """Add a subparser whose --help ends with an example."""
     parser = subparsers.add_parser(
-        name, help=summary, description=summary[0].upper() + summary[1:] + ".", epilog=f"example:\n  {example}",
+        name,
+        help=summary,
+        description=summary[0].upper() + summary[1:] + ".",
+        epilog=f"example:\n  {example}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     parser.set_defaults(run=run)
     return parser
 
@@ -147,8 +150,10 @@ def played(args: argparse.Namespace) -> tuple[Planned, Timeline | None]:
     if not planned.staged:
         return planned, planned.timeline if args.slowdown is None else planned.played(args.slowdown)
     if args.slowdown is not None:
-        raise PipelineError("--slowdown is for a step without a pipeline: stages are priced with the hardware's own",
-                            fix="leave it out, or change overlap_slowdown in a profile")  # fmt: skip
+        raise PipelineError(
+            "--slowdown is for a step without a pipeline: stages are priced with the hardware's own",
+            fix="leave it out, or change overlap_slowdown in a profile",
+        )
     return planned, None
 
 
@@ -170,11 +175,17 @@ def search(args: argparse.Namespace, report: Report, **options) -> Planned:
     report("building the model")
     model, inputs = models.build(args.model, batch=args.batch, seq=args.seq)
     asked = dict(
-        optimizer=args.optimizer, strict=args.strict, forbid=forbidden(args), adapt=adaptations(args),
-        micro_batches=many, recompute=args.recompute, tile=args.tile,
+        optimizer=args.optimizer,
+        strict=args.strict,
+        forbid=forbidden(args),
+        adapt=adaptations(args),
+        micro_batches=many,
+        recompute=args.recompute,
+        tile=args.tile,
         schedule=getattr(args, "schedule", None) or "auto",
-        stages_per_rank=getattr(args, "stages_per_rank", None), baselines=PIPELINES if staged else compares,
-    )  # fmt: skip
+        stages_per_rank=getattr(args, "stages_per_rank", None),
+        baselines=PIPELINES if staged else compares,
+    )
     asked |= {"report": report, "cache": CompileCache.of_environment()} | planning(args) | options
     return api.search(model, mesh or args.devices, inputs, **asked)
 
@@ -250,10 +261,18 @@ def _layout_of(text: str, what: str) -> tuple[str, str]:
 def planning(args: argparse.Namespace) -> dict:
     """Return the arguments of `add_planning` as those of `autopar.plan`."""
     return dict(
-        name=args.model, hardware=args.hardware, precision=args.precision, reduce_dtype=args.reduce_dtype,
-        state_dtype=args.state_dtype, execution=args.execution, expert_load=args.expert_load, strategy=args.strategy,
-        memory=args.memory, offload=args.offload, pin=pins(args),
-    )  # fmt: skip
+        name=args.model,
+        hardware=args.hardware,
+        precision=args.precision,
+        reduce_dtype=args.reduce_dtype,
+        state_dtype=args.state_dtype,
+        execution=args.execution,
+        expert_load=args.expert_load,
+        strategy=args.strategy,
+        memory=args.memory,
+        offload=args.offload,
+        pin=pins(args),
+    )
 
 
 def check(args: argparse.Namespace) -> None:
@@ -269,8 +288,10 @@ def check(args: argparse.Namespace) -> None:
     if args.mesh is not None:
         mesh = Mesh.parse(args.mesh, args.devices)
         if args.devices not in (None, mesh.devices):
-            raise MeshError(f"--mesh {mesh} has {mesh.devices} devices, --devices says {args.devices}",
-                            fix="give one of the two, or -1 for a size")  # fmt: skip
+            raise MeshError(
+                f"--mesh {mesh} has {mesh.devices} devices, --devices says {args.devices}",
+                fix="give one of the two, or -1 for a size",
+            )
         args.mesh = str(mesh)
         Restriction.of(args.strategy, inside(mesh))
         check_staged(mesh, getattr(args, "schedule", None), getattr(args, "stages_per_rank", None))

@@ -69,9 +69,15 @@ def run(args: argparse.Namespace) -> int:
             report("building the model")
             model, inputs = models.build(args.model, batch=args.batch, seq=args.seq)
             planned = api.search(
-                model, args.mesh, inputs, baselines=False, report=report, adapt=adapt,
-                micro_batches=args.micro_batches, **common.planning(args),
-            )  # fmt: skip
+                model,
+                args.mesh,
+                inputs,
+                baselines=False,
+                report=report,
+                adapt=adapt,
+                micro_batches=args.micro_batches,
+                **common.planning(args),
+            )
             captured, plan = planned.captured, planned.plan
             texts["plan"] = graph_text(captured.graph_module, plan.sharding)
             if args.after != "plan" and staged:

@@ -37,9 +37,14 @@ OPTIMIZERS: dict[str, Optimizer] = {}
 
 
 def register_optimizer(
-    name: str, *, tensors: float = 0, bytes_per_element: float = 0, sweeps: float = 1, orthogonalizes: bool = False,
+    name: str,
+    *,
+    tensors: float = 0,
+    bytes_per_element: float = 0,
+    sweeps: float = 1,
+    orthogonalizes: bool = False,
     replace: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Let `optimizer=name` make room for an optimizer's state, from the next plan on.
 
     tensors: how many it keeps that are like the parameter, in its shape and type: two moments for AdamW.

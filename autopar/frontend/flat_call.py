@@ -46,10 +46,16 @@ class FlatCall(nn.Module):
     module's attributes, which is a part of the call then; without one, the module just runs."""
 
     def __init__(
-        self, model: nn.Module, signature: CallSignature, returns: Returns, loss_fn: Callable | None,
-        dtype: torch.dtype | None = None, loss_alone: bool = True, held: Sequence[Held] = (),
+        self,
+        model: nn.Module,
+        signature: CallSignature,
+        returns: Returns,
+        loss_fn: Callable | None,
+        dtype: torch.dtype | None = None,
+        loss_alone: bool = True,
+        held: Sequence[Held] = (),
         watch: Watch | None = None,
-    ):  # fmt: skip
+    ):
         super().__init__()
         self.add_module(ROOT, model)
         self.signature, self.returns, self.loss_fn, self.dtype, self.held = signature, returns, loss_fn, dtype, held

@@ -222,8 +222,14 @@ def _in_place(function: Callable) -> Callable:
     return method
 
 
-for _name, _function in (("add", torch.add), ("sub", torch.sub), ("mul", torch.mul), ("truediv", torch.div),
-                         ("pow", torch.pow), ("matmul", torch.matmul)):  # fmt: skip
+for _name, _function in (
+    ("add", torch.add),
+    ("sub", torch.sub),
+    ("mul", torch.mul),
+    ("truediv", torch.div),
+    ("pow", torch.pow),
+    ("matmul", torch.matmul),
+):
     setattr(Rows, f"__{_name}__", _operator(_function))
     setattr(Rows, f"__r{_name}__", _operator(_function, True))
     setattr(Rows, f"__i{_name}__", _in_place(_function))

@@ -90,13 +90,22 @@ def of_step(plan: Plan, evaluation: Evaluation) -> Plan:
         seconds = {name: getattr(one, name) for name in names}
         return replace(one, **{name: s and s * shares for name, s in seconds.items()})
 
-    plan = times(plan, "step_seconds", "compute_seconds", "communication_seconds", "recompute_seconds",
-                 "update_seconds", "exposed_seconds", "bound")  # fmt: skip
+    plan = times(
+        plan,
+        "step_seconds",
+        "compute_seconds",
+        "communication_seconds",
+        "recompute_seconds",
+        "update_seconds",
+        "exposed_seconds",
+        "bound",
+    )
     return replace(
-        plan, reduces_once=evaluation.reduces_once,
+        plan,
+        reduces_once=evaluation.reduces_once,
         collectives=tuple(times(c, "seconds") for c in plan.collectives),
         regions=tuple(times(r, "compute_seconds", "communication_seconds") for r in plan.regions),
-    )  # fmt: skip
+    )
 
 
 def samples_of(problem: Problem) -> int:

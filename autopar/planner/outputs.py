@@ -83,6 +83,10 @@ def with_outputs(plan: Plan, held: float, call: Captured) -> Plan:
     memory, at_peak = ({**kinds, PASSING: kinds.get(PASSING, 0.0) + kept} for kinds in (plan.memory, plan.at_peak))
     text = f"outputs of all micro-batches take {size(held)} a device, more than the {size(max(room, 0.0))} that is left"
     return replace(
-        plan, peak_bytes=plan.peak_bytes + kept, memory=memory, at_peak=at_peak, unmade_bytes=held - kept,
+        plan,
+        peak_bytes=plan.peak_bytes + kept,
+        memory=memory,
+        at_peak=at_peak,
+        unmade_bytes=held - kept,
         warnings=(*plan.warnings, *([text] if kept > room else [])),
-    )  # fmt: skip
+    )

@@ -208,8 +208,13 @@ class Planned:
         return describe_plan(self) if self.staged is None else self.staged.plan
 
 
-def make_plan(captured: Captured, mesh: Mesh, options: PlanOptions, model: str = "model",
-              report: Callable[[str], None] = lambda t: None) -> Plan:  # fmt: skip
+def make_plan(
+    captured: Captured,
+    mesh: Mesh,
+    options: PlanOptions,
+    model: str = "model",
+    report: Callable[[str], None] = lambda t: None,
+) -> Plan:
     """Plan a captured graph on a mesh. Raise UnsupportedOpError (strict), StrategyError, or MemoryInfeasibleError."""
     return search(captured, mesh, options, model, report).plan
 
@@ -251,18 +256,26 @@ def search(
 
 
 def solvers_of(
-    captured: Captured, mesh: Mesh, options: PlanOptions, report: Callable[[str], None] = lambda t: None,
+    captured: Captured,
+    mesh: Mesh,
+    options: PlanOptions,
+    report: Callable[[str], None] = lambda t: None,
     known: Pricer | None = None,
-) -> list[Solver]:  # fmt: skip
+) -> list[Solver]:
     """Return one solver for each way to reduce gradients, all of the same problem. `known`: a pricer on the same mesh,
     of other micro-batches or another offload, whose redistributions are priced already."""
     hardware, around = options.hardware, options.around(mesh)
     links, tiers = hardware.links_for(around), hardware.tiers_for(around)
     report("building the problem")
-    prices = known.prices if known else TransferPrices(
-        Redistributor(mesh, {a: links[a] for a in mesh.names}, hardware.reached_memory_bytes_per_second),
-        CollectiveCost(hardware, around), hardware.classes_for(around),
-    )  # fmt: skip
+    prices = (
+        known.prices
+        if known
+        else TransferPrices(
+            Redistributor(mesh, {a: links[a] for a in mesh.names}, hardware.reached_memory_bytes_per_second),
+            CollectiveCost(hardware, around),
+            hardware.classes_for(around),
+        )
+    )
     problem = _problem(captured, mesh, options, prices, known.problem if known else None)
     bucket_bytes = max(tiers[a].bucket_bytes for a in mesh.names)
     limit = float(options.memory_bytes or hardware.memory_bytes)
@@ -271,10 +284,17 @@ def solvers_of(
     ways = accumulation.ways(asked, options.micro_batches, options.offload == offload.OPTIMIZER)
     is_cut = options.micro_batches > 1
     pricers = [
-        Pricer(problem, prices, bucket_bytes, options.micro_batches, once, gathers_once=is_cut,
-               reduce_dtype=reduce_type(options.reduce_dtype))
+        Pricer(
+            problem,
+            prices,
+            bucket_bytes,
+            options.micro_batches,
+            once,
+            gathers_once=is_cut,
+            reduce_dtype=reduce_type(options.reduce_dtype),
+        )
         for once in ((True,) if is_cut and options.within is not None else ways)
-    ]  # fmt: skip
+    ]
     return [Solver(problem, pricer, limit, options.search, report, gain) for pricer in pricers]
 
 
@@ -293,12 +313,20 @@ def _problem(
     if optimizer.orthogonalizes:
         muon = OrthogonalizeCost(prices, ProductSeconds(hardware), options.micro_batches)
     problem = build(
-        captured, mesh, hardware, optimizer,
-        fold if options.folded else unfolded, dict(options.fixed),
+        captured,
+        mesh,
+        hardware,
+        optimizer,
+        fold if options.folded else unfolded,
+        dict(options.fixed),
         {**options.pin, **dict(options.forbid), **dict.fromkeys(globs_of(options.strategy), "")},
-        on_host, options.micro_batches, muon, options.execution,
-        may_cut_sequence(options.strategy, mesh, captured.signature.samples), options.expert_load,
-    )  # fmt: skip
+        on_host,
+        options.micro_batches,
+        muon,
+        options.execution,
+        may_cut_sequence(options.strategy, mesh, captured.signature.samples),
+        options.expert_load,
+    )
     problem.fits = fitting(problem, options.overlay) if options.overlay is not None else {}
     return problem
 
@@ -319,9 +347,10 @@ def _unruled(problem: Problem, strict: bool) -> tuple[str, ...]:
     if strict:
         raise UnsupportedOpError(
             f"{len(problem.unruled)} ops of {len(lines)} kinds have no sharding rule: " + "; ".join(lines),
-            node=describe(problem.unruled[0]), mesh=problem.mesh,
+            node=describe(problem.unruled[0]),
+            mesh=problem.mesh,
             fix=f"leave out strict=True to run them whole on every device, or {suggestion(problem.unruled[0])}",
-        )  # fmt: skip
+        )
     return tuple(lines)
 
 

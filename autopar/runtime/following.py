@@ -218,8 +218,12 @@ class Family:
     def at(self, sizes: Sizes) -> Traced:
         """Return the capture of a call of the family."""
         module = self.graphs.at(sizes)
-        captured = replace(self.base.traced.captured, graph_module=module, compact=None,
-                           signature=resized(self.signature, self.dims, sizes))  # fmt: skip
+        captured = replace(
+            self.base.traced.captured,
+            graph_module=module,
+            compact=None,
+            signature=resized(self.signature, self.dims, sizes),
+        )
         return Traced(captured, self.base.traced.fixed, fingerprint(module.graph))
 
     def points_for(self, sizes: Sizes, count: int) -> list[Sizes] | None:
@@ -235,9 +239,10 @@ class Family:
         far = tuple(n + self.period * max(0, math.ceil((low - n) / self.period)) for n, low in zip(sizes, least))
         alike = [p for p in self.points if all((a - b) % self.period == 0 for a, b in zip(p, sizes))]
         candidates = [
-            p for p in dict.fromkeys((*alike, sizes, far, *partners(far, self.period)))
+            p
+            for p in dict.fromkeys((*alike, sizes, far, *partners(far, self.period)))
             if all(n >= low for n, low in zip(p, least)) and self.holds(p)
-        ]  # fmt: skip
+        ]
         for tells_all in (True, False):
             for chosen in islice(combinations(candidates, count), MOST_TRIED):
                 if is_sure(chosen, shifts, tells_all):

@@ -90,9 +90,10 @@ class OwnLengths:
             raise InputError(
                 f"ranks have lengths of their own, and the model does not say which places of output {name} are those "
                 f"of this rank",
-                shape=tuple(shape), fix="return it as long as the inputs and shorten it outside of the model, or pad "
+                shape=tuple(shape),
+                fix="return it as long as the inputs and shorten it outside of the model, or pad "
                 "all batches to the same length",
-            )  # fmt: skip
+            )
         return tensor
 
 

@@ -76,10 +76,18 @@ class ParallelModule(OfSource):
     _is_accelerate_prepared = True  # Accelerator.prepare leaves it as it is: it is parallel already
 
     def __init__(
-        self, source: nn.Module, compiler: Compiler, example_inputs, inputs: str, device_mesh,
-        weights: Weights | None = None, attachment: Attachment | None = None, outputs: str = "stage",
-        pad: Padding | None = None, check_every: int | None = EVERY,
-    ):  # fmt: skip
+        self,
+        source: nn.Module,
+        compiler: Compiler,
+        example_inputs,
+        inputs: str,
+        device_mesh,
+        weights: Weights | None = None,
+        attachment: Attachment | None = None,
+        outputs: str = "stage",
+        pad: Padding | None = None,
+        check_every: int | None = EVERY,
+    ):
         self.begin(source)
         self._equal_ranks = EqualRanks(check_every)
         mesh, self.capture_limit = Mesh.of(device_mesh), captures.LIMIT

@@ -126,6 +126,10 @@ def _rounded(value: torch.Tensor, kept: torch.dtype) -> torch.Tensor:
 def like(parameter: DTensor, part: torch.Tensor) -> DTensor:
     """Return the tensor that has this local part, in the layout of a parameter."""
     return DTensor.from_local(
-        part, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
+        part,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
         stride=parameter.stride(),
-    )  # fmt: skip
+    )

@@ -143,9 +143,12 @@ def check_reads(kind: str, name: str, user: fx.Node, argument: fx.Node, why: str
     op, at = READS[kind]
     if user.target is not op or user.args[at] is not argument:
         raise AdaptError(
-            f"{name} goes into {user.target}, {why}", node=user.name, source=line_of_node(user) or None,
-            shape=tuple(argument.meta["val"].shape), fix=fix,
-        )  # fmt: skip
+            f"{name} goes into {user.target}, {why}",
+            node=user.name,
+            source=line_of_node(user) or None,
+            shape=tuple(argument.meta["val"].shape),
+            fix=fix,
+        )
 
 
 def is_read(exported: Exported, name: str) -> bool:

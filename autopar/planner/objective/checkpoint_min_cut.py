@@ -278,10 +278,17 @@ class Rematerialization:
         new = [self.elements[i] for i in sorted(made - before)]
         ops, moved = [x for x in new if isinstance(x, int)], tuple(x for x in new if not isinstance(x, int))
         return Recomputation(
-            self.block, level, tuple((key, b) for key, b in held.items() if key not in holds),
-            tuple((key, b) for key, b in holds.items() if key not in held), freed_bytes, sum(map(self._compute, ops)),
-            self.copies, frozenset(ops), moved, price,
-        )  # fmt: skip
+            self.block,
+            level,
+            tuple((key, b) for key, b in held.items() if key not in holds),
+            tuple((key, b) for key, b in holds.items() if key not in held),
+            freed_bytes,
+            sum(map(self._compute, ops)),
+            self.copies,
+            frozenset(ops),
+            moved,
+            price,
+        )
 
     def held(self, made: Collection[int]) -> dict[Key, float]:
         """Return what is saved if `made` is made again, with the bytes of all copies."""

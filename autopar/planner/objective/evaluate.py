@@ -178,9 +178,10 @@ def held(transfers: list[Transfer], keys: Collection[tuple[int, int, Layout]]) -
     hidden, are made once for all its passes."""
     return [
         replace(t, seconds=t.seconds / t.times, times=1)
-        if t.phase == "forward" and t.is_hidden and (t.producer, t.output, t.target) in keys else t
+        if t.phase == "forward" and t.is_hidden and (t.producer, t.output, t.target) in keys
+        else t
         for t in transfers
-    ]  # fmt: skip
+    ]
 
 
 def evaluate(
@@ -249,8 +250,15 @@ class _Served:
     saved: tuple[tuple[tuple[int, int, Layout], float], ...]
 
 
-def _serve(problem: Problem, choice: dict[int, int], pricer: Pricer, prices: Prices, keep_parameters: bool | None,
-           uses: Sequence[Use], copies: int) -> _Served:  # fmt: skip
+def _serve(
+    problem: Problem,
+    choice: dict[int, int],
+    pricer: Pricer,
+    prices: Prices,
+    keep_parameters: bool | None,
+    uses: Sequence[Use],
+    copies: int,
+) -> _Served:
     """Serve one tensor to all its uses in its cheapest mode."""
     producer, output = uses[0].producer, uses[0].output
     vertex = problem.vertices[producer]
@@ -288,11 +296,13 @@ def _serve(problem: Problem, choice: dict[int, int], pricer: Pricer, prices: Pri
     priced = {
         target: Copy(
             FORWARD * (target in readers["forward"]) | BACKWARD * (target in readers["backward"]),
-            priced_seconds(target, "forward", times), priced_seconds(target, "backward", times),
-            priced_seconds(target, "forward", 1), byte_seconds and byte_seconds * bytes_in(target),
+            priced_seconds(target, "forward", times),
+            priced_seconds(target, "backward", times),
+            priced_seconds(target, "forward", 1),
+            byte_seconds and byte_seconds * bytes_in(target),
         )
         for target in targets
-    }  # fmt: skip
+    }
     base = byte_seconds * bytes_in(source) if has_base else 0.0
     modes = modes_of(vertex, pricer.gathers_once, keep_parameters)
     ways = cheapest(modes, priced, base, reads_base)
@@ -300,10 +310,20 @@ def _serve(problem: Problem, choice: dict[int, int], pricer: Pricer, prices: Pri
     def transfer(target: Layout, phase: str) -> Transfer:
         made = 1 if ways[target] == ONCE else times
         return Transfer(
-            producer, output, phase, source, target, moved[target][0] * made / pricer.micro_batches,
-            pricer.redistribute(source, target), bytes_, tuple(readers[phase][target]), copies, is_hidden,
-            made, moved[target][1],
-        )  # fmt: skip
+            producer,
+            output,
+            phase,
+            source,
+            target,
+            moved[target][0] * made / pricer.micro_batches,
+            pricer.redistribute(source, target),
+            bytes_,
+            tuple(readers[phase][target]),
+            copies,
+            is_hidden,
+            made,
+            moved[target][1],
+        )
 
     retained = [target for target in targets if ways[target] != MAKE]
     redone = [target for target in readers["backward"] if ways[target] == MAKE]

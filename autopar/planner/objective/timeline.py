@@ -114,5 +114,17 @@ class _Writer:
         else:
             kind = step.move.kind
             streams = tuple(a for a in step.move.axes if self.class_of[a] == piece.stream - 1)
-        return Event(streams, v.name, kind, module_of(v), self.phase, start, seconds, step.wire_fraction * t.bytes_,
-                     t.producer, t.output, step, travel.recomputed)  # fmt: skip
+        return Event(
+            streams,
+            v.name,
+            kind,
+            module_of(v),
+            self.phase,
+            start,
+            seconds,
+            step.wire_fraction * t.bytes_,
+            t.producer,
+            t.output,
+            step,
+            travel.recomputed,
+        )

@@ -30,8 +30,12 @@ class Work:
         return cls(Load.empty(streams), Load.empty(streams))
 
     def __add__(self, other: Work) -> Work:
-        return Work(self.every + other.every, self.once + other.once, self.compute + other.compute,
-                    self.recompute + other.recompute)  # fmt: skip
+        return Work(
+            self.every + other.every,
+            self.once + other.once,
+            self.compute + other.compute,
+            self.recompute + other.recompute,
+        )
 
     @property
     def moved(self) -> float:

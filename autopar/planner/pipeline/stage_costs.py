@@ -66,8 +66,16 @@ class Parts:
     """The costs of a plan cut at forward ops: `found`, a Part for each stretch between cuts, and `tied` parameters.
     `live`: the memory of the whole plan, if it is known."""
 
-    def __init__(self, problem: Problem, e: Evaluation, pricer: Pricer, cuts: Sequence[str], repeated: bool = False,
-                 live: LiveBytes | None = None, stretch: float = 1.0):  # fmt: skip
+    def __init__(
+        self,
+        problem: Problem,
+        e: Evaluation,
+        pricer: Pricer,
+        cuts: Sequence[str],
+        repeated: bool = False,
+        live: LiveBytes | None = None,
+        stretch: float = 1.0,
+    ):
         self.problem, self.e, self.pricer, self.repeated = problem, e, pricer, repeated
         self.placement = StagePlacement(problem.graph, cuts)
         self.found = [Part(no_work(e.streams), e.overlap, stretch) for _ in range(self.placement.count)]

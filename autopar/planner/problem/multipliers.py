@@ -66,8 +66,9 @@ class Prices:
         is moved in one pass of a step alone."""
         return _weights(self)[1 + is_once][phase]
 
-    def weighted(self, seconds: float, split: tuple[float, ...], phase: str, is_hidden: bool,
-                 is_once: bool = False) -> float:  # fmt: skip
+    def weighted(
+        self, seconds: float, split: tuple[float, ...], phase: str, is_hidden: bool, is_once: bool = False
+    ) -> float:
         """Return the priced seconds of a redistribution that spends these shares of them on the streams."""
         if not self.links:
             return seconds
@@ -80,8 +81,11 @@ def spans_of(micro_batches: int) -> list[tuple[str, float, bool]]:
     moved once a step."""
     if micro_batches == 1:
         return [(phase, 1.0, True) for phase in PHASES]
-    return [(phase, share, is_once) for share, is_once in ((1 - 1 / micro_batches, False), (1 / micro_batches, True))
-            for phase in PHASES]  # fmt: skip
+    return [
+        (phase, share, is_once)
+        for share, is_once in ((1 - 1 / micro_batches, False), (1 / micro_batches, True))
+        for phase in PHASES
+    ]
 
 
 @lru_cache(256)

@@ -182,9 +182,8 @@ def build(
             )
         classes[v.cls].members.append(v.index)
     tensor_bytes = {
-        (v.index, i): bytes_of(value) for v in vertices if v.kind != "output"
-        for i, value in enumerate(v.values)
-    }  # fmt: skip
+        (v.index, i): bytes_of(value) for v in vertices if v.kind != "output" for i, value in enumerate(v.values)
+    }
     outputs = uses[len(uses) - len(output_node(graph).args[0]) :]
     problem = Problem(
         mesh,
@@ -214,9 +213,10 @@ def with_offload(problem: Problem, offload: Offload, update: UpdateCost) -> Prob
     """Return the problem with parameters in the kinds of memory that another `offload` says, and all else as it is."""
     classes = {
         cls: in_memory(problem.vertices[cls], options, problem.mesh, problem.optimizer, offload, update)
-        if problem.vertices[cls].kind == "parameter" else options
+        if problem.vertices[cls].kind == "parameter"
+        else options
         for cls, options in problem.classes.items()
-    }  # fmt: skip
+    }
     return replace(problem, classes=classes, offload=offload)
 
 

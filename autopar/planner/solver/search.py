@@ -86,8 +86,14 @@ class Run:
     """One search: the allowed strategies of one restriction at changing prices. Each minimization does at least as well
     as `starts` and all choices found before."""
 
-    def __init__(self, solver: Solver, restriction: Restriction, allowed: dict[int, np.ndarray], search: Search,
-                 starts: Starts = ()):  # fmt: skip
+    def __init__(
+        self,
+        solver: Solver,
+        restriction: Restriction,
+        allowed: dict[int, np.ndarray],
+        search: Search,
+        starts: Starts = (),
+    ):
         self.found = list(starts)
         self.solver, self.restriction, self.allowed, self.search = solver, restriction, allowed, search
         self.problem, self.limit_bytes = solver.problem, solver.limit_bytes
