@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from ..errors import InputError
 from .causes import Cause, Progress
@@ -72,8 +73,8 @@ class Record:
         try:
             with open(file, "rb") as stream:
                 found = json.loads(stream.read(LONGEST_BYTES))
-            texts = {name: str(found[name]) for name in ("run", "host", "when", "torch")}
-            numbers = {name: int(found[name]) for name in ("rank", "world", "machine", "process")}
+            texts: dict[str, Any] = {name: str(found[name]) for name in ("run", "host", "when", "torch")}
+            numbers: dict[str, Any] = {name: int(found[name]) for name in ("rank", "world", "machine", "process")}
             if not 0 <= numbers["rank"] < numbers["world"] <= MOST_RANKS:
                 raise ValueError
             call, position, step = (int(found["place"][name]) for name in ("call", "position", "step"))
