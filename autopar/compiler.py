@@ -145,38 +145,51 @@ MODEL = (
     Pass("explicit_casts", _explicit_casts, _itself),
     Pass("grad_regions", grad_regions),
     Pass("canonicalize", canonicalize),
-    Pass("lora", lora, _model, partial(_adapts, "lora"), CAPTURE),
-    Pass("quantize", quantize, _model, partial(_adapts, "quantize"), CAPTURE),
-    Pass("fake_quant", fake_quant, _model, partial(_adapts, "fake_quant"), CAPTURE),
+    Pass("lora", lora, _model, partial(_adapts, "lora"), CAPTURE, needs="--lora or --qlora"),
+    Pass("quantize", quantize, _model, partial(_adapts, "quantize"), CAPTURE, needs="--qlora"),
+    Pass("fake_quant", fake_quant, _model, partial(_adapts, "fake_quant"), CAPTURE, needs="--qat"),
     Pass("differentiate", _differentiate, _itself, takes=CAPTURE),
-    Pass("upcast", upcast, when=lambda call: compute_dtype(call.precision) is not None),
+    Pass("upcast", upcast, when=lambda call: compute_dtype(call.precision) is not None, needs="--precision bf16"),
     Pass("clean", _clean),
 )
 FORWARD, JOINT = MODEL[:-3], MODEL[-3:]
-UNROLL = Pass("unroll", unroll, takes=CAPTURE)  # of a capture with few equal blocks
-MICRO_BATCHES = (Pass("micro_batch", micro_batch, lambda pipeline: (pipeline.micro_batches,), takes=CAPTURE),)
-STAGES = (Pass("cut", cut, lambda pipeline: (pipeline.cuts,), takes=CAPTURE),)
+UNROLL = Pass("unroll", unroll, takes=CAPTURE, needs="a model of many equal blocks")  # of a capture with few of them
+MICRO_BATCHES = (
+    Pass("micro_batch", micro_batch, lambda pipeline: (pipeline.micro_batches,), takes=CAPTURE,
+         needs="--micro-batches 2"),
+)  # fmt: skip
+STAGES = (Pass("cut", cut, lambda pipeline: (pipeline.cuts,), takes=CAPTURE, needs="an axis pp: --mesh pp=2,dp=2"),)
 RANK = (
     Pass("localize", localize, _localized),
     Pass("recompute", recompute, lambda here: (here.plan.sharding.again,)),
-    Pass("tile_loss", tile_loss, lambda here: ([t.node for t in here.plan.tiled],), lambda here: bool(here.plan.tiled)),
+    Pass("tile_loss", tile_loss, lambda here: ([t.node for t in here.plan.tiled],), lambda here: bool(here.plan.tiled),
+         needs="--tile loss"),
     Pass("lower_ops", lower_ops),
     Pass("bucket", bucket, lambda here: (here.plan.bucket_bytes,)),
-    Pass("by_tier", by_tier, _tiered, lambda here: bool(here.plan.sharding.hierarchy)),
+    Pass("by_tier", by_tier, _tiered, lambda here: bool(here.plan.sharding.hierarchy),
+         needs="a profile with two tiers of links"),
     Pass("in_place", in_place),
     Pass("overlap", overlap, lambda here: (here.plan.overlaps,)),
-)
+)  # fmt: skip
 PARTITION = Pass("partition", partition, takes=CAPTURE)
-COMPUTE_ONCE = Pass("compute_once", compute_once, takes=CAPTURE)  # of a stage that several micro-batches run through
+COMPUTE_ONCE = Pass(  # of a stage that several micro-batches run through
+    "compute_once", compute_once, takes=CAPTURE, needs="--micro-batches 2"
+)
 PASSES = (*MODEL, UNROLL, *MICRO_BATCHES, *STAGES, *RANK, PARTITION, COMPUTE_ONCE, SPLIT_BACKWARD)
 
 
 @paused_collector()
 def trace(
-    model: nn.Module, example_inputs, loss_fn: Callable | None = None, forms: Mapping[str, Form] | None = None,
-    precision: str | torch.dtype = "fp32", adapt: Sequence[Adaptation] = (), loss_alone: bool = True,
-    with_gradients: bool = True, passes: Sequence[Pass] = (),
-) -> Captured:  # fmt: skip
+    model: nn.Module,
+    example_inputs,
+    loss_fn: Callable | None = None,
+    forms: Mapping[str, Form] | None = None,
+    precision: str | torch.dtype = "fp32",
+    adapt: Sequence[Adaptation] = (),
+    loss_alone: bool = True,
+    with_gradients: bool = True,
+    passes: Sequence[Pass] = (),
+) -> Captured:
     """Return the annotated joint graph of a model's call, in canonical ops. `forms`: shapes and dtypes of the
     parameters, if not their own; `precision`: as in autopar/frontend/precision.py; `adapt`: what is attached to the
     model (see autopar/adapt/order.py); `loss_alone`: of the outputs, the loss alone has a tangent if there is one, not
@@ -197,9 +210,15 @@ def trace(
 
 
 def open_sizes(
-    model: nn.Module, example_inputs, dims: Mapping[str, Mapping[int, int]], captured: Captured,
-    loss_fn: Callable | None, forms: Mapping[str, Form], precision: str | torch.dtype, with_gradients: bool,
-) -> OpenSizes:  # fmt: skip
+    model: nn.Module,
+    example_inputs,
+    dims: Mapping[str, Mapping[int, int]],
+    captured: Captured,
+    loss_fn: Callable | None,
+    forms: Mapping[str, Form],
+    precision: str | torch.dtype,
+    with_gradients: bool,
+) -> OpenSizes:
     """Return for which sizes of these dims of the inputs, by name and dim the place of the size, a call of the model
     takes the way through the user's code that `captured` took, and its numbers. Raises what `trace` raises, also where
     a size that is not known cannot be traced."""
@@ -247,10 +266,15 @@ def _check_added(subject: Exported | Captured) -> None:
 
 
 def trace_to_plan(
-    model: nn.Module, example_inputs, loss_fn: Callable | None, forms: Mapping[str, Form],
-    precision: str | torch.dtype = "fp32", adapt: Sequence[Adaptation] = (), passes: Sequence[Pass] = (),
+    model: nn.Module,
+    example_inputs,
+    loss_fn: Callable | None,
+    forms: Mapping[str, Form],
+    precision: str | torch.dtype = "fp32",
+    adapt: Sequence[Adaptation] = (),
+    passes: Sequence[Pass] = (),
     kept: Callable[[Callable[[], Captured]], Captured] = lambda traced: traced(),
-) -> Captured:  # fmt: skip
+) -> Captured:
     """Return the same graph as `trace` does, in less time where the model has many equal blocks (see
     autopar/frontend/unroll.py). `kept`: gives the capture of the model as it is when called, which its argument traces,
     in another way if there is one."""
@@ -281,8 +305,9 @@ def lower(captured: Captured, plan: Plan, rank: int, check: bool | None = None) 
     return LoweredProgram(rank, pass_manager.run(PARTITION, local), local)
 
 
-def _local(captured: Captured, graph_module: fx.GraphModule, plan: Plan, rank: int, check: bool = False,
-           prefix: str = "") -> fx.GraphModule:  # fmt: skip
+def _local(
+    captured: Captured, graph_module: fx.GraphModule, plan: Plan, rank: int, check: bool = False, prefix: str = ""
+) -> fx.GraphModule:
     """Return the local joint graph of a rank, of the capture's graph or one that is made of it."""
     passes = pass_manager.with_added(RANK, captured.passes)
     checked = partial(check_local, mesh=plan.mesh)

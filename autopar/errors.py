@@ -99,8 +99,16 @@ class MemoryInfeasibleError(AutoparError):
     kind), with how many `micro_batches` that is, and `fixes`: what was planned instead, cheapest first
     (autopar/planner/remedies.py)."""
 
-    def __init__(self, message: str, *, missing_bytes: int = 0, breakdown: dict[str, float] | None = None,
-                 micro_batches: int = 1, fixes: Iterable = (), **fields):  # fmt: skip
+    def __init__(
+        self,
+        message: str,
+        *,
+        missing_bytes: int = 0,
+        breakdown: dict[str, float] | None = None,
+        micro_batches: int = 1,
+        fixes: Iterable = (),
+        **fields,
+    ):
         self.missing_bytes, self.breakdown, self.fixes = missing_bytes, breakdown or {}, tuple(fixes)
         self.micro_batches = micro_batches
         super().__init__(message, **fields)

@@ -48,6 +48,7 @@ class Attention(nn.Module):
         self.c_proj = nn.Linear(config.hidden, config.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Mix the positions of x (B, S, H) -> (B, S, H), each with those before it."""
         batch, seq, hidden = x.shape
         q, k, v = (
             part.view(batch, seq, self.heads, hidden // self.heads).transpose(1, 2)  # (B, heads, S, D)
@@ -66,6 +67,7 @@ class FeedForward(nn.Module):
         self.c_proj = nn.Linear(config.ffn, config.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Compute each position of x (B, S, H) -> (B, S, H)."""
         return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
 
 
@@ -80,11 +82,14 @@ class Block(nn.Module):
         self.mlp = FeedForward(config)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Add attention and feed-forward to x (B, S, H) -> (B, S, H)."""
         x = x + self.attn(self.ln_1(x))
         return x + self.mlp(self.ln_2(x))
 
 
 class GPT(nn.Module):
+    """Embeddings of tokens and positions, blocks, a norm and a linear layer to the vocabulary."""
+
     def __init__(self, config: Config):
         super().__init__()
         self.config = config

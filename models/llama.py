@@ -51,6 +51,7 @@ class Config:
 
     @property
     def head_dim(self) -> int:
+        """Return the features of a head."""
         return self.hidden // self.heads
 
 
@@ -64,6 +65,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        """Scale each position of x (..., H) -> (..., H)."""
         wide = x.float()
         scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * scaled.to(x.dtype)
@@ -99,6 +101,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.heads * config.head_dim, config.hidden, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Mix the positions of x (B, S, H) -> (B, S, H), each with those before it. `cos`, `sin`: (S, D)."""
         batch, seq, _ = x.shape
         q = self.q_proj(x).view(batch, seq, self.heads, self.head_dim).transpose(1, 2)  # (B, heads, S, D)
         k = self.k_proj(x).view(batch, seq, self.kv_heads, self.head_dim).transpose(1, 2)  # (B, kv_heads, S, D)
@@ -119,6 +122,7 @@ class FeedForward(nn.Module):
         self.down_proj = nn.Linear(config.ffn, config.hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Compute each position of x (B, S, H) -> (B, S, H)."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -133,11 +137,14 @@ class Block(nn.Module):
         self.mlp = feed_forward(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Add attention and feed-forward to x (B, S, H) -> (B, S, H)."""
         x = x + self.self_attn(self.input_layernorm(x), cos, sin)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Llama(nn.Module):
+    """Embeddings of tokens, blocks with a `feed_forward` each, a norm and a linear layer to the vocabulary."""
+
     def __init__(self, config: Config, feed_forward: Callable[[Config], nn.Module] = FeedForward):
         super().__init__()
         self.config = config

@@ -35,10 +35,13 @@ class Block(nn.Module):
         self.down = nn.Linear(config.ffn, config.hidden, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Compute (..., H) -> (..., H)."""
         return self.down(F.gelu(self.up(x)))
 
 
 class MLP(nn.Module):
+    """Blocks one after the other."""
+
     def __init__(self, config: Config):
         super().__init__()
         self.config = config

@@ -44,6 +44,7 @@ class FeedForward(nn.Module):
         self.experts = nn.ModuleList(llama.FeedForward(config) for _ in range(config.experts))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Add up the picked experts of each position of x (B, S, H) -> (B, S, H)."""
         logits = self.router(x).float()  # (B, S, E)
         picked, which = logits.topk(self.active, dim=-1)  # (B, S, active)
         weights = torch.zeros_like(logits).scatter(-1, which, picked.softmax(-1)).to(x.dtype)  # (B, S, E)
@@ -51,6 +52,8 @@ class FeedForward(nn.Module):
 
 
 class MoE(llama.Llama):
+    """A Llama whose feed-forwards are mixtures of experts."""
+
     def __init__(self, config: Config):
         super().__init__(config, FeedForward)
 

@@ -57,9 +57,10 @@ class Block(nn.Module):
         after = channels * EXPANSION if bottleneck else channels
         if bottleneck:
             self.path = nn.Sequential(
-                convolution(before, channels, 1), convolution(channels, channels, 3, stride),
+                convolution(before, channels, 1),
+                convolution(channels, channels, 3, stride),
                 convolution(channels, after, 1, activated=False),
-            )  # fmt: skip
+            )
         else:
             self.path = nn.Sequential(
                 convolution(before, channels, 3, stride), convolution(channels, after, 3, activated=False)
@@ -68,10 +69,13 @@ class Block(nn.Module):
         self.shortcut = nn.Identity() if same else convolution(before, after, 1, stride, activated=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Compute images (B, C, height, width) -> (B, C2, height / stride, width / stride)."""
         return F.relu(self.path(x) + self.shortcut(x))
 
 
 class ResNet(nn.Module):
+    """A stem, stages of blocks that halve the image, and a linear layer to the classes."""
+
     def __init__(self, config: Config):
         super().__init__()
         self.config = config

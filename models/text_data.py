@@ -23,6 +23,7 @@ class Packed(Batches):
 
     @property
     def sequences(self) -> int:
+        """Return the number of whole sequences."""
         return len(self.tokens) // self.seq
 
     def _starts(self) -> Tensor:

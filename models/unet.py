@@ -47,16 +47,23 @@ class Block(nn.Module):
     def __init__(self, before: int, after: int, groups: int):
         super().__init__()
         self.path = nn.Sequential(
-            nn.GroupNorm(groups, before), nn.SiLU(), nn.Conv2d(before, after, 3, padding=1),
-            nn.GroupNorm(groups, after), nn.SiLU(), nn.Conv2d(after, after, 3, padding=1),
-        )  # fmt: skip
+            nn.GroupNorm(groups, before),
+            nn.SiLU(),
+            nn.Conv2d(before, after, 3, padding=1),
+            nn.GroupNorm(groups, after),
+            nn.SiLU(),
+            nn.Conv2d(after, after, 3, padding=1),
+        )
         self.shortcut = nn.Identity() if before == after else nn.Conv2d(before, after, 1)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Compute images (B, C, height, width) -> (B, C2, height, width)."""
         return self.path(x) + self.shortcut(x)
 
 
 class UNet(nn.Module):
+    """Levels of blocks down to small images and up again, each way up joined with the level of the way down."""
+
     def __init__(self, config: Config):
         super().__init__()
         self.config = config

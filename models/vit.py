@@ -48,6 +48,7 @@ class Attention(nn.Module):
         self.proj = nn.Linear(config.hidden, config.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Mix the positions of x (B, S, H) -> (B, S, H), each with all."""
         batch, seq, hidden = x.shape
         q, k, v = (
             part.view(batch, seq, self.heads, hidden // self.heads).transpose(1, 2)  # (B, heads, S, D)
@@ -68,11 +69,14 @@ class Block(nn.Module):
         self.down = nn.Linear(config.ffn, config.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Add attention and feed-forward to x (B, S, H) -> (B, S, H)."""
         x = x + self.attn(self.norm_1(x))
         return x + self.down(F.gelu(self.up(self.norm_2(x))))
 
 
 class ViT(nn.Module):
+    """Patches of an image and a class token, blocks, a norm and a linear layer to the classes."""
+
     def __init__(self, config: Config):
         super().__init__()
         self.config = config

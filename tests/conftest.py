@@ -21,7 +21,7 @@ gc.set_threshold(100_000, 20, 100)
 os.environ.setdefault("AUTOPAR_RECORDS", "off")  # of failures that tests are about
 os.environ.setdefault("AUTOPAR_CACHE", "off")  # tests are about what is traced and planned now
 FOLDER = Path(__file__).parent / "golden"
-FILES_A_COLLECTION = 64  # one looks through all that there is, for seconds
+FILES_A_COLLECTION = 128  # one looks through all that there is, for seconds
 _files = itertools.count(1)
 
 

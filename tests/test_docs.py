@@ -11,13 +11,17 @@ import io
 import os
 import re
 import shlex
+import textwrap
 from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
 
+import autopar
 from autopar import compiler, errors
-from autopar.cli.main import main
+from autopar.cli.main import COMMANDS, main
 from tests.helpers import gloo
 
 ROOT = Path(__file__).parent.parent
@@ -74,11 +78,55 @@ def test_commands_print_what_the_documents_say(path, command, request):
     assert at is None or at == len(lines), f"{command} prints more: {lines[at]!r}"
 
 
-def test_readme_has_the_list_of_passes():
-    block = re.search(r"^```\n(export -> .*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_commands_in_the_text_have_their_options(path):
+    """Also where a command stands for any such: `autopar report --model ... --out report.html`."""
+    unknown = []
+    for line in re.findall(r"`autopar ([a-z].*?)`", path.read_text()):
+        command, *words = line.split()
+        known = printed_help(command)
+        unknown += [line for word in words if word.startswith("--") and word.split("=")[0] not in known]
+    assert not unknown
+
+
+@cache
+def printed_help(command: str) -> set[str]:
+    """Return the options that a command's --help names. Fails if there is no such command."""
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
+        main([command, "--help"])
+    assert out.getvalue(), f"no command {command}"
+    return set(re.findall(r"--[\w-]+", out.getvalue()))
+
+
+def test_the_first_command_of_readme_prints_its_plan():
+    """What it prints before the first step, which is of a plan, and what it predicts at the end."""
+    text = (ROOT / "README.md").read_text()
+    said = re.search(r"^(plan of gpt2-tiny .*?)\n\n.*?^predicted (.*?),", text, re.MULTILINE | re.DOTALL)
+    model, mesh = re.search(r"&& autopar train (--model \S+) (--mesh \S+) --steps 20", text).groups()
+    lines = printed(f"plan {model} {mesh} --batch 8 --seq 64 --hardware cpu-gloo --no-baselines")
+    assert "\n".join(lines).startswith(f"{said[1]}\n\n") and lines[1].startswith(f"step {said[2]} = ")
+
+
+def test_readme_names_every_command():
+    text = (ROOT / "README.md").read_text()
+    names = [command.__name__.rpartition(".")[2] for command in COMMANDS]
+    assert [name for name in names if f"`autopar {name} " not in text] == []
+
+
+def test_readme_has_the_list_of_passes(request):
+    """`--update-golden` writes it anew."""
+    readme = ROOT / "README.md"
+    text = readme.read_text()
+    block = re.search(r"^```\n(export -> .*?)^```$", text, re.MULTILINE | re.DOTALL)
     names = [step.name for step in compiler.PASSES]
-    after = names.index("unroll") + 1
-    assert re.split(r"\s*->\s*", block[1].strip()) == [*names[:after], "plan", *names[after:], "run"]
+    after = names.index(compiler.UNROLL.name) + 1
+    steps = [*names[:after], "plan", *names[after:], "run"]
+    if request.config.getoption("--update-golden"):
+        lines = textwrap.wrap(" -> ".join(steps), 120, break_on_hyphens=False)
+        said = "\n".join(lines).replace(" ->\n", "\n-> ") + "\n"
+        readme.write_text(text[: block.start(1)] + said + text[block.end(1) :])
+        return
+    assert re.split(r"\s*->\s*", block[1].strip()) == steps
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
@@ -105,6 +153,34 @@ def test_the_blocks_of_the_guide_run(tmp_path):
     assert (
         "going on after step 1 with batch 2" in first and "captures: args[0] (16, 32); train, args[0] (10, 32)" in first
     )
+
+
+def _run_blocks(rank: int, path: Path, folder: Path) -> None:
+    """Run a document's blocks on a Llama of transformers, on what they take as given."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    os.chdir(folder)
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=64)
+    ids = torch.randint(64, (8, 16))
+    batch = {"input_ids": ids, "labels": ids}
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    names = {"__name__": "document", "torch": torch, "autopar": autopar, "init_device_mesh": init_device_mesh}
+    names |= {"model": LlamaForCausalLM(LlamaConfig(**sizes)), "batch": batch, "loader": [batch, batch], "mesh": mesh}
+    with contextlib.redirect_stdout(io.StringIO()):
+        for block in re.findall(r"^```python\n(.*?)^```$", path.read_text(), re.DOTALL | re.MULTILINE):
+            exec(block, names)
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+@pytest.mark.parametrize("name, leaves", [
+    ("README.md", []), ("docs/adapting.md", ["adapter", "merged"]), ("docs/pipelines.md", ["step.html"]),
+])  # fmt: skip
+def test_the_blocks_of_other_documents_run(name, leaves, tmp_path):
+    (tmp_path / "other").symlink_to("adapter")  # that PEFT wrote
+    gloo.run(4, _run_blocks, ROOT / name, tmp_path, seconds=240)
+    assert [leaf for leaf in leaves if not (tmp_path / leaf).exists()] == []
 
 
 def test_the_guide_has_a_remedy_for_every_error():

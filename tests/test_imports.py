@@ -12,6 +12,7 @@ import pytest
 
 import autopar
 from autopar import hardware
+from autopar.cli.main import COMMANDS
 from autopar.planner.problem.recipes import RECIPES
 from autopar.plans.plan import MeshCandidate
 from autopar.schedule import KINDS
@@ -77,7 +78,7 @@ print(json.dumps(found))
 
 
 def test_help_needs_no_torch():
-    commands = "plan estimate explain report trace schedule compare diff train verify graph calibrate".split()
+    commands = [command.__name__.rpartition(".")[2] for command in COMMANDS]
     found = fresh(RUN, ["--help"], ["--version"], *([command, "--help"] for command in commands))
     assert all(code == 0 and not loaded for code, _, loaded in found)
     text = "".join(found[2][1].split())

@@ -11,6 +11,7 @@ ORDER = (
     "_torch utils errors models ir schedule hardware ops frontend rules adapt cost plans passes planner codegen "
     "compiler processes storage runtime calibrate api integrations simulate view cli"
 ).split()
+PLANNER = ("problem", "objective", "solver", "pipeline")  # the planner's folders, lowest first
 TOP = ("__init__", "compiler", "errors")  # the files beside the folders
 FILES = [f for folder in ("autopar", "passes", "models") for f in sorted((ROOT / folder).rglob("*.py"))]
 
@@ -28,12 +29,12 @@ def place(module: str) -> int:
     return ORDER.index(parts[1]) if len(parts) > 1 else len(ORDER)
 
 
-def imports_of(file: Path) -> list[tuple[int, str]]:
-    """(line, module of autopar) of every import."""
+def imports_of(file: Path, tree: ast.AST | None = None) -> list[tuple[int, str]]:
+    """(line, module of autopar) of every import, or those of a part of the file."""
     module = module_of(file)
     package = module if file.name == "__init__.py" else module.rpartition(".")[0]
     modules, found = {module_of(f) for f in FILES}, []
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(tree or ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -56,6 +57,18 @@ def test_imports_go_down():
         for line, name in imports_of(file)
         if place(name) > place(module_of(file))
     ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_imports_go_down_inside_the_planner():
+    """But for those that only say a type."""
+    wrong = []
+    for floor, folder in enumerate(PLANNER):
+        for file in (ROOT / "autopar/planner" / folder).glob("*.py"):
+            tree = ast.parse(file.read_text())
+            tree.body = [n for n in tree.body if not (isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")]
+            above = [f"autopar.planner.{name}." for name in PLANNER[floor + 1 :]]
+            wrong += [f"{file}:{line} {name}" for line, name in imports_of(file, tree) if name.startswith(tuple(above))]
     assert not wrong, "\n".join(wrong)
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.test_layers import FILES
+
 ROOT = Path(__file__).parent.parent
+MOST = 25  # statements that keep their form and are no tables
 
 
 @pytest.mark.parametrize("words", [("check",), ("format", "--check")], ids=["check", "format"])
@@ -17,3 +22,48 @@ def test_ruff(words):
         [sys.executable, "-m", "ruff", *words, "--no-cache", "."], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert found.returncode == 0, found.stdout + found.stderr
+
+
+def public(tree: ast.Module | ast.ClassDef, path: str) -> Iterator[tuple[str, ast.FunctionDef | ast.ClassDef]]:
+    """Each public function and class, and the public ones in classes, with the place to name."""
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+            if not any(ast.unparse(decorator).endswith("overload") for decorator in node.decorator_list):
+                yield f"{path}:{node.lineno} {node.name}", node
+            if isinstance(node, ast.ClassDef):
+                yield from public(node, path)
+
+
+def is_sentence(text: str) -> bool:
+    """Whether a function's docstring says what it does, not half of it: `Of a rank.`, `What a stage holds.`"""
+    halves = ("As", "By", "How", "Of", "The", "What", "Whether")
+    return text[:1].isupper() and text.partition(" ")[0] not in halves and text.endswith((".", ")", ":", '"', "`"))
+
+
+def test_docstrings_are_sentences():
+    wrong = []
+    for file in FILES:
+        for place, node in public(ast.parse(file.read_text()), str(file.relative_to(ROOT))):
+            text = ast.get_docstring(node) or ""
+            if not (is_sentence(text) if isinstance(node, ast.FunctionDef) else text):
+                wrong.append(f"{place}: {text[:60]!r}")
+    assert not wrong, "\n".join(wrong)
+
+
+def without_table(source: str) -> int:
+    """How many statements with `# fmt: skip` are no tables: a display of rows, or a call or an operation on one."""
+    displays = (ast.Dict, ast.List, ast.Tuple, ast.Set, ast.Subscript)
+    lines = [at for at, line in enumerate(source.splitlines(), 1) if line.endswith("# fmt: skip")]
+    found = 0
+    for at in lines:
+        inside = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.stmt) and n.lineno <= at <= n.end_lineno]
+        value = getattr(min(inside, key=lambda n: n.end_lineno - n.lineno), "value", None)
+        if isinstance(value, ast.Call):
+            value = next(iter(value.args), None)
+        found += not isinstance(value.right if isinstance(value, ast.BinOp) else value, displays)
+    return found
+
+
+def test_only_tables_keep_their_form():
+    """But for what files of nearly 400 lines have no room for: a number that only falls."""
+    assert sum(without_table(file.read_text()) for file in FILES) <= MOST

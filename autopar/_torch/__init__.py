@@ -288,6 +288,7 @@ def strided_shard(dim: int, split_factor: int):
 
 
 def is_strided_shard(placement) -> bool:
+    """Return whether a placement of DTensor shards a dim that another axis has cut before."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return isinstance(placement, _StridedShard)

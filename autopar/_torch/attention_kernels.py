@@ -47,9 +47,23 @@ def cudnn_backward(grad, q, k, v, out, lse, causal: bool, scale: float) -> tuple
     """Return the gradients of q, k and v by cuDNN."""
     seed, offset = _no_state(q)
     return aten._scaled_dot_product_cudnn_attention_backward(
-        grad, q, k, v, out, lse.unsqueeze(-1), seed, offset, None, None, None, q.shape[2], k.shape[2], 0.0, causal,
+        grad,
+        q,
+        k,
+        v,
+        out,
+        lse.unsqueeze(-1),
+        seed,
+        offset,
+        None,
+        None,
+        None,
+        q.shape[2],
+        k.shape[2],
+        0.0,
+        causal,
         scale=scale,
-    )  # fmt: skip
+    )
 
 
 def efficient(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float):

@@ -17,7 +17,8 @@ class Numbers(Protocol):
     """Random numbers that follow torch's seed. `position`: the seeding that they know of, their seed and offset."""
 
     @property
-    def position(self) -> tuple[Seeding, int, int]: ...
+    def position(self) -> tuple[Seeding, int, int]:
+        """Return the seeding of torch that is known, seed and offset."""
 
 
 class Seeding:

@@ -75,9 +75,11 @@ def open_mode() -> Any:
 
 
 def run_open(
-    mode: Any, run: Callable[[list[torch.Tensor]], object], inputs: Sequence[torch.Tensor],
+    mode: Any,
+    run: Callable[[list[torch.Tensor]], object],
+    inputs: Sequence[torch.Tensor],
     dims: Sequence[Mapping[int, int]],
-) -> OpenSizes:  # fmt: skip
+) -> OpenSizes:
     """Run something on tensors of an open mode with the sizes of these dims of each left open, each with the place of
     its size among the sizes, and return what that says of them: what an export says, in less time."""
     from torch._dispatch.python import enable_python_dispatcher

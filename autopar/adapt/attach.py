@@ -48,9 +48,12 @@ class Attachment:
         self._note(path, name, lambda: owner._buffers.pop(leaf))
 
     def replace(
-        self, path: str, name: str, forms: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+        self,
+        path: str,
+        name: str,
+        forms: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
         compute: Callable[[Tensor], tuple[Tensor, ...]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Put frozen parameters of these names, shapes and dtypes in the place of parameter `name` of the module at
         `path`. They have no values here: whoever takes the model over computes them, one parameter at a time. The
         user's forward is traced with the one that they replace."""

@@ -111,6 +111,7 @@ class FakeQuant:
 
     @property
     def weight_grid(self) -> Grid:
+        """Return the grid that weights are rounded to."""
         return Grid(self.dtype, self.granularity, self.mapping_type, self.group_size, self.scale_precision)
 
     @property
@@ -154,9 +155,9 @@ class FakeQuant:
             near = sorted(sizes, key=lambda n: abs(n - self.group_size))[:3]
             raise AdaptError(
                 f"group_size={self.group_size} does not divide the {site.shape[1]} inputs of {path}",
-                shape=site.shape, fix=f"one of {', '.join(map(str, sorted(near)))}, or leave the layer out by "
-                                      f"exclude_modules",
-            )  # fmt: skip
+                shape=site.shape,
+                fix=f"one of {', '.join(map(str, sorted(near)))}, or leave the layer out by exclude_modules",
+            )
         return site
 
     def _first_scale(self, path: str, site: QuantSite, weight: torch.Tensor, to: Attachment) -> torch.Tensor:

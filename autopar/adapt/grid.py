@@ -59,18 +59,22 @@ class Grid:
 
     @property
     def bits(self) -> int:
+        """Return the bits of an integer."""
         return int(self.dtype.removeprefix("int"))
 
     @property
     def qmin(self) -> int:
+        """Return the least integer."""
         return -(2 ** (self.bits - 1))
 
     @property
     def qmax(self) -> int:
+        """Return the greatest integer."""
         return 2 ** (self.bits - 1) - 1
 
     @property
     def is_symmetric(self) -> bool:
+        """Return whether 0 stays 0, so that there is no zero point."""
         return self.mapping_type == "symmetric"
 
     def groups(self, features: int) -> int:

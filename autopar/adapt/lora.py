@@ -142,8 +142,9 @@ class LoRA:
         if site.r > least:
             raise AdaptError(
                 f"r={site.r} is above the rank that {path}.{site.parameter} can have",
-                shape=tuple(weight.shape), fix=f"r at most {least}, or another layer",
-            )  # fmt: skip
+                shape=tuple(weight.shape),
+                fix=f"r at most {least}, or another layer",
+            )
         for name, shape, first in zip(site.names, shapes, (True, False)):
             values = torch.empty(shape, dtype=dtype, device=to.device)
             if to.device.type != "meta":

@@ -81,6 +81,7 @@ class QuantizedWeight(nn.Module):
         return values.reshape(q.shape).to(self.dtype)
 
     def extra_repr(self) -> str:
+        """Return the sizes and the grid, as `print(model)` shows them."""
         grid = self.grid
         group = f", group_size={grid.group_size}" if grid.group_size is not None else ""
         return f"{self.weight.shape[0]}, {self.features}, {grid.dtype} {grid.granularity}{group}, {grid.mapping_type}"
@@ -90,6 +91,7 @@ class QuantizedEmbedding(QuantizedWeight):
     """(...) indices -> (..., i)."""
 
     def forward(self, index: Tensor) -> Tensor:
+        """Return the dequantized rows of an index (...) -> (..., features)."""
         return self.dequantize(index)
 
 
@@ -98,9 +100,14 @@ class QuantizedLinear(QuantizedWeight):
     and `activation_zero_point` () or None."""
 
     def __init__(
-        self, shape: tuple[int, int], grid: Grid, dtype: torch.dtype, activation_grid: Grid | None = None,
-        bias: bool = True, device=None,
-    ):  # fmt: skip
+        self,
+        shape: tuple[int, int],
+        grid: Grid,
+        dtype: torch.dtype,
+        activation_grid: Grid | None = None,
+        bias: bool = True,
+        device=None,
+    ):
         super().__init__(shape, grid, dtype, device)
         self.activation_grid = activation_grid
         self.bias = nn.Parameter(torch.zeros(shape[0], dtype=dtype, device=device)) if bias else None
@@ -131,4 +138,5 @@ class QuantizedLinear(QuantizedWeight):
         )
 
     def forward(self, x: Tensor) -> Tensor:
+        """Multiply x (..., in) by the dequantized weight -> (..., out)."""
         return nn.functional.linear(self._input(x), self.dequantize(), self.bias)

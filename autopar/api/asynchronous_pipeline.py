@@ -57,11 +57,24 @@ class AsynchronousPipeline:
     `module` is what `autopar.compile` returns, with the newest weights, to evaluate and to save. The memory of its plan
     is that of synchronous training: older versions (`schedule.versions_held(stage)` less one) are not in it."""
 
-    def __init__(self, model: nn.Module, mesh, example_inputs, schedule: str = STASHING, *,
-                 optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer], micro_batches: int | None = None,
-                 plan: Plan | None = None, hardware=None, memory=None, precision: str | torch.dtype = "auto",
-                 strategy: str | None = None, pin: Mapping[str, str] | None = None, loss_fn: Callable | None = None,
-                 weights=None):  # fmt: skip
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh,
+        example_inputs,
+        schedule: str = STASHING,
+        *,
+        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+        micro_batches: int | None = None,
+        plan: Plan | None = None,
+        hardware=None,
+        memory=None,
+        precision: str | torch.dtype = "auto",
+        strategy: str | None = None,
+        pin: Mapping[str, str] | None = None,
+        loss_fn: Callable | None = None,
+        weights=None,
+    ):
         axis = axis_of(Mesh.of(mesh))
         if axis is None or not hasattr(mesh, "get_group"):
             raise MeshError(f"a pipeline needs a DeviceMesh with an axis pp of several devices, not {mesh}")
@@ -205,8 +218,10 @@ class _Stream:
         args, kwargs = split_example(batch)
         tensors = captured.signature.match(args, kwargs)
         if tensors is None:
-            raise InputError(f"a batch {describe_call(args, kwargs)} is not of the form of example_inputs",
-                             fix="pass batches of one shape; drop or pad the last one")  # fmt: skip
+            raise InputError(
+                f"a batch {describe_call(args, kwargs)} is not of the form of example_inputs",
+                fix="pass batches of one shape; drop or pad the last one",
+            )
         if self.count == 0:
             agree.check_batches(captured.signature.tensor_names, tensors)
         named = dict(zip(captured.signature.tensor_names, tensors))
@@ -228,13 +243,15 @@ def _check(plan: Plan, schedule: Asynchronous) -> None:
     found = plan.pipeline
     p, m = schedule.stages, schedule.group
     if (found.ranks, found.stages_per_rank, found.micro_batches) != (p, 1, m):
-        raise StageError(f"{schedule.name} needs a plan of {p} stages, one a rank, and a batch in {m}, which the given "
-                         f"one is not",
-                         fix=f'plan with schedule="1f1b" and micro_batches={m}, or leave plan= out')  # fmt: skip
+        raise StageError(
+            f"{schedule.name} needs a plan of {p} stages, one a rank, and a batch in {m}, which the given one is not",
+            fix=f'plan with schedule="1f1b" and micro_batches={m}, or leave plan= out',
+        )
     if found.samples:
-        raise StageError(f"{schedule.name} runs equal micro-batches, and a batch of {found.samples} samples cannot be "
-                         f"cut into {m}",
-                         fix=f"pass batches of {found.samples - found.samples % m or m} samples")  # fmt: skip
+        raise StageError(
+            f"{schedule.name} runs equal micro-batches, and a batch of {found.samples} samples cannot be cut into {m}",
+            fix=f"pass batches of {found.samples - found.samples % m or m} samples",
+        )
 
 
 def _planned(model: nn.Module, mesh, example_inputs, schedule: Asynchronous, **options) -> Plan:
@@ -262,8 +279,16 @@ def _planned(model: nn.Module, mesh, example_inputs, schedule: Asynchronous, **o
     cuts = cuts_of(found.captured.graph, first.pipeline.owners)
     pipeline = Pipeline(first.pipeline.axis, first.pipeline.ranks, "1f1b", 1, 1, cuts, first.pipeline.costs)
     plan = replace(
-        found.plan, mesh=first.mesh, pipeline=pipeline, fingerprint=fingerprint(found.captured.graph),
-        peak_bytes=first.peak_bytes, memory=first.memory, at_peak=first.at_peak, step_seconds=first.step_seconds / many,
-        bound=first.bound / many, gap=first.gap, alternatives=(),
-    )  # fmt: skip
+        found.plan,
+        mesh=first.mesh,
+        pipeline=pipeline,
+        fingerprint=fingerprint(found.captured.graph),
+        peak_bytes=first.peak_bytes,
+        memory=first.memory,
+        at_peak=first.at_peak,
+        step_seconds=first.step_seconds / many,
+        bound=first.bound / many,
+        gap=first.gap,
+        alternatives=(),
+    )
     return with_owners(found.captured, plan)

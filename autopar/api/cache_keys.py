@@ -54,9 +54,16 @@ def sources(model: nn.Module) -> dict[str, str | None]:
 
 
 def capture_key(
-    sources: Mapping[str, str | None], model: nn.Module, example_inputs, loss_fn: Callable | None, forms: Forms,
-    precision: str, adapt: Sequence[Adaptation], loss_alone: bool, with_gradients: bool,
-) -> str | None:  # fmt: skip
+    sources: Mapping[str, str | None],
+    model: nn.Module,
+    example_inputs,
+    loss_fn: Callable | None,
+    forms: Forms,
+    precision: str,
+    adapt: Sequence[Adaptation],
+    loss_alone: bool,
+    with_gradients: bool,
+) -> str | None:
     """Return the key of a model's call, which is given on global shapes. `sources`: as `sources` gives them."""
     if None in sources.values() or (loss_fn is not None and not isinstance(loss_fn, FunctionType)):
         return None  # what a loss holds beside code is not compared

@@ -56,8 +56,17 @@ from .shared_capture import shared_capture
 class CallCompiler:
     """Traces, plans and lowers calls of one model, on all ranks together (see runtime/captures.py)."""
 
-    def __init__(self, model: nn.Module, device_mesh, inputs: str, given: Plan | str | Path | None, loss_fn,
-                 options: dict, adapt: Sequence[Adaptation] = (), passes: Sequence[Pass] = ()):  # fmt: skip
+    def __init__(
+        self,
+        model: nn.Module,
+        device_mesh,
+        inputs: str,
+        given: Plan | str | Path | None,
+        loss_fn,
+        options: dict,
+        adapt: Sequence[Adaptation] = (),
+        passes: Sequence[Pass] = (),
+    ):
         self.adapt, self.passes = adapt, passes
         self.model, self.device_mesh, self.mesh = model, device_mesh, Mesh.of(device_mesh)
         self.axis = axis_of(self.mesh)
@@ -82,9 +91,13 @@ class CallCompiler:
         return self._agreed(lambda: (_example_of(traced.captured.signature), traced.fixed), forms, adapters, False)
 
     def trace_form(
-        self, like: Traced, signature: CallSignature, gradients: bool, adapters: bool = True,
+        self,
+        like: Traced,
+        signature: CallSignature,
+        gradients: bool,
+        adapters: bool = True,
         trains: Mapping[str, bool] | None = None,
-    ) -> Traced:  # fmt: skip
+    ) -> Traced:
         """Trace a call of this form as `trace` has traced one of other sizes."""
         forms = self.forms.training(trains or {}) if gradients else self.forms.without_gradients()
         call = lambda: (_example_of(signature), like.fixed)  # noqa: E731
@@ -99,8 +112,9 @@ class CallCompiler:
         how = self.loss_fn, forms, self.options["precision"], gradients or torch.is_grad_enabled()
         return open_sizes(self.model, _example_of(traced.captured.signature), dims, traced.captured, *how)
 
-    def _agreed(self, example: Callable[[], tuple], forms: Forms, adapters: bool, loss_alone: bool,
-                with_gradients: bool = True) -> Traced:  # fmt: skip
+    def _agreed(
+        self, example: Callable[[], tuple], forms: Forms, adapters: bool, loss_alone: bool, with_gradients: bool = True
+    ) -> Traced:
         """Trace the same graph on all ranks; `example` gives the call on global shapes, and the layouts that the user's
         tensors fix."""
         adapt = [a for a in self.adapt if adapters or not isinstance(a, LoRA)]
@@ -108,18 +122,27 @@ class CallCompiler:
         options = self.options["precision"], adapt, loss_alone, with_gradients
         call = self.model, whole, self.loss_fn, forms
         captured, content = shared_capture(
-            lambda: trace(*call, *options, self.passes), *call, self.cache,
+            lambda: trace(*call, *options, self.passes),
+            *call,
+            self.cache,
             capture_key(self.sources, *call, *options) if self.sources is not None and not self.passes else None,
-        )  # fmt: skip
+        )
         signature = captured.signature
-        shapes = [f"{n} {tuple(s)}" if s is not None else f"{n}={text_of(c)}" for n, s, c in
-                  zip(signature.names, signature.shapes, signature.constants)]  # fmt: skip
+        shapes = [
+            f"{n} {tuple(s)}" if s is not None else f"{n}={text_of(c)}"
+            for n, s, c in zip(signature.names, signature.shapes, signature.constants)
+        ]
         found = fingerprint(captured.graph)
         agree.check_captures(shapes, found)
         return Traced(captured, given, found, content)
 
-    def plan(self, traced: Traced, first: Plan | None = None, layouts: Mapping[str, Layout] | None = None,
-             like: Plan | None = None) -> Plan:  # fmt: skip
+    def plan(
+        self,
+        traced: Traced,
+        first: Plan | None = None,
+        layouts: Mapping[str, Layout] | None = None,
+        like: Plan | None = None,
+    ) -> Plan:
         """Return the plan of a traced call, made or loaded on rank 0 and the same on all ranks. For a later call
         `first` is the plan of the first one, and parameters keep their `layouts`, by name; the decisions of `like` are
         taken if they can be."""
@@ -201,9 +224,14 @@ class CallCompiler:
         def retrace(more: Sequence[Adaptation]) -> Captured:
             with order.attached(self.model, more):
                 return trace_to_plan(
-                    self.model, of_samples(signature, samples_of(signature)), self.loss_fn, forms_of(self.model),
-                    self.options["precision"], (*self.adapt, *more), self.passes,
-                )  # fmt: skip
+                    self.model,
+                    of_samples(signature, samples_of(signature)),
+                    self.loss_fn,
+                    forms_of(self.model),
+                    self.options["precision"],
+                    (*self.adapt, *more),
+                    self.passes,
+                )
 
         return retrace
 
@@ -223,10 +251,16 @@ class CallCompiler:
         if self.given is not None:
             asked["strategy"] = first.strategy
         asked_again = options_of(
-            self.device_mesh, **asked, memory=first.memory_limit_bytes - held, pin=None, on_host=here,
-            fixed=_by_node(captured, known), baselines=False, reduce_dtype=first.reduce_dtype,
+            self.device_mesh,
+            **asked,
+            memory=first.memory_limit_bytes - held,
+            pin=None,
+            on_host=here,
+            fixed=_by_node(captured, known),
+            baselines=False,
+            reduce_dtype=first.reduce_dtype,
             state_dtype=first.state_dtype,
-        )  # fmt: skip
+        )
         return replace(asked_again, tile=self.options["tile"] if loss_regions(captured.graph) else AUTO)
 
 

@@ -39,7 +39,7 @@ from ..planner.remedies import planned_or_fixes
 from ..planner.request import PlanRequest
 from ..plans.plan import Plan
 from ..processes import agree, process_groups, watch
-from ..processes.machines import told
+from ..processes.machines import fitted_to_machines
 from ..runtime import optimizers
 from ..runtime.equal_ranks import EVERY
 from ..runtime.first_call import CompiledAtFirstCall
@@ -149,11 +149,26 @@ def search(
     check_model(model)
     precision = precision_on(Mesh.of(mesh) if isinstance(mesh, Mapping) else mesh, hardware, precision, model)
     request = PlanRequest.of(
-        mesh, name or type(model).__name__, hardware=hardware, memory=memory, optimizer=optimizer, precision=precision,
-        strategy=strategy, pin=pin, strict=strict, fixed={}, baselines=baselines, forbid=forbid, offload=offload,
-        reduce_dtype=reduce_dtype, state_dtype=state_dtype, execution=execution, expert_load=expert_load,
-        styles=styles_of(model), **staged,
-    )  # fmt: skip
+        mesh,
+        name or type(model).__name__,
+        hardware=hardware,
+        memory=memory,
+        optimizer=optimizer,
+        precision=precision,
+        strategy=strategy,
+        pin=pin,
+        strict=strict,
+        fixed={},
+        baselines=baselines,
+        forbid=forbid,
+        offload=offload,
+        reduce_dtype=reduce_dtype,
+        state_dtype=state_dtype,
+        execution=execution,
+        expert_load=expert_load,
+        styles=styles_of(model),
+        **staged,
+    )
     adaptations, added = order.checked(adapt), pass_manager.check_added(passes, PASSES)
 
     def traced(more: Sequence[Adaptation] = (), inputs=example_inputs) -> Captured:
@@ -179,9 +194,16 @@ def search(
 
 
 @located
-def explain(model: nn.Module | Planned, pattern: str | None = None, mesh=None, example_inputs=None, *,
-            alternatives: int = 6, report=lambda text: None,
-            **planning) -> Explanation | PipelineExplanation:  # fmt: skip
+def explain(
+    model: nn.Module | Planned,
+    pattern: str | None = None,
+    mesh=None,
+    example_inputs=None,
+    *,
+    alternatives: int = 6,
+    report=lambda text: None,
+    **planning,
+) -> Explanation | PipelineExplanation:
     """Explain why the plan of a model chose what it chose for the parameters, ops and modules whose names the glob
     `pattern` matches, and what up to `alternatives` others would cost each; `print` the result. `mesh`,
     `example_inputs` and `planning` as in `autopar.plan`; a finished search (`autopar.api.entry.search`) needs none of
@@ -283,13 +305,33 @@ def compile(
     if precision != AUTO or plan is None:
         precision = precision_on(mesh, hardware, precision, model)
     arguments = dict(
-        inputs=inputs, outputs=outputs, plan=plan, hardware=hardware, memory=memory, optimizer=optimizer,
-        precision=precision, reduce_dtype=reduce_dtype, state_dtype=state_dtype, execution=execution,
-        expert_load=expert_load, strategy=strategy, pin=pin,
-        loss_fn=loss_fn, strict=strict, baselines=baselines, weights=weights, adapt=adaptations, passes=added,
-        micro_batches=micro_batches, offload=offload, tile=tile, schedule=schedule, stages_per_rank=stages_per_rank,
-        pad=pad, check_every=check_every,
-    )  # fmt: skip
+        inputs=inputs,
+        outputs=outputs,
+        plan=plan,
+        hardware=hardware,
+        memory=memory,
+        optimizer=optimizer,
+        precision=precision,
+        reduce_dtype=reduce_dtype,
+        state_dtype=state_dtype,
+        execution=execution,
+        expert_load=expert_load,
+        strategy=strategy,
+        pin=pin,
+        loss_fn=loss_fn,
+        strict=strict,
+        baselines=baselines,
+        weights=weights,
+        adapt=adaptations,
+        passes=added,
+        micro_batches=micro_batches,
+        offload=offload,
+        tile=tile,
+        schedule=schedule,
+        stages_per_rank=stages_per_rank,
+        pad=pad,
+        check_every=check_every,
+    )
     if micro_batches not in (None, AUTO):
         accumulation.check(micro_batches)
     if isinstance(schedule, Schedule):  # every rank has to know it by its name
@@ -304,14 +346,30 @@ def compile(
 
 
 @paused_collector()
-def _compile(model, device_mesh, example_inputs, *, inputs, outputs, plan, loss_fn, weights, adapt, passes, pad,
-             check_every, **options):  # fmt: skip
+def _compile(
+    model,
+    device_mesh,
+    example_inputs,
+    *,
+    inputs,
+    outputs,
+    plan,
+    loss_fn,
+    weights,
+    adapt,
+    passes,
+    pad,
+    check_every,
+    **options,
+):
     process_groups.check_world(Mesh.of(device_mesh), device_mesh)
     watch.start()
     if device_mesh.device_type == "cpu":
         keep_freed_pages()
     if any(numbers := watch.machines()):
-        options["hardware"] = agree.from_rank_zero(lambda: told(hardware_of(device_mesh, options["hardware"]), numbers))
+        options["hardware"] = agree.from_rank_zero(
+            lambda: fitted_to_machines(hardware_of(device_mesh, options["hardware"]), numbers)
+        )
     if options["precision"] == AUTO:
         given = agree.from_rank_zero(lambda: (plan if isinstance(plan, Plan) else Plan.load(plan)).precision)
         options["precision"] = given
@@ -326,8 +384,9 @@ def _compile(model, device_mesh, example_inputs, *, inputs, outputs, plan, loss_
     attachment = agree.everywhere(lambda: order.attach(model, adapt, "cpu", seed, weights is not None))
     try:
         compiler = CallCompiler(model, device_mesh, inputs, plan, loss_fn, options, adapt, passes)
-        module = ParallelModule(model, compiler, example_inputs, inputs, device_mesh, values, attachment, outputs, pad,
-                                check_every)  # fmt: skip
+        module = ParallelModule(
+            model, compiler, example_inputs, inputs, device_mesh, values, attachment, outputs, pad, check_every
+        )
         optimizers.follow(module)
         return module
     except BaseException:

@@ -42,10 +42,12 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
+        """Return whether the configuration fits the memory of a device."""
         return self.missing_bytes == 0.0
 
     @property
     def missing_bytes(self) -> float:
+        """Return the bytes by which the peak is above the limit of a device."""
         return max(0.0, self.plan.peak_bytes - self.plan.memory_limit_bytes)
 
     def tflops_per_device(self, flops: float, seconds: float) -> float:
@@ -89,29 +91,44 @@ class Estimate:
 
 
 def estimate(
-    model: nn.Module, mesh, example_inputs, *, strategy: words.Strategy | None = None,
-    recompute: words.Recompute = "auto", micro_batches: int | None = None, schedule: words.Schedule = "auto",
+    model: nn.Module,
+    mesh,
+    example_inputs,
+    *,
+    strategy: words.Strategy | None = None,
+    recompute: words.Recompute = "auto",
+    micro_batches: int | None = None,
+    schedule: words.Schedule = "auto",
     stages_per_rank: int | None = None,
-    report: Callable[[str], None] = lambda text: None, **planning,
-) -> Estimate:  # fmt: skip
+    report: Callable[[str], None] = lambda text: None,
+    **planning,
+) -> Estimate:
     """Estimate the cost of a strategy with a level of recomputation and so many micro-batches; on a mesh with an axis
     pp, by a schedule with so many stages a rank. `mesh` and `planning` as in `autopar.plan`; what is left open is
     chosen as a plan would be. Raises subclasses of AutoparError, but none for memory."""
     found = api.search(
-        model, mesh, example_inputs, strategy=strategy, recompute=recompute, micro_batches=micro_batches,
-        schedule=schedule, stages_per_rank=stages_per_rank, refuses=False, report=report,
+        model,
+        mesh,
+        example_inputs,
+        strategy=strategy,
+        recompute=recompute,
+        micro_batches=micro_batches,
+        schedule=schedule,
+        stages_per_rank=stages_per_rank,
+        refuses=False,
+        report=report,
         **{"baselines": False} | planning,
-    )  # fmt: skip
+    )
     return of_search(found)
 
 
 def of_search(planned: Planned) -> Estimate:
     """Return the estimate of a finished search. Its FLOPs are those of the whole batch, also where micro-batches differ
     by a sample and the search counted the larger ones."""
-    passes, options = sum(planned.plan.pipeline.shares), planned.options
+    shares, options = sum(planned.plan.pipeline.shares), planned.options
     found, recomputed = planned.plan.flops, _recomputed_flops(*planned.whole)
     peaks = options.hardware.flops_per_second
-    return Estimate(planned.plan, options.recompute, found.model, found.model + passes * recomputed, found.dtype, peaks)
+    return Estimate(planned.plan, options.recompute, found.model, found.model + shares * recomputed, found.dtype, peaks)
 
 
 def _recomputed_flops(problem: Problem, e: Evaluation) -> float:

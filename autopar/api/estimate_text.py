@@ -15,7 +15,7 @@ def estimate_text(e: Estimate) -> str:
     lines = [
         f"{p.model} on mesh {p.mesh} ({p.mesh.devices} devices, {p.hardware}), {p.precision_text}, "
         f"{p.optimizer_text}, strategy {p.strategy}, run {p.execution_text}, recomputation {e.recompute}",
-        wording(p).passes(p),
+        wording(p).batching(p),
         f"step {ms(p.step_seconds)} = {parts_of(p)}",
         _rates(e),
         f"peak {size(p.peak_bytes)} a device, {percent(p.peak_bytes, p.memory_limit_bytes)} of "

@@ -48,9 +48,14 @@ def taken_over(
 
 
 def kept_or_traced(
-    trace: Callable[[], Captured], model: nn.Module, example_inputs, loss_fn: Callable | None, forms: Forms,
-    cache: CompileCache, key: str | None,
-) -> Captured:  # fmt: skip
+    trace: Callable[[], Captured],
+    model: nn.Module,
+    example_inputs,
+    loss_fn: Callable | None,
+    forms: Forms,
+    cache: CompileCache,
+    key: str | None,
+) -> Captured:
     """Return the capture that `trace` gives, from the cache if it is there, and keep it otherwise."""
     call = model, example_inputs, loss_fn, forms
     captured, _, variant = find(cache, key, lambda text, constants: taken_over(text, constants, *call))

@@ -22,9 +22,14 @@ _log = logging.getLogger("autopar")
 
 
 def shared_capture(
-    trace: Callable[[], Captured], model: nn.Module, example_inputs, loss_fn: Callable | None, forms: Forms,
-    cache: CompileCache, key: str | None,
-) -> tuple[Captured, str | None]:  # fmt: skip
+    trace: Callable[[], Captured],
+    model: nn.Module,
+    example_inputs,
+    loss_fn: Callable | None,
+    forms: Forms,
+    cache: CompileCache,
+    key: str | None,
+) -> tuple[Captured, str | None]:
     """Return a capture of this rank's model, which `trace` gives too, and a hash of what it computes, None if that
     cannot be told. All ranks call it together; a rank traces for itself where rank 0's capture cannot be sent, or where
     the model, the call or what the forward read is not rank 0's. If tracing fails on a rank, every rank raises. Rank 0

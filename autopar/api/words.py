@@ -20,8 +20,18 @@ Strategy = (
 Optimizer = Literal["adamw", "adam", "muon", "sgd", "sgd_momentum", "none"] | str
 Schedule = (
     Literal[
-        "auto", "naive", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "interleaved_zero_bubble", "zbv",
-        "dualpipev", "v_half", "v_min",
+        "auto",
+        "naive",
+        "gpipe",
+        "1f1b",
+        "interleaved_1f1b",
+        "zb_h1",
+        "zb_h2",
+        "interleaved_zero_bubble",
+        "zbv",
+        "dualpipev",
+        "v_half",
+        "v_min",
     ]
     | str
-)  # fmt: skip
+)

@@ -42,8 +42,10 @@ def to_profile(measured: dict, base: Hardware, name: str, fingerprint: Mapping[s
     else:
         ramps = {dtype: fit.ramp(rows, launch) for dtype, rows in products.items() if rows}
         known = ramps["fp32"]
-        guessed = {d: speed * known.speed / base.reached_flops_per_second("fp32") * base.flops_efficiency
-                   for d, speed in base.flops_per_second.items()}  # fmt: skip
+        guessed = {
+            d: speed * known.speed / base.reached_flops_per_second("fp32") * base.flops_efficiency
+            for d, speed in base.flops_per_second.items()
+        }
         speeds, efficiency = guessed | {dtype: r.speed for dtype, r in ramps.items()}, 1.0
         halves = {"half_rows": known.half_rows, "half_columns": known.half_columns, "half_depth": known.half_depth}
         kernels = Kernels(**halves, functions_per_second=measured["functions_per_second"])
@@ -67,15 +69,27 @@ def to_profile(measured: dict, base: Hardware, name: str, fingerprint: Mapping[s
     bandwidth = measured["copy_bytes_per_second"]
     peak = max(base.memory_bytes_per_second, bandwidth) if base.kernels.multiprocessors else bandwidth
     return replace(
-        base, name=name, description=f"measured on {fingerprint['device']}",
+        base,
+        name=name,
+        description=f"measured on {fingerprint['device']}",
         source="\n".join(f"{key}: {sources[key]}" for key in in_order),
-        flops_per_second=speeds, flops_efficiency=efficiency, memory_bytes_per_second=peak,
-        memory_efficiency=bandwidth / peak, memory_bytes=measured["memory_bytes"], launch_seconds=launch, links=links,
+        flops_per_second=speeds,
+        flops_efficiency=efficiency,
+        memory_bytes_per_second=peak,
+        memory_efficiency=bandwidth / peak,
+        memory_bytes=measured["memory_bytes"],
+        launch_seconds=launch,
+        links=links,
         reduce_scatter_lowering=lowering,
-        overlap_slowdown=measured["overlap_slowdown"] if curves else base.overlap_slowdown, kernels=kernels,
-        products=products_, attention=attention, errors={},
-        curves=curves, curves_error=fit.left_out_error(curves), fingerprint=dict(fingerprint),
-    )  # fmt: skip
+        overlap_slowdown=measured["overlap_slowdown"] if curves else base.overlap_slowdown,
+        kernels=kernels,
+        products=products_,
+        attention=attention,
+        errors={},
+        curves=curves,
+        curves_error=fit.left_out_error(curves),
+        fingerprint=dict(fingerprint),
+    )
 
 
 def _flops(product: dict) -> float:
@@ -121,10 +135,14 @@ def _links(base: Hardware, curves: Sequence[Curve], machine_ranks: int) -> tuple
         tiers = [(replace(base.links[0], devices=machine_ranks), inside), (network, between)]
     lines = [fit.line(found) for _, found in tiers]
     measured = [
-        replace(tier, latency_seconds=line.latency_seconds, bytes_per_second=line.bytes_per_second,
-                bucket_bytes=fit.bucket_bytes(line))
+        replace(
+            tier,
+            latency_seconds=line.latency_seconds,
+            bytes_per_second=line.bytes_per_second,
+            bucket_bytes=fit.bucket_bytes(line),
+        )
         for (tier, _), line in zip(tiers, lines)
-    ]  # fmt: skip
+    ]
     notes = {
         f"links.{tier.name}": f"one fit over {', '.join(fit.TOGETHER)}, median error {line.median_error:.0%}"
         for tier, line in zip(measured, lines)
@@ -142,10 +160,16 @@ def _curves(rows: list[dict]) -> tuple[str, tuple[Curve, ...]]:
     exchanged = totals[EXCHANGED] < totals["reduce_scatter"]
     unused = "reduce_scatter" if exchanged else EXCHANGED
     curves = tuple(
-        Curve("reduce_scatter" if r["kind"] == EXCHANGED else r["kind"], r["devices"], r["stride"],
-              tuple(map(float, r["bytes"])), tuple(map(float, r["seconds"])))
-        for r in rows if r["kind"] != unused
-    )  # fmt: skip
+        Curve(
+            "reduce_scatter" if r["kind"] == EXCHANGED else r["kind"],
+            r["devices"],
+            r["stride"],
+            tuple(map(float, r["bytes"])),
+            tuple(map(float, r["seconds"])),
+        )
+        for r in rows
+        if r["kind"] != unused
+    )
     return "all_to_all" if exchanged else "native", curves
 
 
@@ -223,11 +247,15 @@ def _rows(hardware: Hardware) -> list[dict]:
     line = fit.Line(tier.latency_seconds, tier.bytes_per_second, 0.0)
     return [
         {
-            "kind": c.kind, "devices": c.devices, "stride": c.stride, "bytes": list(c.bytes_),
-            "seconds": list(c.seconds), "fit_residuals": [round(r, 3) for r in line.residuals(c)],
+            "kind": c.kind,
+            "devices": c.devices,
+            "stride": c.stride,
+            "bytes": list(c.bytes_),
+            "seconds": list(c.seconds),
+            "fit_residuals": [round(r, 3) for r in line.residuals(c)],
         }
         for c in hardware.curves
-    ]  # fmt: skip
+    ]
 
 
 def text(table: Mapping, as_json: bool = False) -> str:

@@ -25,7 +25,8 @@ EXAMPLES = {
 
 def add(subparsers) -> None:
     """Declare `autopar checkpoint` and its commands."""
-    parser = subparsers.add_parser("checkpoint", help="list, verify and convert checkpoints")
+    summary = "list, verify and convert checkpoints"
+    parser = common.command(subparsers, "checkpoint", summary, EXAMPLES["ls"][1], ls)  # the commands have their own
     commands = parser.add_subparsers(dest="what", required=True, metavar="ls|verify|convert")
     for name, (text, example) in EXAMPLES.items():
         command = common.command(commands, name, text, example, {"ls": ls, "verify": verify, "convert": convert}[name])
@@ -33,9 +34,11 @@ def add(subparsers) -> None:
         if name == "convert":
             command.add_argument("out", metavar="OUT", help="a folder that is not there yet")
             command.add_argument(
-                "--to", choices=("dcp", "huggingface"), default="dcp",
+                "--to",
+                choices=("dcp", "huggingface"),
+                default="dcp",
                 help="torch.distributed.checkpoint, model and optimizer by name, or the model alone (default dcp)",
-            )  # fmt: skip
+            )
 
 
 def ls(args: argparse.Namespace) -> int:

@@ -32,9 +32,12 @@ Report = Callable[[str], None]
 def command(subparsers, name: str, summary: str, example: str, run: Callable[[argparse.Namespace], int]):
     """Add a subparser whose --help ends with an example."""
     parser = subparsers.add_parser(
-        name, help=summary, description=summary[0].upper() + summary[1:] + ".", epilog=f"example:\n  {example}",
+        name,
+        help=summary,
+        description=summary[0].upper() + summary[1:] + ".",
+        epilog=f"example:\n  {example}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     parser.set_defaults(run=run)
     return parser
 
@@ -85,7 +88,7 @@ def add_planning(parser, hardware: str | None) -> None:
 def add_search(parser, baselines: bool = False) -> None:
     """Add all arguments of a search for a plan; `baselines`: whether it may compare with the expert strategies."""
     add_model(parser, batch=None, seq=None, searches=True)
-    add_passes(parser)
+    add_batching(parser)
     add_planning(parser, hardware="h100")
     add_adapting(parser)
     forbid = "a layout that the parameters that GLOB matches may not take, such as '*.wte.weight=R'; may be repeated"
@@ -99,13 +102,13 @@ def add_search(parser, baselines: bool = False) -> None:
         compared.add_argument("--pipelines", action="store_true", help=staged)
 
 
-def add_passes(parser) -> None:
+def add_batching(parser) -> None:
     """Add --micro-batches, --micro-batch, --tile and --recompute."""
-    passes = (
+    parts = (
         "parts of the batch, whose gradients are added up; auto: the fewest that fit without recomputation (default 1, "
         "with pp as many as are best)"
     )
-    parser.add_argument("--micro-batches", type=passes_or_auto, metavar="K", help=passes)
+    parser.add_argument("--micro-batches", type=count_or_auto, metavar="K", help=parts)
     samples = "the same by the samples that a data-parallel replica computes at once: K = batch / (N * replicas)"
     parser.add_argument("--micro-batch", type=count, metavar="N", help=samples)
     level = "what the backward computes again, in every block (default auto: as little as the memory demands)"
@@ -147,8 +150,10 @@ def played(args: argparse.Namespace) -> tuple[Planned, Timeline | None]:
     if not planned.staged:
         return planned, planned.timeline if args.slowdown is None else planned.played(args.slowdown)
     if args.slowdown is not None:
-        raise PipelineError("--slowdown is for a step without a pipeline: stages are priced with the hardware's own",
-                            fix="leave it out, or change overlap_slowdown in a profile")  # fmt: skip
+        raise PipelineError(
+            "--slowdown is for a step without a pipeline: stages are priced with the hardware's own",
+            fix="leave it out, or change overlap_slowdown in a profile",
+        )
     return planned, None
 
 
@@ -157,24 +162,30 @@ def search(args: argparse.Namespace, report: Report, **options) -> Planned:
     is kept for the next time; `options` of `api.search` come on top."""
     quiet()
     from ..api import entry as api
-    from ..planner.batch import AUTO, passes_of
+    from ..planner.batch import AUTO, micro_batches_of
     from ..planner.options import PIPELINES
     from ..storage.compile_cache import CompileCache
 
     mesh, many = Mesh.parse(args.mesh) if args.mesh else None, args.micro_batches
     staged, compares = getattr(args, "pipelines", False), not getattr(args, "no_baselines", True)
     if args.micro_batch is not None:
-        many = passes_of(
+        many = micro_batches_of(
             args.batch, mesh and inside(mesh), args.strategy, None if many == AUTO else many, args.micro_batch
         )
     report("building the model")
     model, inputs = models.build(args.model, batch=args.batch, seq=args.seq)
     asked = dict(
-        optimizer=args.optimizer, strict=args.strict, forbid=forbidden(args), adapt=adaptations(args),
-        micro_batches=many, recompute=args.recompute, tile=args.tile,
+        optimizer=args.optimizer,
+        strict=args.strict,
+        forbid=forbidden(args),
+        adapt=adaptations(args),
+        micro_batches=many,
+        recompute=args.recompute,
+        tile=args.tile,
         schedule=getattr(args, "schedule", None) or "auto",
-        stages_per_rank=getattr(args, "stages_per_rank", None), baselines=PIPELINES if staged else compares,
-    )  # fmt: skip
+        stages_per_rank=getattr(args, "stages_per_rank", None),
+        baselines=PIPELINES if staged else compares,
+    )
     asked |= {"report": report, "cache": CompileCache.of_environment()} | planning(args) | options
     return api.search(model, mesh or args.devices, inputs, **asked)
 
@@ -214,8 +225,8 @@ def count(text: str) -> int:
     return value
 
 
-def passes_or_auto(text: str) -> int | str:
-    """Read a number of passes, or "auto"."""
+def count_or_auto(text: str) -> int | str:
+    """Read a number that is 1 or more, or "auto"."""
     return text if text == "auto" else count(text)
 
 
@@ -250,10 +261,18 @@ def _layout_of(text: str, what: str) -> tuple[str, str]:
 def planning(args: argparse.Namespace) -> dict:
     """Return the arguments of `add_planning` as those of `autopar.plan`."""
     return dict(
-        name=args.model, hardware=args.hardware, precision=args.precision, reduce_dtype=args.reduce_dtype,
-        state_dtype=args.state_dtype, execution=args.execution, expert_load=args.expert_load, strategy=args.strategy,
-        memory=args.memory, offload=args.offload, pin=pins(args),
-    )  # fmt: skip
+        name=args.model,
+        hardware=args.hardware,
+        precision=args.precision,
+        reduce_dtype=args.reduce_dtype,
+        state_dtype=args.state_dtype,
+        execution=args.execution,
+        expert_load=args.expert_load,
+        strategy=args.strategy,
+        memory=args.memory,
+        offload=args.offload,
+        pin=pins(args),
+    )
 
 
 def check(args: argparse.Namespace) -> None:
@@ -269,8 +288,10 @@ def check(args: argparse.Namespace) -> None:
     if args.mesh is not None:
         mesh = Mesh.parse(args.mesh, args.devices)
         if args.devices not in (None, mesh.devices):
-            raise MeshError(f"--mesh {mesh} has {mesh.devices} devices, --devices says {args.devices}",
-                            fix="give one of the two, or -1 for a size")  # fmt: skip
+            raise MeshError(
+                f"--mesh {mesh} has {mesh.devices} devices, --devices says {args.devices}",
+                fix="give one of the two, or -1 for a size",
+            )
         args.mesh = str(mesh)
         Restriction.of(args.strategy, inside(mesh))
         check_staged(mesh, getattr(args, "schedule", None), getattr(args, "stages_per_rank", None))

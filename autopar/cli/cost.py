@@ -46,8 +46,10 @@ def run(args: argparse.Namespace) -> int:
     from ..cost.operator_tables import read
 
     if other := other_gpu(Path(args.table), hardware.name):
-        print(f"warning: {args.table} is of {other}, the profile of {hardware.name}; fix: use --hardware {other}",
-              file=sys.stderr)  # fmt: skip
+        print(
+            f"warning: {args.table} is of {other}, the profile of {hardware.name}; fix: use --hardware {other}",
+            file=sys.stderr,
+        )
     found = read(Path(args.table), args.precision)
     predicted = found.predicted_seconds(hardware)
     rows = json.dumps(_rows(found, predicted), indent=1, allow_nan=False)
@@ -69,8 +71,10 @@ def other_gpu(file: Path, hardware: str) -> str | None:
 
 def _rows(found: OperatorTable, predicted: np.ndarray) -> list[dict]:
     """Return each row with the names of the table's columns, its size class and both seconds."""
-    columns = {name: [int(v) if v == v // 1 else v for v in values.tolist()] if values.dtype.kind == "f"
-               else values.tolist() for name, values in found.columns.items()}  # fmt: skip
+    columns = {
+        name: [int(v) if v == v // 1 else v for v in values.tolist()] if values.dtype.kind == "f" else values.tolist()
+        for name, values in found.columns.items()
+    }
     columns |= {"size_class": found.size_classes(), "measured_seconds": found.measured_seconds.tolist(),
                 "predicted_seconds": predicted.tolist()}  # fmt: skip
     return [dict(zip(columns, row)) for row in zip(*columns.values())]

@@ -36,8 +36,9 @@ def train(settings: dict, devices: int, spawn: Callable[[dict, int], int]) -> in
             mesh = smaller(Mesh.parse(settings["mesh"]), devices - len(lost.ranks))
             print(
                 f"autopar: {len(lost.ranks)} of {devices} processes lost ({lost.message}): going on with mesh {mesh}",
-                file=sys.stderr, flush=True,
-            )  # fmt: skip
+                file=sys.stderr,
+                flush=True,
+            )
             settings, devices = settings | {"mesh": str(mesh), "resume": True}, mesh.devices
 
 

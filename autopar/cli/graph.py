@@ -12,13 +12,6 @@ from ..plans.pipeline import axis_of, rank_inside
 from . import common
 
 EXAMPLE = "autopar graph --model mlp-tiny --mesh dp=2,tp=2 --after localize --rank 1"
-NEEDS = {  # what makes the passes run that not every compilation has
-    "lora": "--lora or --qlora", "quantize": "--qlora", "fake_quant": "--qat", "upcast": "--precision bf16",
-    "tile_loss": "--tile loss", "by_tier": "a profile with two tiers of links",
-    "unroll": "a model of many equal blocks",
-    "micro_batch": "--micro-batches 2", "cut": "an axis pp: --mesh pp=2,dp=2",
-    "compute_once": "--micro-batches 2", "split_backward": "an axis pp: --mesh pp=2,dp=2",
-}  # fmt: skip
 
 
 def add(subparsers) -> None:
@@ -54,20 +47,15 @@ def run(args: argparse.Namespace) -> int:
     mesh = Mesh.parse(args.mesh)
     mesh.coordinate(args.rank)  # raises if there is no such rank
     adapt, staged = common.adaptations(args), axis_of(mesh) is not None or (args.micro_batches or 1) > 1
-    of_stages = {
-        step.name for step in compiler.PASSES[names.index("cut") + 1 :]
-    }  # they run for each of a rank's stages
+    of_stages = names[names.index(compiler.STAGES[-1].name) + 1 :]  # they run for each of a rank's stages
     common.quiet()
     lines: list[str] = []
     texts: dict[str, str] = {}  # of the passes up to the one that was asked for
-    captured = None
 
     def watch(result: pass_manager.PassResult) -> None:
-        nonlocal captured
         if " " in result.name:  # the same passes for gradients that add up before they are reduced
             return
         lines.append(result.line())
-        captured = result.subject if result.name == "differentiate" else captured
         if args.after:
             graphs = pass_manager.graphs_of(result.subject).values()
             text = "\n".join(map(graph_text, graphs)) if args.diff else pass_manager.text_of(result.subject)
@@ -80,10 +68,17 @@ def run(args: argparse.Namespace) -> int:
         with common.progress() as report, pass_manager.observe(watch):
             report("building the model")
             model, inputs = models.build(args.model, batch=args.batch, seq=args.seq)
-            plan = api.plan(
-                model, args.mesh, inputs, baselines=False, report=report, adapt=adapt,
-                micro_batches=args.micro_batches, **common.planning(args),
-            )  # fmt: skip
+            planned = api.search(
+                model,
+                args.mesh,
+                inputs,
+                baselines=False,
+                report=report,
+                adapt=adapt,
+                micro_batches=args.micro_batches,
+                **common.planning(args),
+            )
+            captured, plan = planned.captured, planned.plan
             texts["plan"] = graph_text(captured.graph_module, plan.sharding)
             if args.after != "plan" and staged:
                 _lower_stages(captured, plan, args, lines, texts)
@@ -94,7 +89,8 @@ def run(args: argparse.Namespace) -> int:
     if not args.after:
         print(f"{args.model} on mesh {args.mesh}, rank {args.rank}", *lines, sep="\n")
     elif args.after not in texts:
-        raise AutoparError(f"the pass {args.after} has nothing to do here", fix=f"it needs {NEEDS[args.after]}")
+        needs = next(step.needs for step in compiler.PASSES if step.name == args.after)
+        raise AutoparError(f"the pass {args.after} has nothing to do here", fix=f"it needs {needs}")
     elif args.diff:
         print(_difference(texts, args.after), end="")
     else:
@@ -105,17 +101,18 @@ def run(args: argparse.Namespace) -> int:
 def _lower_stages(captured, plan, args: argparse.Namespace, lines: list[str], texts: dict[str, str]) -> None:
     """Run the passes of micro-batches and stages, then those of each stage of a rank."""
     from ..codegen.graph_text import graph_text
-    from ..compiler import lower_stage, stages_of
+    from ..codegen.rank_program import SPLIT_BACKWARD
+    from ..compiler import STAGES, lower_stage, stages_of
 
     micro, stages = stages_of(captured, plan)
     coordinate, pipeline = plan.mesh.coordinate(args.rank), plan.pipeline
     mine = pipeline.stages_of(pipeline.pp_rank_of(coordinate))
-    texts["cut"] = "\n".join(graph_text(stages[i].joint) for i in mine)  # what the next pass begins with
+    texts[STAGES[-1].name] = "\n".join(graph_text(stages[i].joint) for i in mine)  # what the next pass begins with
     for i in mine:
         held = pipeline.costs[i].name if pipeline.costs else "the whole model"
         lines.append(f"stage {i} of {len(stages)}: {held}")
         program = lower_stage(stages[i], micro, plan, rank_inside(plan.sharding.mesh, coordinate))
-        if args.after == "split_backward" and program.backward is not None:
+        if args.after == SPLIT_BACKWARD.name and program.backward is not None:
             program.split  # noqa: B018  parts of the backward are made when a schedule asks for them
 
 

@@ -31,6 +31,11 @@ from . import (
     verify,
 )
 
+COMMANDS = (  # in the order of --help
+    plan, estimate, explain, report, trace, schedule, compare, diff, doctor, train, checkpoint, verify, graph, cost,
+    calibrate,
+)  # fmt: skip
+
 
 class UsageError(AutoparError):
     """A command line that cannot be read."""
@@ -57,23 +62,7 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     subparsers = result.add_subparsers(metavar="COMMAND", required=True)
-    for command in (
-        plan,
-        estimate,
-        explain,
-        report,
-        trace,
-        schedule,
-        compare,
-        diff,
-        doctor,
-        train,
-        checkpoint,
-        verify,
-        graph,
-        cost,
-        calibrate,
-    ):
+    for command in COMMANDS:
         command.add(subparsers)
     return result
 

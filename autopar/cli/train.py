@@ -92,12 +92,16 @@ def run(args: argparse.Namespace) -> int:
     if "RANK" not in os.environ or world is None:
         return elastic.train(settings, devices, _spawn) if args.elastic else _spawn(settings, devices)
     if args.elastic:
-        raise MeshError("--elastic is for processes that autopar train starts by itself",
-                        fix="leave it out, and let torchrun start again with --max-restarts and --resume")  # fmt: skip
+        raise MeshError(
+            "--elastic is for processes that autopar train starts by itself",
+            fix="leave it out, and let torchrun start again with --max-restarts and --resume",
+        )
     if int(world) != devices:
         nodes = max(1, int(world) // int(os.environ.get("LOCAL_WORLD_SIZE", world)))
-        raise MeshError(f"the mesh {args.mesh} has {devices} devices, torchrun started {world} processes",
-                        fix=f"start it with {_of_torchrun(devices, nodes)}")  # fmt: skip
+        raise MeshError(
+            f"the mesh {args.mesh} has {devices} devices, torchrun started {world} processes",
+            fix=f"start it with {_of_torchrun(devices, nodes)}",
+        )
     from .train_rank import train
 
     end_with(os.getppid())

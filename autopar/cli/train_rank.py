@@ -225,9 +225,15 @@ def _save(step: int, model, optimizer, scaler, stream, settings: dict, now: bool
         data = {"settings": {name: settings[name] for name in OF_A_RUN}}
         data |= {"position": stream.position} if hasattr(stream, "position") else {}
         checkpoint.save_checkpoint(
-            settings["checkpoint"], model, optimizer, step=step, data=data, scaler=scaler, keep=settings["keep"],
+            settings["checkpoint"],
+            model,
+            optimizer,
+            step=step,
+            data=data,
+            scaler=scaler,
+            keep=settings["keep"],
             wait=not settings["async_save"] or now or step == settings["steps"],
-        )  # fmt: skip
+        )
 
 
 def _stream(source: nn.Module, inputs, folder: Path | None, settings: dict, say) -> Iterator:
@@ -237,8 +243,10 @@ def _stream(source: nn.Module, inputs, folder: Path | None, settings: dict, say)
     ids, labels = named.get("input_ids"), named.get("labels")
     if ids is None or labels is None or ids.shape != labels.shape:
         if data is not None:
-            raise InputError(f"{settings['model']} does not take input_ids and labels of one shape, which --data makes",
-                             fix="use a model that learns the next token, or a script of your own")  # fmt: skip
+            raise InputError(
+                f"{settings['model']} does not take input_ids and labels of one shape, which --data makes",
+                fix="use a model that learns the next token, or a script of your own",
+            )
         return iter(lambda: inputs, None)
     config: Any = getattr(source, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config

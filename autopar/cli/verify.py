@@ -29,8 +29,14 @@ def run(args: argparse.Namespace) -> int:
     with common.progress() as report:
         model, inputs = models.build(args.model, batch=args.batch, seq=args.seq, device="cpu", seed=args.seed)
         result = verify(
-            model, args.mesh, inputs, report=report, micro_batches=args.micro_batches, schedule=args.schedule or "auto",
-            stages_per_rank=args.stages_per_rank, **common.planning(args),
-        )  # fmt: skip
+            model,
+            args.mesh,
+            inputs,
+            report=report,
+            micro_batches=args.micro_batches,
+            schedule=args.schedule or "auto",
+            stages_per_rank=args.stages_per_rank,
+            **common.planning(args),
+        )
     common.show(result)
     return 0 if result.match else 1

@@ -327,8 +327,9 @@ class _Numbers:
                 value = graph.call_function(operator.mul, (value, other))
             value = _applied(graph, value, (operator.mul, line.times, 1), (operator.floordiv, line.divisor, 1))
             if line.kind != "int":
-                value = graph.call_function(*((float, (value,)) if line.kind == "float" else
-                                              (operator.truediv, (1.0, value))))  # fmt: skip
+                value = graph.call_function(
+                    *((float, (value,)) if line.kind == "float" else (operator.truediv, (1.0, value)))
+                )
             self.nodes[line] = value
         return self.nodes[line]
 

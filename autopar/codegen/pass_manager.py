@@ -114,10 +114,11 @@ def _check_of_user(step: Pass, subject, check: Callable) -> None:
         check(subject)
     except Exception as error:
         raise PassError(
-            f"the pass {step.name!r} left a graph that cannot be run: {said(error)}", node=getattr(error, "node", None),
+            f"the pass {step.name!r} left a graph that cannot be run: {said(error)}",
+            node=getattr(error, "node", None),
             fix="see autopar/ir/graph.py for what nodes say about themselves; add ops before differentiate, where "
             "they need nothing but their arguments",
-        ) from error  # fmt: skip
+        ) from error
 
 
 def is_watched() -> bool:

@@ -26,7 +26,9 @@ from . import pass_manager
 from .python_code import is_collective
 from .verify_graph import collective_call
 
-SPLIT_BACKWARD = Pass("split_backward", split_backward, takes=CAPTURE)  # for schedules that run the parts apart
+SPLIT_BACKWARD = Pass(  # for schedules that run the parts apart
+    "split_backward", split_backward, takes=CAPTURE, needs="an axis pp: --mesh pp=2,dp=2"
+)
 
 
 @dataclass(frozen=True)

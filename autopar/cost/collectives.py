@@ -108,9 +108,13 @@ class CollectiveCost:
             return self._textbook(axes)
         steps = self._in_steps(axes) if kind == "all_reduce" else None
         flat = self._at_once(kind, axes, tier)
-        return flat if steps is None else lambda held: np.where(
-            (held >= steps.from_bytes) & (held <= steps.to_bytes), self._by_tier(steps, held), flat(held)
-        )  # fmt: skip
+        return (
+            flat
+            if steps is None
+            else lambda held: np.where(
+                (held >= steps.from_bytes) & (held <= steps.to_bytes), self._by_tier(steps, held), flat(held)
+            )
+        )
 
     def _at_once(self, kind: str, axes: tuple[str, ...], tier: str) -> Price:
         if tier == "alpha-beta":
@@ -152,8 +156,7 @@ class CollectiveCost:
         ]
         per_node = min(blocks[0].values())
         # what leads out of the node, and of each group of switches that the group does not lie in
-        ways = [(min(inside.values()), tier.bytes_per_second)
-                for inside, tier in zip(blocks, outer) if len(inside) > 1]  # fmt: skip
+        ways = [(min(inside.values()), tier.bytes_per_second) for inside, tier in zip(blocks, outer) if len(inside) > 1]
         card = min([members * speed / per_node for members, speed in ways], default=node.bytes_per_second)
         direct = min([speed * (n - per_node) / (n - members) for members, speed in ways], default=card)
         return nccl.Group(n, len(blocks[0]), per_node, node.bytes_per_second, card, direct)

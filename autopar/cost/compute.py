@@ -191,11 +191,17 @@ class ComputeCost:
             launch = 0.0 if self.fuses and any(fused_inputs(node)) else self.launch_seconds
             functions = FUNCTIONS.get(op_name(node.target), 0.0) if kernels.functions_per_second else 0.0
             self._works[node] = _Work(
-                PRODUCTS.get(node.target), node.target in ATTENTION,
-                "grouped" if node.target in GROUPED else "dense", flops, peak, value.element_size(), launch,
+                PRODUCTS.get(node.target),
+                node.target in ATTENTION,
+                "grouped" if node.target in GROUPED else "dense",
+                flops,
+                peak,
+                value.element_size(),
+                launch,
                 shapes_of(node) if flops else [],
-                functions and functions * value.numel() / kernels.functions_per_second, *_inner(node),
-            )  # fmt: skip
+                functions and functions * value.numel() / kernels.functions_per_second,
+                *_inner(node),
+            )
         return self._works[node]
 
     def _compute_seconds(self, node: fx.Node, work: _Work, strategy: Strategy, mesh: Mesh) -> float:

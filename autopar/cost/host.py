@@ -18,11 +18,11 @@ from .memory import StateBytes
 
 @dataclass(frozen=True)
 class HostCost:
-    """Seconds and bytes of shards on the host, of a device's share of it. A step has `passes`. Optimizers of autopar's
-    own table are taken to be fused, one sweep over their tensors, and nothing to hide behind anything."""
+    """Seconds and bytes of shards on the host, of a device's share of it. A step has `micro_batches`. Optimizers of
+    autopar's own table are taken to be fused, one sweep over their tensors, and nothing to hide behind anything."""
 
     host: Host
-    passes: int = 1
+    micro_batches: int = 1
 
     def copy_seconds(self, elements: float, state: StateBytes, trainable: bool) -> float:
         """Return the seconds of a pass to copy shards to the device and, of what is trained, the gradients back."""
@@ -36,4 +36,4 @@ class HostCost:
     def pass_seconds(self, elements: float, state: StateBytes, trainable: bool) -> float:
         """Return the seconds of a pass, with its part of the optimizer's step."""
         step = self.optimizer_seconds(elements, state, trainable)
-        return self.copy_seconds(elements, state, trainable) + step / self.passes
+        return self.copy_seconds(elements, state, trainable) + step / self.micro_batches

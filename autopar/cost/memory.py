@@ -37,20 +37,28 @@ OPTIMIZERS: dict[str, Optimizer] = {}
 
 
 def register_optimizer(
-    name: str, *, tensors: float = 0, bytes_per_element: float = 0, sweeps: float = 1, replace: bool = False
+    name: str,
+    *,
+    tensors: float = 0,
+    bytes_per_element: float = 0,
+    sweeps: float = 1,
+    orthogonalizes: bool = False,
+    replace: bool = False,
 ) -> None:
     """Let `optimizer=name` make room for an optimizer's state, from the next plan on.
 
     tensors: how many it keeps that are like the parameter, in its shape and type: two moments for AdamW.
     bytes_per_element: what it keeps besides for each element of a parameter, whatever the parameter's type.
     sweeps: how often a step reads and writes parameter, gradient and state; 1 if it is fused.
+    orthogonalizes: whether matrices step as under Muon, gathered and multiplied (orthogonalize.py), and all other
+        parameters as under AdamW.
 
     Raises OptimizerError for numbers that cannot be, and for a name that is taken, unless it is to `replace` that."""
     check_new(OptimizerError, "optimizer", name, OPTIMIZERS, replace)
     for what, value in (("tensors", tensors), ("bytes_per_element", bytes_per_element), ("sweeps", sweeps)):
         if not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise OptimizerError(f"optimizer {name} has {what}={value!r}", fix="give a number from 0 on")
-    OPTIMIZERS[name] = Optimizer(tensors, bytes_per_element, sweeps)
+    OPTIMIZERS[name] = Optimizer(tensors, bytes_per_element, sweeps, orthogonalizes=orthogonalizes)
 
 
 register_optimizer("adamw", tensors=2)
@@ -58,7 +66,7 @@ register_optimizer("adam", tensors=2)
 register_optimizer("sgd")
 register_optimizer("sgd_momentum", tensors=1)
 register_optimizer("none", sweeps=0)
-OPTIMIZERS["muon"] = Optimizer(tensors=1, bytes_per_element=0, sweeps=1, orthogonalizes=True)
+register_optimizer("muon", tensors=1, orthogonalizes=True)
 
 
 @dataclass(frozen=True)

@@ -43,14 +43,24 @@ class Constants:
 
 NCCL_2_30 = Constants(
     version="2.30.7",
-    base_us={"tree": (6.8, 14.0, 8.4), "ring": (6.6, 14.0, 8.4), "nvls": (0, 0, 0), "nvls_tree": (0, 0, 0),
-             "pat": (8, 8, 8)},
+    base_us={
+        "tree": (6.8, 14.0, 8.4),
+        "ring": (6.6, 14.0, 8.4),
+        "nvls": (0, 0, 0),
+        "nvls_tree": (0, 0, 0),
+        "pat": (8, 8, 8),
+    },
     intra_us={
         "nvlink": {"tree": (0.6, 1.25, 4.0), "ring": (0.6, 1.9, 3.4), "nvls": (0, 0, 25), "nvls_tree": (0, 0, 25)},
         "pci": {"tree": (1.0, 1.9, 4.0), "ring": (1.0, 2.5, 5.7)},
     },
-    inter_us={"tree": (5.0, 8.5, 14.0), "ring": (2.7, 4.0, 14.0), "nvls": (0, 0, 18), "nvls_tree": (0, 0, 20.9),
-              "pat": (0, 0, 14)},
+    inter_us={
+        "tree": (5.0, 8.5, 14.0),
+        "ring": (2.7, 4.0, 14.0),
+        "nvls": (0, 0, 18),
+        "nvls_tree": (0, 0, 20.9),
+        "pat": (0, 0, 14),
+    },
     net_overhead_us=1.0,
     ring_ll_share=0.5,
     ring_ll128_share=0.92,
@@ -63,19 +73,29 @@ NCCL_2_30 = Constants(
     plateau=1.4,
     # on several nodes NCCL takes a row by the maker of the processor: Intel's, unless it is AMD's 22.5 and 19
     ll_most={
-        "volta": (39.0, 39.0, 20.4), "ampere": (87.7, 39.0, 20.4), "hopper": (141.0, 39.0, 20.4),
+        "volta": (39.0, 39.0, 20.4),
+        "ampere": (87.7, 39.0, 20.4),
+        "hopper": (141.0, 39.0, 20.4),
         "blackwell": (282.0, 39.0, 20.4),
     },
     ring_ll128_most={"volta": (20.0,) * 3, "ampere": (20.0,) * 3, "hopper": (36.7,) * 3, "blackwell": (40.0,) * 3},
     tree_most={
-        "volta": (26.5, 18.5, 10.0), "ampere": (24.0, 23.6, 17.8), "hopper": (38.7, 41.4, 36.0),
+        "volta": (26.5, 18.5, 10.0),
+        "ampere": (24.0, 23.6, 17.8),
+        "hopper": (38.7, 41.4, 36.0),
         "blackwell": (70.0, 42.8, 24.0),
     },
     tree_ll128_most={
-        "volta": (20.0,) * 3, "ampere": (20.0,) * 3, "hopper": (36.7, 36.7, 29.0), "blackwell": (55.6, 31.67, 20.0),
+        "volta": (20.0,) * 3,
+        "ampere": (20.0,) * 3,
+        "hopper": (36.7, 36.7, 29.0),
+        "blackwell": (55.6, 31.67, 20.0),
     },
     nvls_tree_most={
-        "volta": (0, 0, 0), "ampere": (24.0, 23.6, 17.8), "hopper": (0, 57.7, 45.5), "blackwell": (0, 96.0, 80.0),
+        "volta": (0, 0, 0),
+        "ampere": (24.0, 23.6, 17.8),
+        "hopper": (0, 57.7, 45.5),
+        "blackwell": (0, 96.0, 80.0),
     },
     nvls_efficiency={"volta": 0.0, "ampere": 0.0, "hopper": 0.85, "blackwell": 0.74},
     tree_correction=(
@@ -83,7 +103,7 @@ NCCL_2_30 = Constants(
         (1, 1, 1, 1, 1, 0.9, 0.8, 0.8, 0.8, 0.7, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.8, 0.9, 0.9, 0.9, 0.9, 1, 1, 1),
         (0.9,) * 7 + (0.8, 0.7, 0.6, 0.6, 0.5, 0.5, 0.5, 0.5, 0.6, 0.7, 0.8, 0.7, 0.7, 0.8, 0.9, 0.9, 0.9),
     ),
-)  # fmt: skip
+)
 LATEST = NCCL_2_30
 
 # Not in NCCL's model. A ring over several nodes reaches only part of its speed with little in hand: share by the bytes

@@ -22,11 +22,11 @@ ELEMENT_BYTES = 2  # of bfloat16
 
 @dataclass(frozen=True)
 class OrthogonalizeCost:
-    """Seconds of updates by Muon. A step has `passes`."""
+    """Seconds of updates by Muon. A step has `micro_batches`."""
 
     prices: TransferPrices
     products: ProductSeconds
-    passes: int = 1
+    micro_batches: int = 1
 
     def gather(self, layout: Layout) -> Redistribution:
         """Return the collectives that gather an update from a parameter's layout."""
@@ -48,4 +48,4 @@ class OrthogonalizeCost:
     def pass_seconds(self, shape: Sequence[int], layout: Layout) -> float:
         """Return a pass's part of both."""
         m, k = shape
-        return (self.gather_seconds(m * k, layout) + self.product_seconds(shape)) / self.passes
+        return (self.gather_seconds(m * k, layout) + self.product_seconds(shape)) / self.micro_batches

@@ -41,9 +41,13 @@ _ROWS, _COLUMNS, _PARTS = (
 
 
 def tiled_seconds(
-    constants: Products, multiprocessors: int, peak_flops_per_second: float, products: np.ndarray, element_bytes: int,
+    constants: Products,
+    multiprocessors: int,
+    peak_flops_per_second: float,
+    products: np.ndarray,
+    element_bytes: int,
     clock: float = 1.0,
-) -> np.ndarray:  # fmt: skip
+) -> np.ndarray:
     """Return the seconds of `products`, rows of (b, m, n, k), whose operands have so many bytes a number. `clock`: the
     share of their speed that the multiprocessors and their caches have."""
     b, m, n, k = (products[:, i : i + 1].astype(float) for i in range(4))
@@ -66,9 +70,13 @@ def tiled_seconds(
 
 
 def product_seconds(
-    hardware: Hardware, products: np.ndarray, peak_flops_per_second: float, element_bytes: int, kind: str = "dense",
+    hardware: Hardware,
+    products: np.ndarray,
+    peak_flops_per_second: float,
+    element_bytes: int,
+    kind: str = "dense",
     clock: float = 1.0,
-) -> np.ndarray:  # fmt: skip
+) -> np.ndarray:
     """Return the seconds of `products`, rows of (b, m, n, k). `element_bytes`: of a number of the operands; `kind`: a
     key of Hardware.products; `clock`: 1 for a kernel alone. Raise HardwareError for a kind that the profile does not
     have."""

@@ -74,13 +74,6 @@ PRODUCTS = {
 }  # fmt: skip
 
 
-def products_of(node: fx.Node, shapes: Sequence[Shape]) -> list[Product]:
-    """Return what an op multiplies when its tensors, arguments first and then outputs, have these shapes; [] if
-    nothing."""
-    found = PRODUCTS.get(node.target)
-    return found(*shapes) if found else []
-
-
 def shapes_of(node: fx.Node) -> list[tuple[int, ...]]:
     """Return the global shapes of the tensor arguments and outputs."""
     return [tuple(value.shape) for value in (*(a.meta["val"] for a in tensor_arguments(node)), *values_of(node))]

@@ -54,14 +54,17 @@ class Redistribution:
 
     @cached_property
     def latency_seconds(self) -> float:
+        """Return the seconds that all steps take without a byte."""
         return sum(s.latency_seconds for s in self.steps)
 
     @cached_property
     def seconds_per_byte(self) -> float:
+        """Return the seconds of all steps for each global byte."""
         return sum(s.seconds_per_byte for s in self.steps)
 
     @cached_property
     def wire_fraction(self) -> float:
+        """Return the bytes that a device sends in all steps, as a share of the global bytes."""
         return sum(s.wire_fraction for s in self.steps)
 
 

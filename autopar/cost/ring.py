@@ -94,5 +94,10 @@ def ring_of(node: fx.Node, strategy: Strategy, mesh: Mesh) -> RingCost | None:
     made = values_of(node)[0].numel() * fraction(strategy.outputs[0], mesh)
     summed = made if forward else made + elements
     ring = Ring(size, bool(bound(node)["causal"]), strategy.inputs[own[0]].parts[2] == ZIGZAG)
-    return RingCost(axes, ring, elements * value.element_size(),
-                    0.0 if forward else elements * wide, 3.0 * (size - 1) * summed * wide)  # fmt: skip
+    return RingCost(
+        axes,
+        ring,
+        elements * value.element_size(),
+        0.0 if forward else elements * wide,
+        3.0 * (size - 1) * summed * wide,
+    )

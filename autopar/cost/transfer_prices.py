@@ -28,9 +28,11 @@ class TransferPrices:
     given."""
 
     def __init__(
-        self, redistribute: Redistributor, collectives: CollectiveCost | None = None,
+        self,
+        redistribute: Redistributor,
+        collectives: CollectiveCost | None = None,
         class_of: Mapping[str, int] | None = None,
-    ):  # fmt: skip
+    ):
         """`class_of`: by axis the class of links that its collectives use, all one class unless given."""
         self.redistribute, self.collectives = redistribute, collectives
         self.class_of = class_of or dict.fromkeys(redistribute.mesh.names, 0)

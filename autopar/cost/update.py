@@ -18,11 +18,11 @@ from .memory import StateBytes
 
 @dataclass(frozen=True)
 class UpdateCost:
-    """Seconds of shards that a device reads and writes so many bytes a second of. A step has `passes`."""
+    """Seconds of shards that a device reads and writes so many bytes a second of. A step has `micro_batches`."""
 
     memory_bytes_per_second: float
-    passes: int = 1
+    micro_batches: int = 1
 
     def pass_seconds(self, elements: float, state: StateBytes, trainable: bool) -> float:
         """Return a pass's part of the update, 0 for what is not trained."""
-        return elements * state.updated(trainable) / self.memory_bytes_per_second / self.passes
+        return elements * state.updated(trainable) / self.memory_bytes_per_second / self.micro_batches

@@ -122,8 +122,12 @@ def _apply(cls, *args, **kwargs):
         return outputs if not is_written else Context().mark_dirty()
 
     name = f"{cls.__name__.lower()}_{next(_numbers)}"
-    op = torch.library.custom_op(f"{NAMESPACE}::{name}", lambda tensors: forward(tensors), mutates_args=(),
-                                 schema="(Tensor[] tensors) -> Tensor[]")  # fmt: skip
+    op = torch.library.custom_op(
+        f"{NAMESPACE}::{name}",
+        lambda tensors: forward(tensors),
+        mutates_args=(),
+        schema="(Tensor[] tensors) -> Tensor[]",
+    )
     op.register_fake(lambda tensors: forward(tensors))
     op.register_autograd(backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[0]))
     target = getattr(getattr(torch.ops, NAMESPACE), name).default

@@ -103,6 +103,7 @@ class CallSignature:
 
     @cached_property
     def tensor_names(self) -> list[str]:
+        """Return the names of the arguments that are tensors, in their order."""
         return [n for n, c in zip(self.names, self.constants) if c is ...]
 
     @cached_property
@@ -132,10 +133,14 @@ class CallSignature:
             return tuple(closed(x, n) if c else v for x, n, c, v in zip(leaves, self.names, is_closed, values))
 
         return replace(
-            self, constants=without(self.constants, lambda x, name: x), shapes=without(self.shapes),
-            dtypes=without(self.dtypes), differentiated=without(self.differentiated, lambda x, name: False),
-            values=without(self.values, value_of), numbers=without(self.numbers),
-        )  # fmt: skip
+            self,
+            constants=without(self.constants, lambda x, name: x),
+            shapes=without(self.shapes),
+            dtypes=without(self.dtypes),
+            differentiated=without(self.differentiated, lambda x, name: False),
+            values=without(self.values, value_of),
+            numbers=without(self.numbers),
+        )
 
     def other_numbers(self, other: CallSignature) -> set[str]:
         """Return the names of the floats of a call that have any value, or another one, in a call of the same form."""
@@ -143,9 +148,10 @@ class CallSignature:
             return set()
         mine, theirs = zip(self.constants, self.values), zip(other.constants, other.values, other.numbers)
         return {
-            name for name, (x, value), (y, before, number) in zip(self.names, mine, theirs)
+            name
+            for name, (x, value), (y, before, number) in zip(self.names, mine, theirs)
             if type(x) is float and (number is not None or type(y) is float and value != before)
-        }  # fmt: skip
+        }
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
         """Return the global shape of the leaf of this name, None if it is not a tensor."""

@@ -73,9 +73,13 @@ def capture_data(captured: Captured, forms: Forms) -> tuple[str, list[torch.Tens
 
 
 def captured_from(
-    text: str, constants: list[torch.Tensor], model: nn.Module, loss_fn: Callable | None, forms: Forms,
+    text: str,
+    constants: list[torch.Tensor],
+    model: nn.Module,
+    loss_fn: Callable | None,
+    forms: Forms,
     signature: CallSignature,
-) -> Captured:  # fmt: skip
+) -> Captured:
     """Return the capture of this process's own model for a call of this signature. Raises NotPortable if the call, the
     code or the Python state that was read is another one here."""
     data = json.loads(text)
@@ -148,8 +152,11 @@ class _Places:
     def of(self, read: Read) -> list:
         """Return the place of a read as data."""
         if not isinstance(read.owner, Variable):
-            return ["class", *name_of(read.owner), read.name] if isinstance(read.owner, type) else [
-                "object", self.number(read.owner), read.name]  # fmt: skip
+            return (
+                ["class", *name_of(read.owner), read.name]
+                if isinstance(read.owner, type)
+                else ["object", self.number(read.owner), read.name]
+            )
         key = id(read.owner.table), read.owner.key
         if key in self._variables:
             return ["variable", self._variables[key]]

@@ -81,9 +81,10 @@ def _parts(value: object, name: str, inner) -> object:
     try:
         made = value.__reduce_ex__(4)
     except Exception as error:
-        raise InputError(f"{name} is a {type(value).__name__}, whose value cannot be told: every call would be "
-                         f"compiled anew",
-                         fix=FIX) from error  # fmt: skip
+        raise InputError(
+            f"{name} is a {type(value).__name__}, whose value cannot be told: every call would be compiled anew",
+            fix=FIX,
+        ) from error
     if isinstance(made, str):
         return made
     _, arguments, *state = made

@@ -57,9 +57,11 @@ def _evaluated(node: fx.Node, device: torch.device):
 
 def _refused(node: fx.Node, what: str, device: torch.device) -> CaptureError:
     return CaptureError(
-        f"{node.target} {what}", node=describe(node), source=node.meta.get("source") or None,
+        f"{node.target} {what}",
+        node=describe(node),
+        source=node.meta.get("source") or None,
         fix=f"write this part of the model with ops that do the same on a CPU and on {device.type}",
-    )  # fmt: skip
+    )
 
 
 def _first_line(error: BaseException) -> str:

@@ -37,13 +37,17 @@ def check_types(graph: fx.Graph) -> None:
             if key not in known:
                 known[key] = _refusal(node, values)
             if known[key]:
-                types = ", ".join(f"{name} {value.dtype}".replace("torch.", "") for name, value in values.items()
-                                  if isinstance(value, torch.Tensor))  # fmt: skip
+                types = ", ".join(
+                    f"{name} {value.dtype}".replace("torch.", "")
+                    for name, value in values.items()
+                    if isinstance(value, torch.Tensor)
+                )
                 raise CaptureError(
-                    f"the model itself cannot run on these types: {known[key]} ({types})", node=node.name,
+                    f"the model itself cannot run on these types: {known[key]} ({types})",
+                    node=node.name,
                     source=line_of_node(node) or None,
                     fix="pass inputs of the types that model(**example_inputs) runs on",
-                )  # fmt: skip
+                )
 
 
 def _values(node: fx.Node) -> dict[str, object]:
@@ -67,9 +71,12 @@ def _refusal(node: fx.Node, values: dict[str, object]) -> str | None:
 
 def _said(node: fx.Node, values: dict[str, object], type_of: Callable[[str, torch.dtype], torch.dtype]) -> str | None:
     """Return torch's words if an op cannot run on small tensors of the types that `type_of` gives, None if it can."""
-    small = {name: torch.ones((2,) * v.dim(), dtype=type_of(name, v.dtype),
-                              device="cpu") if isinstance(v, torch.Tensor) else v
-             for name, v in values.items()}  # fmt: skip
+    small = {
+        name: torch.ones((2,) * v.dim(), dtype=type_of(name, v.dtype), device="cpu")
+        if isinstance(v, torch.Tensor)
+        else v
+        for name, v in values.items()
+    }
     for name, value in STRICT[node.target].items():
         if name in small:
             small[name] = [value] * len(small[name]) if isinstance(small[name], (list, tuple)) else value

@@ -154,8 +154,10 @@ class TensorTables:
     """The tables of a model's modules before a run, to see what the run replaced in them."""
 
     def __init__(self, model: nn.Module):
-        self.before = [(path, module, dict(module._parameters), dict(module._buffers), dict(module._modules))
-                       for path, module in model.named_modules()]  # fmt: skip
+        self.before = [
+            (path, module, dict(module._parameters), dict(module._buffers), dict(module._modules))
+            for path, module in model.named_modules()
+        ]
 
     def replaced(self, casts: bool = False) -> tuple[dict[str, Tensor], list[Write]]:
         """Return what the run put in the place of buffers: tensors of the same form, but for a float type if the run

@@ -75,6 +75,7 @@ class Captured:
 
     @property
     def graph(self) -> fx.Graph:
+        """Return the joint graph."""
         return self.graph_module.graph
 
 
@@ -283,9 +284,10 @@ def differentiate(exported: Exported) -> Captured:
         raise refusals.explained(error, forward.meta.get("entered", {}), forward.graph) or CaptureError(
             f"the forward could not be differentiated: {_first_line(error)}",
             source=line_of_error(error),
-            fix="write to the tensor before it is read, or to a clone of it" if "inplace operation" in str(error)
+            fix="write to the tensor before it is read, or to a clone of it"
+            if "inplace operation" in str(error)
             else "write it without operations that read a tensor's values (item, nonzero, a mask as an index)",
-        ) from error  # fmt: skip
+        ) from error
     graph = graph_module.graph
     graph.set_codegen(fx.graph.CodeGen())  # plain flat arguments and results
     names = exported.signature.tensor_names

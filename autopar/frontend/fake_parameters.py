@@ -64,9 +64,12 @@ class Forms(dict[str, Form]):
     `all_names`: of parameters, each with its first name."""
 
     def __init__(
-        self, parameters: Mapping[str, Form], buffers: Mapping[str, Form], tables: tuple[Tables, ...],
-        held: tuple[Held, ...]
-    ):  # fmt: skip
+        self,
+        parameters: Mapping[str, Form],
+        buffers: Mapping[str, Form],
+        tables: tuple[Tables, ...],
+        held: tuple[Held, ...],
+    ):
         super().__init__(parameters)
         self.buffers, self.tables, self.held = dict(buffers), tables, held
         self.left: dict[str, Tensor] = {}
@@ -75,8 +78,12 @@ class Forms(dict[str, Form]):
     @property
     def saved_buffers(self) -> set[str]:
         """Return the first names of the buffers that a state dict holds."""
-        return {name for t in self.tables for leaf, name in t.buffers.items()
-                if name is not None and leaf not in t.module._non_persistent_buffers_set}  # fmt: skip
+        return {
+            name
+            for t in self.tables
+            for leaf, name in t.buffers.items()
+            if name is not None and leaf not in t.module._non_persistent_buffers_set
+        }
 
     def without_gradients(self) -> Forms:
         """Return the same forms, none of which trains."""
@@ -105,8 +112,11 @@ class Forms(dict[str, Form]):
     @contextmanager
     def installed(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
         """Put `tensors`, by first name, everywhere where they belong. Afterwards everything is as it was."""
-        tables = [(table, names) for t in self.tables for table, names in
-                  ((t.module._parameters, t.parameters), (t.module._buffers, t.buffers))]  # fmt: skip
+        tables = [
+            (table, names)
+            for t in self.tables
+            for table, names in ((t.module._parameters, t.parameters), (t.module._buffers, t.buffers))
+        ]
         before = [dict(table) for table, _ in tables]
         try:
             for table, names in tables:
@@ -242,17 +252,25 @@ def fake_state(model: nn.Module, mode, forms: Mapping[str, Form], with_values: b
     tensors: dict[str, Tensor] = {}
     for name in where:
         tensors[name] = nn.Parameter(fake(mode, forms[name].shape, forms[name].dtype), forms[name].trainable)
-    here = {name: buffer for t in where.tables for leaf, name in t.buffers.items()
-            if (buffer := t.module._buffers.get(leaf)) is not None}  # fmt: skip
+    here = {
+        name: buffer
+        for t in where.tables
+        for leaf, name in t.buffers.items()
+        if (buffer := t.module._buffers.get(leaf)) is not None
+    }
     for name, form in where.buffers.items():
         buffer = here.get(name, where.left.get(name))
         is_fake = buffer is None or buffer.is_meta or not with_values
         tensors[name] = fake(mode, form.shape, form.dtype) if is_fake else buffer.detach().to(DEVICE)
     carried = {name for name, buffer in here.items() if buffer.requires_grad}
     global _tracing
-    owned = {id(value): tensors[name] for t in where.tables for table, names in
-             ((t.module._parameters, t.parameters), (t.module._buffers, t.buffers)) for leaf, name in names.items()
-             if name is not None and (value := table.get(leaf)) is not None}  # fmt: skip
+    owned = {
+        id(value): tensors[name]
+        for t in where.tables
+        for table, names in ((t.module._parameters, t.parameters), (t.module._buffers, t.buffers))
+        for leaf, name in names.items()
+        if name is not None and (value := table.get(leaf)) is not None
+    }
     calls = [(vars(m), vars(m).pop(_CALL)) for m in model.modules() if _CALL in vars(m)]  # layers run as they are
     with where.installed(tensors), _attributes_as_buffers(model, mode, owned, with_values) as with_gradient:
         _tracing += 1

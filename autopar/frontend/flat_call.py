@@ -34,6 +34,7 @@ class Found:
         self.names: frozenset[str] = frozenset()
 
     def add(self, name: str) -> None:
+        """Note a name."""
         self.names |= {name}
 
 
@@ -45,10 +46,16 @@ class FlatCall(nn.Module):
     module's attributes, which is a part of the call then; without one, the module just runs."""
 
     def __init__(
-        self, model: nn.Module, signature: CallSignature, returns: Returns, loss_fn: Callable | None,
-        dtype: torch.dtype | None = None, loss_alone: bool = True, held: Sequence[Held] = (),
+        self,
+        model: nn.Module,
+        signature: CallSignature,
+        returns: Returns,
+        loss_fn: Callable | None,
+        dtype: torch.dtype | None = None,
+        loss_alone: bool = True,
+        held: Sequence[Held] = (),
         watch: Watch | None = None,
-    ):  # fmt: skip
+    ):
         super().__init__()
         self.add_module(ROOT, model)
         self.signature, self.returns, self.loss_fn, self.dtype, self.held = signature, returns, loss_fn, dtype, held
@@ -56,6 +63,7 @@ class FlatCall(nn.Module):
         self.numbers_read = Found()
 
     def forward(self, *tensors):
+        """Call the model on the tensors of the signature, in their order, and return its output flat."""
         numbers = self.signature.open_numbers
         leaves = [
             TracedNumber(numbers[name].value, x, partial(self.numbers_read.add, name)) if name in numbers else x

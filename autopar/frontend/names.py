@@ -120,16 +120,23 @@ class Reach:
             names = names_in(found.__code__)
             module = sys.modules.get(found.__module__ or "")
             label = getattr(module, "__name__", "globals")
-            reached = [Variable(found.__globals__, name, f"{label}.{name}")
-                       for name in sorted(names.read | names.written) if name in found.__globals__]  # fmt: skip
-            reached += [Variable(cell, name, f"{name} of {found.__qualname__}") for name, cell in
-                        zip(found.__code__.co_freevars, found.__closure__ or ())]  # fmt: skip
+            reached = [
+                Variable(found.__globals__, name, f"{label}.{name}")
+                for name in sorted(names.read | names.written)
+                if name in found.__globals__
+            ]
+            reached += [
+                Variable(cell, name, f"{name} of {found.__qualname__}")
+                for name, cell in zip(found.__code__.co_freevars, found.__closure__ or ())
+            ]
             for variable in list(reached):
                 value = variable.value()
                 if isinstance(value, types.ModuleType) and not is_library(value.__name__):
-                    reached += [Variable(vars(value), name,
-                                      f"{value.__name__}.{name}") for name in sorted(names.attributes)
-                                if name in vars(value)]  # fmt: skip
+                    reached += [
+                        Variable(vars(value), name, f"{value.__name__}.{name}")
+                        for name in sorted(names.attributes)
+                        if name in vars(value)
+                    ]
             for variable in reached:
                 key = id(variable.table), variable.key
                 if key not in self.variables:

@@ -49,6 +49,7 @@ class Chosen:
 
     @property
     def dims(self) -> int:
+        """Return of how many dims there are places."""
         return len(self.order)
 
 
@@ -68,6 +69,7 @@ class Some:
         return True
 
     def item(self) -> Some:
+        """Return the number itself, as a tensor of it would."""
         return self
 
     __hash__ = object.__hash__
@@ -117,12 +119,15 @@ class Places(StandIn):
     squeeze = flatten = view = reshape = _along_one
 
     def unbind(self, dim: int = 0) -> tuple[Places, ...]:
+        """Return the places along each dim, where one tensor has those along all."""
         return tuple(Places(self.chosen, d) for d in range(self.chosen.dims)) if dim in (1, -1) else ()
 
     def numel(self) -> Some:
+        """Return the number of places: some."""
         return Some()
 
     def size(self, dim: int | None = None) -> object:
+        """Return the shape, or the size of a dim: some places."""
         return Some() if dim == 0 else self.shape
 
     def __len__(self) -> int:
@@ -130,6 +135,7 @@ class Places(StandIn):
 
     @property
     def shape(self) -> tuple[object, ...]:
+        """Return the shape of places along one dim."""
         return (Some(),)
 
 
@@ -168,19 +174,24 @@ class Rows(StandIn):
 
     @property
     def shape(self) -> tuple[object, ...]:
+        """Return the shape: some rows, then that of a row."""
         return (Some(), *self.tail)
 
     @property
     def ndim(self) -> int:
+        """Return the number of dims."""
         return 1 + len(self.tail)
 
     def dim(self) -> int:
+        """Return the number of dims."""
         return self.ndim
 
     def size(self, dim: int | None = None) -> object:
+        """Return the shape, or the size of a dim."""
         return self.shape if dim is None else self.shape[dim]
 
     def numel(self) -> Some:
+        """Return the number of elements: some."""
         return Some()
 
     def __getattr__(self, name: str):
@@ -211,8 +222,14 @@ def _in_place(function: Callable) -> Callable:
     return method
 
 
-for _name, _function in (("add", torch.add), ("sub", torch.sub), ("mul", torch.mul), ("truediv", torch.div),
-                         ("pow", torch.pow), ("matmul", torch.matmul)):  # fmt: skip
+for _name, _function in (
+    ("add", torch.add),
+    ("sub", torch.sub),
+    ("mul", torch.mul),
+    ("truediv", torch.div),
+    ("pow", torch.pow),
+    ("matmul", torch.matmul),
+):
     setattr(Rows, f"__{_name}__", _operator(_function))
     setattr(Rows, f"__r{_name}__", _operator(_function, True))
     setattr(Rows, f"__i{_name}__", _in_place(_function))

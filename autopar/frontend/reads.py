@@ -62,8 +62,13 @@ class Reads:
     """The reads of one run of a model's forward. `unwatched`: containers of the model's parameters, which are other
     ones while it is traced; `meet` is called with every class whose objects become known."""
 
-    def __init__(self, model: nn.Module, loss_fn: Callable | None = None, unwatched: Iterable[object] = (),
-                 meet: Callable[[type], None] = lambda cls: None):  # fmt: skip
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable | None = None,
+        unwatched: Iterable[object] = (),
+        meet: Callable[[type], None] = lambda cls: None,
+    ):
         self.model, self.loss_fn, self.meet = model, loss_fn, meet
         self._unwatched = {id(container) for container in unwatched}
         self.found: dict[tuple[int, str], Read] = {}
@@ -189,6 +194,7 @@ def own(owner: object, name: str) -> object:
 
 
 def is_in_tables(module: nn.Module, name: str) -> bool:
+    """Return whether a name of a module is a parameter, buffer or module of its own."""
     own = object.__getattribute__(module, "__dict__")
     return any(name in own[table] for table in ("_parameters", "_buffers", "_modules"))
 

@@ -56,21 +56,24 @@ def refuse(graph: fx.Graph, entered: Noted) -> None:
             raise CaptureError(
                 "an embedding with sparse=True has a sparse gradient, and parameters of a compiled model have dense "
                 "ones",
-                node=node.name, source=line_of_node(node) or None,
+                node=node.name,
+                source=line_of_node(node) or None,
                 fix="leave out sparse=True, and train with an optimizer of dense gradients (AdamW for SparseAdam)",
-            )  # fmt: skip
+            )
 
 
 def _of_branches(name: str, node: str | None = None, source: str | None = None) -> CaptureError:
     return CaptureError(
         f"torch.{name} runs one of several graphs, as the values of a tensor say: they are not planned",
-        node=node, source=source,
+        node=node,
+        source=source,
         fix="compute both branches and choose with torch.where; write a loop with a number of steps that is known",
-    )  # fmt: skip
+    )
 
 
-def explained(error: Exception, entered: Noted, graph: fx.Graph | None = None,
-              of_user: str | None = None) -> CaptureError | None:  # fmt: skip
+def explained(
+    error: Exception, entered: Noted, graph: fx.Graph | None = None, of_user: str | None = None
+) -> CaptureError | None:
     """Return the reason behind an error of torch's own tracing, None if it is not known. `graph` is the forward's, if
     there is one already; `of_user` is the user's line that the error came from."""
     if entered:
@@ -86,9 +89,10 @@ def explained(error: Exception, entered: Noted, graph: fx.Graph | None = None,
     return CaptureError(
         "tensors are written where a mask is True, one value for each such place: how many there are depends on the "
         "mask's values",
-        node=masked[0].name, source=line_of_node(masked[0]) or None,
+        node=masked[0].name,
+        source=line_of_node(masked[0]) or None,
         fix="torch.where(mask, value, x), with a value for every place",
-    )  # fmt: skip
+    )
 
 
 def of_transform(name: str, source: str | None) -> CaptureError:

@@ -35,6 +35,7 @@ class Compact:
 
     @property
     def graph(self) -> fx.Graph:
+        """Return the joint graph of few blocks."""
         return self.graph_module.graph
 
     @property

@@ -94,9 +94,14 @@ def lstsq(A: Tensor, B: Tensor, rcond: float | None = None, *, driver: str | Non
 
 
 def ctc_loss(
-    log_probs: Tensor, targets: Tensor, input_lengths, target_lengths, blank: int = 0, reduction: str | int = "mean",
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths,
+    target_lengths,
+    blank: int = 0,
+    reduction: str | int = "mean",
     zero_infinity: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Compute what torch.nn.functional.ctc_loss does, and torch.ctc_loss, whose reduction is a number."""
     is_batched = log_probs.dim() == 3
     if not is_batched:

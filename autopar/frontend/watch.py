@@ -60,14 +60,19 @@ class Watch:
 
     @property
     def reads(self) -> dict[tuple[int, str], Read]:
+        """Return what was read, by the object and the name in it."""
         return self.seen.found
 
     @contextmanager
     def installed(self) -> Iterator[Watch]:
         """Inside, the classes of the model's objects tell of reads and writes. Afterwards modules have the lists and
         dicts that they had: torch.export leaves copies of them."""
-        held = [(vars(m), name, value) for m in self.model.modules() for name, value in vars(m).items()
-                if is_container(value) and name not in MODULE_ATTRIBUTES]  # fmt: skip
+        held = [
+            (vars(m), name, value)
+            for m in self.model.modules()
+            for name, value in vars(m).items()
+            if is_container(value) and name not in MODULE_ATTRIBUTES
+        ]
         try:
             yield self
         finally:

@@ -140,9 +140,19 @@ def _read(file: Path) -> Hardware:
     lowering = collectives.one_of("reduce_scatter_lowering", LOWERINGS)
     host, kernels, products, attention, experts, nccl, measured, errors, published, fingerprint = (
         table.inner(key) if key in table.entries else None
-        for key in ("host", "kernels", "products", "attention", "experts", "nccl", "measured", "errors", "published",
-                    "fingerprint")
-    )  # fmt: skip
+        for key in (
+            "host",
+            "kernels",
+            "products",
+            "attention",
+            "experts",
+            "nccl",
+            "measured",
+            "errors",
+            "published",
+            "fingerprint",
+        )
+    )
     groups = {
         "compute": compute,
         "memory": memory,

@@ -168,6 +168,7 @@ class Hardware:
 
     @property
     def reached_memory_bytes_per_second(self) -> float:
+        """Return the bytes a second that ops reach of the device's memory."""
         return self.memory_bytes_per_second * self.memory_efficiency
 
     @property

@@ -26,18 +26,23 @@ class Table:
         return value
 
     def text(self, key: str) -> str:
+        """Return a text that is not blank. Raises HardwareError, as all of these do."""
         return self._get(key, str, "a text", fits=str.strip)
 
     def positive(self, key: str) -> float:
+        """Return a number above 0."""
         return float(self._get(key, (int, float), "a positive number", fits=lambda value: 0 < value < math.inf))
 
     def zero_or_more(self, key: str) -> float:
+        """Return a number from 0 on."""
         return float(self._get(key, (int, float), "0 or a positive number", fits=lambda value: 0 <= value < math.inf))
 
     def at_least_one(self, key: str) -> float:
+        """Return a number from 1 on."""
         return float(self._get(key, (int, float), "a number of 1 or more", fits=lambda value: 1 <= value < math.inf))
 
     def one_of(self, key: str, known: tuple[str, ...]) -> str:
+        """Return one of the known words."""
         return self._get(key, str, " or ".join(known), fits=known.__contains__)
 
     def numbers(self, key: str, length: int | None = None, rising: bool = False) -> tuple[float, ...]:
@@ -54,14 +59,17 @@ class Table:
         return tuple(float(v) for v in self._get(key, list, wanted, fits))
 
     def share(self, key: str) -> float:
+        """Return a number above 0 and up to 1."""
         return float(self._get(key, (int, float), "a share above 0 and up to 1", fits=lambda value: 0 < value <= 1))
 
     def whole(self, key: str) -> int:
+        """Return an integer above 0, which may be written as 8e3."""
         return int(
             self._get(key, (int, float), "a whole number above 0", fits=lambda v: 1 <= v < math.inf and v == int(v))
         )
 
     def inner(self, key: str) -> Table:
+        """Return a table inside of this one."""
         return Table(self.file, self._get(key, dict, "a table", fits=len), f"{self.path}{key}.")
 
     def inners(self) -> list[tuple[str, Table]]:
@@ -78,5 +86,6 @@ class Table:
             )
 
     def rows(self, key: str) -> list[Table]:
+        """Return the tables of a list that is not empty."""
         rows = self._get(key, list, "a list of tables", fits=lambda v: v and all(isinstance(row, dict) for row in v))
         return [Table(self.file, row, f"{self.path}{key}[{i}].") for i, row in enumerate(rows)]

@@ -69,8 +69,9 @@ class ForTrainer(Base):
         if mesh.names[: len(axes)] != axes:
             raise InputError(
                 f"a Trainer gives neighboring ranks the same samples, and {', '.join(axes)} is not first on the mesh",
-                mesh=mesh, fix=f"init_device_mesh with {', '.join(axes)} as the first of mesh_dim_names",
-            )  # fmt: skip
+                mesh=mesh,
+                fix=f"init_device_mesh with {', '.join(axes)} as the first of mesh_dim_names",
+            )
         self.parts, self.device_type = math.prod(map(mesh.size, axes)), model.stage_mesh.device.type
         super().__init__(model, *args, **kwargs)
         pad = padding_of(self.data_collator, self.processing_class)

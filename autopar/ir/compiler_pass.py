@@ -23,8 +23,8 @@ def always(context: object) -> bool:
 class Pass:
     """A step of the compiler: `run(subject, *options(context))` returns what the next one takes, or None if it changed
     the subject in place. `takes`: "graph", the fx.GraphModule, or "capture", what holds it. `context` is what the
-    passes of a list know (see autopar/compiler.py); `when(context)` says whether the pass runs. A pass of a user's own
-    names the one that it runs `after`."""
+    passes of a list know (see autopar/compiler.py); `when(context)` says whether the pass runs, `needs` what it takes
+    on the command line to make it run. A pass of a user's own names the one that it runs `after`."""
 
     name: str
     run: Callable[..., Any]
@@ -32,3 +32,4 @@ class Pass:
     when: Callable[..., bool] = always
     takes: str = GRAPH
     after: str | None = None
+    needs: str = ""

@@ -127,6 +127,7 @@ def tensor_of(node: fx.Node) -> tuple[fx.Node, int]:
 
 
 def bytes_of(value: torch.Tensor) -> int:
+    """Return the bytes of the elements of a tensor, fake or real."""
     return value.numel() * value.element_size()
 
 
@@ -136,6 +137,7 @@ def operand(node: fx.Node, index: int = 0) -> fx.Node:
 
 
 def output_node(graph: fx.Graph) -> fx.Node:
+    """Return a graph's output, which is its last node."""
     return cast(fx.Node, next(iter(reversed(graph.nodes))))
 
 

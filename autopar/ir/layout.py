@@ -61,10 +61,12 @@ class Layout:
 
     @property
     def is_replicated(self) -> bool:
+        """Return whether every device has the whole tensor."""
         return not self.partial and not any(self.dims)
 
     @property
     def sharding_axes(self) -> tuple[str, ...]:
+        """Return the mesh axes that cut a dim, in order of the dims."""
         return tuple(axis for axes in self.dims for axis in axes)
 
     def dim_of(self, axis: str) -> int | None:

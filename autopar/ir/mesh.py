@@ -64,11 +64,15 @@ class Mesh:
         written = ",".join(f"{name}={size}" for name, size in zip(names, sizes))
         devices = devices or int(os.environ.get("WORLD_SIZE", 0))
         if not devices:
-            raise MeshError(f"the -1 in {written} needs the number of devices, which is not known",
-                            fix="write the size, say --devices N, or start with torchrun")  # fmt: skip
+            raise MeshError(
+                f"the -1 in {written} needs the number of devices, which is not known",
+                fix="write the size, say --devices N, or start with torchrun",
+            )
         if devices % others:
-            raise MeshError(f"{devices} devices cannot be split as {written}: {others} does not divide {devices}",
-                            fix="choose axes whose product divides the number of devices")  # fmt: skip
+            raise MeshError(
+                f"{devices} devices cannot be split as {written}: {others} does not divide {devices}",
+                fix="choose axes whose product divides the number of devices",
+            )
         return Mesh(names, tuple(devices // others if size == -1 else size for size in sizes))
 
     @staticmethod
@@ -88,10 +92,12 @@ class Mesh:
 
     @cached_property
     def devices(self) -> int:
+        """Return the number of devices."""
         return math.prod(self.sizes)
 
     @cached_property
     def axis_sizes(self) -> dict[str, int]:
+        """Return the size of each axis by its name."""
         return dict(zip(self.names, self.sizes))
 
     def size(self, axis: str) -> int:

@@ -110,8 +110,11 @@ class StagePlacement:
         for value, stage in reads:
             for read in self.roots.get(value, (value,)):
                 self.read_at[read] = self.read_at.get(read, 0) | 1 << stage
-        self.parameters = {n: self.read_at.get(n, 0) for n in self.nodes
-                           if n.op == "placeholder" and n.meta["role"].kind == "parameter"}  # fmt: skip
+        self.parameters = {
+            n: self.read_at.get(n, 0)
+            for n in self.nodes
+            if n.op == "placeholder" and n.meta["role"].kind == "parameter"
+        }
 
     def _sums(self) -> dict[fx.Node, fx.Node]:
         terms: dict[fx.Node, fx.Node] = {}
@@ -212,9 +215,11 @@ class StagePlacement:
         """Return the bytes that come down to a stage for an op that runs there, and would not otherwise."""
         given = [a for a in node.all_input_nodes if a in self.stage and a.meta["phase"] != "forward"]
         return sum(
-            bytes_of(v) for a in given for v in values_of(a)
+            bytes_of(v)
+            for a in given
+            for v in values_of(a)
             if not any(self.stage.get(u, target + 1) <= target for u in a.users if u is not node)
-        )  # fmt: skip
+        )
 
 
 def is_sum(node: fx.Node) -> bool:

@@ -44,9 +44,19 @@ def forward(
 
 
 def backward(
-    grad, q, k, v, out, lse, mask: Tensor | None, causal: bool, scale: float, block: int = BLOCK, first: int = 0,
+    grad,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    block: int = BLOCK,
+    first: int = 0,
     lse_is_exact: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v. `lse_is_exact`: nothing of the log-sum-exp is lost in the mask."""
     problem = _Problem(q, k, mask, causal, scale, block, first, lse_is_exact)
     dq, dk, dv = torch.empty_like(q), *(torch.zeros_like(x, dtype=problem.wide) for x in (k, v))

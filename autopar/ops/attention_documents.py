@@ -31,9 +31,17 @@ def rows_of(k: Like, documents: Like, is_cpu: bool = False) -> int:
 
 
 def forward(
-    form_of: FormOf, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, first: int,
-    documents: Tensor, of_keys: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    form_of: FormOf,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    first: int,
+    documents: Tensor,
+    of_keys: Tensor,
+) -> tuple[Tensor, Tensor]:
     """Return (output, log-sum-exp); 0 and -inf for a query that has no key of its document."""
     found: list[tuple[Tensor, Tensor]] = []
     for rows, columns, own in _ranges(q, k, mask, causal, first, documents, of_keys):
@@ -49,9 +57,21 @@ def forward(
 
 
 def backward(
-    form_of: FormOf, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None,
-    causal: bool, scale: float, first: int, lse_is_exact: bool, documents: Tensor, of_keys: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    form_of: FormOf,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    first: int,
+    lse_is_exact: bool,
+    documents: Tensor,
+    of_keys: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v. `lse_is_exact`: as in attention_rows.py."""
     dk, dv = (torch.zeros_like(x, dtype=lse_dtype(q.dtype)) for x in (k, v))
     dq = []

@@ -25,10 +25,12 @@ class Like(Protocol):
     """The form of a tensor."""
 
     @property
-    def shape(self) -> Sequence[int]: ...
+    def shape(self) -> Sequence[int]:
+        """Return the shape."""
 
     @property
-    def dtype(self) -> torch.dtype: ...
+    def dtype(self) -> torch.dtype:
+        """Return the type of an element."""
 
 
 @dataclass(frozen=True)

@@ -38,9 +38,19 @@ def forward(
 
 
 def backward(
-    form_of: FormOf, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None,
-    causal: bool, scale: float, first: int, lse_is_exact: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    form_of: FormOf,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    first: int,
+    lse_is_exact: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v; those of keys behind the last query are zero. `lse_is_exact`: the mask closes
     keys and adds nothing, so no log-sum-exp is lost in it; that of more keys than are here serves too."""
     form = form_of(q, k, v, mask, causal)
@@ -49,10 +59,12 @@ def backward(
         return blocks_backward(*arguments, first=first, lse_is_exact=lse_is_exact)
     if not (causal and first):
         return form.backward(grad, q, k, v, out, lse, mask, causal, scale)
-    dq, dk, dv = zip(*(
-        form_of(q, *part).backward(grad, q, *part[:2], out, lse, *part[2:], scale)
-        for part in parts(q, k, v, mask, first)
-    ))  # fmt: skip
+    dq, dk, dv = zip(
+        *(
+            form_of(q, *part).backward(grad, q, *part[:2], out, lse, *part[2:], scale)
+            for part in parts(q, k, v, mask, first)
+        )
+    )
     return sum(dq[1:], dq[0]), _all_keys(dk, k), _all_keys(dv, v)
 
 

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-aten, autopar = torch.ops.aten, torch.ops.autopar
-
 
 def _over_channels(c: Tensor, x: Tensor) -> Tensor:
     return c.view(-1, *[1] * (x.dim() - 2))
@@ -51,9 +49,15 @@ def batch_norm_sums(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> tupl
 
 @custom_op("autopar::batch_norm_dx", mutates_args=())
 def batch_norm_dx(
-    grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, grad_sum: Tensor, grad_xhat_sum: Tensor,
+    grad: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    grad_sum: Tensor,
+    grad_xhat_sum: Tensor,
     count: int,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return the gradient of x."""
     along_xhat = _normalized(x, mean, rstd) * _over_channels(grad_xhat_sum / count, x)
     scale = rstd if weight is None else rstd * weight

@@ -99,9 +99,18 @@ def _seq_major(x: Tensor) -> Tensor:
 
 @custom_op("autopar::attention", mutates_args=())
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None, first: int = 0,
-    head: int = 0, group: int = 0, documents: Tensor | None = None, key_documents: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    first: int = 0,
+    head: int = 0,
+    group: int = 0,
+    documents: Tensor | None = None,
+    key_documents: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Compute scaled dot-product attention. q is (b, h, s, d), k (b, h_kv, t, d) and v (b, h_kv, t, d_v) with h a
     multiple of h_kv (grouped queries); mask is bool or additive, broadcastable to (b, h, s, t). `first` is the number
     of the first query: under a causal mask it attends to keys 0 to `first`. If `group` is given, so many heads of
@@ -119,10 +128,21 @@ def attention(
 
 @custom_op("autopar::attention_bw", mutates_args=())
 def attention_bw(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, causal: bool,
-    scale: float | None, first: int = 0, head: int = 0, group: int = 0, documents: Tensor | None = None,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    first: int = 0,
+    head: int = 0,
+    group: int = 0,
+    documents: Tensor | None = None,
     key_documents: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v; those of keys and values are sums over the queries that are here."""
     closes = mask is None or mask.dtype == torch.bool
     arguments = additive(mask, q.dtype), causal, _scale(q, scale), first, closes

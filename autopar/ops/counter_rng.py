@@ -131,22 +131,40 @@ def dropout(
 
 @custom_op("autopar::uniform", mutates_args=())
 def uniform(
-    state: Tensor, size: Sequence[int], stream: int, start: int, strides: Sequence[int], micro_batch_step: int = 0, *,
-    dtype: torch.dtype, device: torch.device,
-) -> Tensor:  # fmt: skip
+    state: Tensor,
+    size: Sequence[int],
+    stream: int,
+    start: int,
+    strides: Sequence[int],
+    micro_batch_step: int = 0,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
     """Draw numbers of [0, 1), multiples of the type's precision, of shape `size`."""
     bits = round(1 - math.log2(torch.finfo(dtype).eps))
     return _filled(
-        _key_and_start(state, stream, start, micro_batch_step), size, strides, dtype, device,
+        _key_and_start(state, stream, start, micro_batch_step),
+        size,
+        strides,
+        dtype,
+        device,
         lambda word: (word >> (64 - bits)).bitwise_and_(2**bits - 1).to(torch.float64).mul_(2.0**-bits),
-    )  # fmt: skip
+    )
 
 
 @custom_op("autopar::normal", mutates_args=())
 def normal(
-    state: Tensor, size: Sequence[int], stream: int, start: int, strides: Sequence[int], micro_batch_step: int = 0, *,
-    dtype: torch.dtype, device: torch.device,
-) -> Tensor:  # fmt: skip
+    state: Tensor,
+    size: Sequence[int],
+    stream: int,
+    start: int,
+    strides: Sequence[int],
+    micro_batch_step: int = 0,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
     """Draw standard normal numbers of shape `size` by the method of Box and Muller, Annals of Mathematical Statistics
     29, 1958, each from 64 bits."""
 

@@ -20,9 +20,15 @@ NONE, MEAN = 0, 1  # reductions as ATen numbers them; 2 is a sum
 
 
 def cross_entropy(
-    logits: Tensor, target: Tensor, ignore_index: int, reduction: int, dtype: torch.dtype, weight: Tensor | None = None,
-    smoothing: float = 0.0, classes: int = 0,
-) -> Tensor:  # fmt: skip
+    logits: Tensor,
+    target: Tensor,
+    ignore_index: int,
+    reduction: int,
+    dtype: torch.dtype,
+    weight: Tensor | None = None,
+    smoothing: float = 0.0,
+    classes: int = 0,
+) -> Tensor:
     """Return the cross-entropy in `dtype`: (..., c), (...), weight (c,) -> () or (...). `classes` is c, which only
     smoothing needs."""
     wide = _wide(dtype)

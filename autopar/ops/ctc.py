@@ -25,9 +25,14 @@ def ctc(
 
 @custom_op("autopar::ctc_bw", mutates_args=())
 def ctc_bw(
-    grad: Tensor, log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int,
+    grad: Tensor,
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor,
+    target_lengths: Tensor,
+    blank: int,
     zero_infinity: bool,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return the gradient of `log_probs`: (n,), then as `ctc` -> (t, n, c)."""
     loss, log_alpha = _forward(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)
     return aten._ctc_loss_backward.Tensor(

@@ -28,8 +28,18 @@ def workspace_bytes(op: object, *arguments) -> int:
     return 0 if count is None else count(*arguments)
 
 
-def _attention(q: Like, k: Like, v: Like, mask: Like | None, causal: bool, scale: float | None, first: int = 0,
-               head: int = 0, group: int = 0, *documents: Like) -> int:  # fmt: skip
+def _attention(
+    q: Like,
+    k: Like,
+    v: Like,
+    mask: Like | None,
+    causal: bool,
+    scale: float | None,
+    first: int = 0,
+    head: int = 0,
+    group: int = 0,
+    *documents: Like,
+) -> int:
     if group:
         k, v, copied = _heads_read(q, k, v, head, group)
         return copied + _attention(q, k, v, mask, causal, scale, first, 0, 0, *documents)
@@ -55,9 +65,21 @@ def _attention(q: Like, k: Like, v: Like, mask: Like | None, causal: bool, scale
     return total
 
 
-def _attention_bw(grad: Like, q: Like, k: Like, v: Like, out: Like, lse: Like, mask: Like | None, causal: bool,
-                  scale: float | None, first: int = 0, head: int = 0, group: int = 0, *documents: Like,
-                  ) -> int:  # fmt: skip
+def _attention_bw(
+    grad: Like,
+    q: Like,
+    k: Like,
+    v: Like,
+    out: Like,
+    lse: Like,
+    mask: Like | None,
+    causal: bool,
+    scale: float | None,
+    first: int = 0,
+    head: int = 0,
+    group: int = 0,
+    *documents: Like,
+) -> int:
     if group:  # the gradients of what is read stand beside those of all heads
         k, v, copied = _heads_read(q, k, v, head, group)
         made = (_numel(k) + _numel(v)) * q.dtype.itemsize

@@ -29,10 +29,10 @@ from .solver.solver import Solver
 
 
 def check(micro_batches: object) -> None:
-    """Raise StrategyError for anything but a number of passes."""
+    """Raise StrategyError for anything but a number of micro-batches."""
     if not isinstance(micro_batches, int) or isinstance(micro_batches, bool) or micro_batches < 1:
         raise StrategyError(
-            f"micro_batches is {micro_batches!r}, not a number of passes", fix="use 1 or more, such as 4"
+            f"micro_batches is {micro_batches!r}, not a number of micro-batches", fix="use 1 or more, such as 4"
         )
 
 
@@ -84,19 +84,28 @@ def of_step(plan: Plan, evaluation: Evaluation) -> Plan:
     """Return the plan of a step from that of an average pass of the largest micro-batch."""
     if plan.micro_batches == 1:
         return plan
-    passes = sum(plan.pipeline.shares)  # of the largest one
+    shares = sum(plan.pipeline.shares)  # of the largest micro-batch
 
     def times(one, *names):
         seconds = {name: getattr(one, name) for name in names}
-        return replace(one, **{name: s and s * passes for name, s in seconds.items()})
+        return replace(one, **{name: s and s * shares for name, s in seconds.items()})
 
-    plan = times(plan, "step_seconds", "compute_seconds", "communication_seconds", "recompute_seconds",
-                 "update_seconds", "exposed_seconds", "bound")  # fmt: skip
+    plan = times(
+        plan,
+        "step_seconds",
+        "compute_seconds",
+        "communication_seconds",
+        "recompute_seconds",
+        "update_seconds",
+        "exposed_seconds",
+        "bound",
+    )
     return replace(
-        plan, reduces_once=evaluation.reduces_once,
+        plan,
+        reduces_once=evaluation.reduces_once,
         collectives=tuple(times(c, "seconds") for c in plan.collectives),
         regions=tuple(times(r, "compute_seconds", "communication_seconds") for r in plan.regions),
-    )  # fmt: skip
+    )
 
 
 def samples_of(problem: Problem) -> int:

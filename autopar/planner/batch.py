@@ -1,7 +1,8 @@
-"""Turn a global batch into micro-batches: what a user says of it, and the fewest passes that need no recomputation.
+"""Turn a global batch into micro-batches: what a user says of it, and the fewest that need no recomputation.
 
-A step of K passes holds the activations of one pass alone. K is a number, follows from the samples that a data-parallel
-replica computes at once (Megatron's micro-batch: K = batch / (samples * data-parallel ways)), or is looked for.
+A step of K micro-batches holds the activations of one alone. K is a number, follows from the samples that a
+data-parallel replica computes at once (Megatron's micro-batch: K = batch / (samples * data-parallel ways)), or is
+looked for.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from .plan import Planned, PlanOptions
 from .problem.recipes import DATA, Restriction
 
 AUTO = "auto"
-MOST_SEARCHES = 3  # when the number of passes is looked for
+MOST_SEARCHES = 3  # when the number of micro-batches is looked for
 
 
 def data_ways(mesh: Mesh, strategy: str | None) -> int:
@@ -32,7 +33,7 @@ def data_ways(mesh: Mesh, strategy: str | None) -> int:
     return math.prod(mesh.size(a) for a, role in roles.items() if (role == DATA if named else a not in NOT_DATA))
 
 
-def passes_of(
+def micro_batches_of(
     batch: int, mesh: Mesh | None, strategy: str | None, micro_batches: int | None, micro_batch: int | None
 ) -> int:
     """Return K, from either the number of micro-batches or the samples of one on a replica, 1 without both. Raise
@@ -90,31 +91,31 @@ def micro_batch_of(captured: Captured, options: PlanOptions) -> tuple[MicroBatch
 
 
 def fewest(search: Callable[[int], Planned], batch: int, ways: int = 1) -> Planned:
-    """Return the plan with the fewest passes that fits without recomputation, as far as `MOST_SEARCHES` searches tell;
-    `search(K)` plans with K passes. How many are needed is estimated from the activations of the plan before, which
-    shrink with K. Micro-batches are multiples of `ways`, if the batch is. If no plan fits so, return or raise
+    """Return the plan with the fewest micro-batches that fits without recomputation, as far as `MOST_SEARCHES` searches
+    tell; `search(K)` plans with K of them. How many are needed is estimated from the activations of the plan before,
+    which shrink with K. Micro-batches are multiples of `ways`, if the batch is. If no plan fits so, return or raise
     (MemoryInfeasibleError) what the last search did."""
     choices = [k for k in _divisors(batch) if batch % ways or batch // k % ways == 0]
     without: Planned | None = None
     last: Planned | MemoryInfeasibleError | None = None
-    passes = low = 1
+    count = low = 1
     for _ in range(MOST_SEARCHES):
         try:
-            last = search(passes)
+            last = search(count)
         except MemoryInfeasibleError as error:
             last = error
         if isinstance(last, Planned) and (last.staged or not last.evaluation.recomputed):
             without = last
-            choices = [k for k in choices if k < passes]
+            choices = [k for k in choices if k < count]
         else:
-            low = passes
+            low = count
         left = [k for k in choices if k > low]
         if not left:
             break
         if without is not None:  # a smaller number may do: the one just below is the likeliest
-            passes = left[-1]
+            count = left[-1]
         else:
-            passes = at_least(left, low * excess(last)) or 1
+            count = at_least(left, low * excess(last)) or 1
     if without is not None:
         return without
     if isinstance(last, MemoryInfeasibleError):

@@ -32,7 +32,7 @@ from .pipeline.beside import SCHEDULE, StagedRow
 from .plan import Planned
 from .problem.offload import offloaded, update_seconds
 from .problem.problem import Problem
-from .problem.tiled_loss import told
+from .problem.tiled_loss import tiled_losses
 from .problem.vertices import STATE
 from .routing import routing_of
 from .solver.search import Outcome
@@ -50,30 +50,55 @@ def describe_plan(planned: Planned) -> Plan:
     rows += tuple(map(_staged_alternative, planned.beside))
     sharding = _sharding(problem, e, pricer)
     plan = Plan(
-        model=planned.model, mesh=problem.mesh, hardware=options.hardware.name, precision=options.precision,
-        optimizer=options.optimizer, strategy=chosen.restriction.name, memory_limit_bytes=planned.solver.limit_bytes,
-        step_seconds=chosen.seconds, compute_seconds=e.compute_seconds,
-        communication_seconds=e.communication_seconds, recompute_seconds=e.recompute_seconds,
+        model=planned.model,
+        mesh=problem.mesh,
+        hardware=options.hardware.name,
+        precision=options.precision,
+        optimizer=options.optimizer,
+        strategy=chosen.restriction.name,
+        memory_limit_bytes=planned.solver.limit_bytes,
+        step_seconds=chosen.seconds,
+        compute_seconds=e.compute_seconds,
+        communication_seconds=e.communication_seconds,
+        recompute_seconds=e.recompute_seconds,
         exposed_seconds=max(0.0, e.communication_seconds - chosen.hidden_seconds),
         bound=max(0.0, min(chosen.bound_seconds, chosen.seconds)),
-        gap=chosen.gap, program=chosen.program,
-        peak_bytes=planned.live_bytes.peak_bytes, memory=planned.live_bytes.most, at_peak=planned.live_bytes.at_peak,
-        collectives=_collectives(problem, e, options.hardware) + _of_update(problem, e), regions=regions_of(problem, e),
-        alternatives=rows, recomputed=_recomputed(e, True),
-        recomputed_selectively=_recomputed(e, False), recomputed_kinds=_recomputed_kinds(problem, e),
-        warnings=planned.warnings, layouts=_layouts(problem, e), sharding=sharding,
-        reduce_scatter=options.hardware.reduce_scatter_lowering, bucket_bytes=float(pricer.bucket_bytes),
-        fingerprint=fingerprint(planned.captured.graph), planning_seconds=planned.seconds,
-        parameter_elements=_elements(problem, False), trained_elements=_elements(problem, True),
-        pipeline=pipeline, samples=samples, overlaps=options.hardware.overlap_gain > 0,
-        meshes=planned.meshes, batches=planned.batches,
-        offloaded=offloaded(problem, e), update_seconds=update_seconds(problem, e), reduce_dtype=options.reduce_dtype,
-        tiled=told(problem, e, options.hardware), packed=_packed(problem, e),
+        gap=chosen.gap,
+        program=chosen.program,
+        peak_bytes=planned.live_bytes.peak_bytes,
+        memory=planned.live_bytes.most,
+        at_peak=planned.live_bytes.at_peak,
+        collectives=_collectives(problem, e, options.hardware) + _of_update(problem, e),
+        regions=regions_of(problem, e),
+        alternatives=rows,
+        recomputed=_recomputed(e, True),
+        recomputed_selectively=_recomputed(e, False),
+        recomputed_kinds=_recomputed_kinds(problem, e),
+        warnings=planned.warnings,
+        layouts=_layouts(problem, e),
+        sharding=sharding,
+        reduce_scatter=options.hardware.reduce_scatter_lowering,
+        bucket_bytes=float(pricer.bucket_bytes),
+        fingerprint=fingerprint(planned.captured.graph),
+        planning_seconds=planned.seconds,
+        parameter_elements=_elements(problem, False),
+        trained_elements=_elements(problem, True),
+        pipeline=pipeline,
+        samples=samples,
+        overlaps=options.hardware.overlap_gain > 0,
+        meshes=planned.meshes,
+        batches=planned.batches,
+        offloaded=offloaded(problem, e),
+        update_seconds=update_seconds(problem, e),
+        reduce_dtype=options.reduce_dtype,
+        tiled=tiled_losses(problem, e, options.hardware),
+        packed=_packed(problem, e),
         routing=routing_of(problem, e, pricer),
         flops=flops_of_step(problem.graph, sum(pipeline.shares), options.hardware),
-        state_dtype=options.state_dtype, execution=options.execution,
+        state_dtype=options.state_dtype,
+        execution=options.execution,
         outputs=outputs_in(sharding, problem, pricer, planned.captured),
-    )  # fmt: skip
+    )
     return with_outputs(of_step(plan, e), held_bytes(problem, e, pricer, sum(pipeline.shares)), planned.captured)
 
 
@@ -82,14 +107,20 @@ def _alternative(name: str, other: Outcome | AutoparError, pipeline: Pipeline, p
     if isinstance(other, AutoparError):
         return Alternative(name, None, None, None, False, other.message)
     e, micro_batches = other.evaluation, other.pricer.micro_batches
-    passes = sum(pipeline.shares) if micro_batches == pipeline.micro_batches else micro_batches  # of the largest
+    times = sum(pipeline.shares) if micro_batches == pipeline.micro_batches else micro_batches  # of the largest
     blocks = len(_recomputed(e, True)) + len(_recomputed(e, False))
-    held = held_bytes(other.pricer.problem, e, other.pricer, passes)
+    held = held_bytes(other.pricer.problem, e, other.pricer, times)
     kept = kept_bytes(held, planned.solver.limit_bytes - e.bytes_, planned.captured)
     return Alternative(
-        name, passes * other.seconds, passes * e.communication_seconds, e.bytes_ + kept, other.fits,
-        micro_batches=micro_batches, recomputed_blocks=blocks, offload=other.pricer.problem.offload.level,
-    )  # fmt: skip
+        name,
+        times * other.seconds,
+        times * e.communication_seconds,
+        e.bytes_ + kept,
+        other.fits,
+        micro_batches=micro_batches,
+        recomputed_blocks=blocks,
+        offload=other.pricer.problem.offload.level,
+    )
 
 
 def _staged_alternative(row: StagedRow) -> Alternative:
@@ -99,10 +130,13 @@ def _staged_alternative(row: StagedRow) -> Alternative:
     else:
         plan = row.planned.plan
         told = Alternative(
-            row.strategy, plan.step_seconds, plan.communication_seconds, plan.peak_bytes,
+            row.strategy,
+            plan.step_seconds,
+            plan.communication_seconds,
+            plan.peak_bytes,
             plan.peak_bytes <= plan.memory_limit_bytes,
             recomputed_blocks=len(plan.recomputed) + len(plan.recomputed_selectively),
-        )  # fmt: skip
+        )
     return replace(told, micro_batches=row.micro_batches, mesh=str(row.mesh), schedule=SCHEDULE)
 
 
@@ -186,12 +220,14 @@ def _of_update(problem: Problem, e: Evaluation) -> tuple[Collective, ...]:
         bytes_ = ELEMENT_BYTES * v.node.meta["val"].numel()
         for step in cost.gather(layout).steps:
             kind, axes = step.move.kind, step.move.axes
-            seconds = cost.prices.pair(step.before, step.after, bytes_) / cost.passes
+            seconds = cost.prices.pair(step.before, step.after, bytes_) / cost.micro_batches
             known = found.get((kind, axes), Collective(kind, axes, "optimizer", 0, 0.0, 0.0))
             found[kind, axes] = replace(
-                known, count=known.count + copies, wire_bytes=known.wire_bytes + step.wire_fraction * bytes_ * copies,
+                known,
+                count=known.count + copies,
+                wire_bytes=known.wire_bytes + step.wire_fraction * bytes_ * copies,
                 seconds=known.seconds + seconds * copies,
-            )  # fmt: skip
+            )
     return tuple(found[key] for key in sorted(found))
 
 
@@ -222,11 +258,17 @@ def _sharding(problem: Problem, e: Evaluation, pricer: Pricer) -> Sharding:
     retained = {(tensors[v, output][0].name, tensors[v, output][1], layout) for v, output, layout in e.retained}
     redistribute = pricer.redistribute
     return Sharding(
-        problem.mesh, redistribute.links, redistribute.memory_bytes_per_second, nodes, leaves,
-        _outputs(problem, strategy), frozenset(retained),
+        problem.mesh,
+        redistribute.links,
+        redistribute.memory_bytes_per_second,
+        nodes,
+        leaves,
+        _outputs(problem, strategy),
+        frozenset(retained),
         frozenset(node.name for node in _recomputed_nodes(problem, e)),
-        frozenset(v.name for v in problem.vertices if strategy(v.index).on_host), pricer.prices.hierarchy,
-    )  # fmt: skip
+        frozenset(v.name for v in problem.vertices if strategy(v.index).on_host),
+        pricer.prices.hierarchy,
+    )
 
 
 def _outputs(problem: Problem, strategy) -> tuple:

@@ -88,8 +88,13 @@ class Explanation:
         return explain_text(self)
 
 
-def explain_plan(planned: Planned, pattern: str, alternatives: int = 6, choices: int = 8,
-                 report: Callable[[str], None] = lambda text: None) -> Explanation:  # fmt: skip
+def explain_plan(
+    planned: Planned,
+    pattern: str,
+    alternatives: int = 6,
+    choices: int = 8,
+    report: Callable[[str], None] = lambda text: None,
+) -> Explanation:
     """Explain what the glob `pattern` matches: parameters, ops by their node's name, or everything in modules. Explain
     at most so many `choices`, with so many `alternatives` each. `report` is told what is being tried. Raise
     StrategyError if nothing matches."""
@@ -97,9 +102,14 @@ def explain_plan(planned: Planned, pattern: str, alternatives: int = 6, choices:
     explainer = _Explainer(planned, classes[:choices], alternatives, report)
     e = planned.evaluation
     return Explanation(
-        pattern, planned.model, str(planned.problem.mesh), planned.chosen.seconds, e.bytes_, tuple(explainer.choices()),
+        pattern,
+        planned.model,
+        str(planned.problem.mesh),
+        planned.chosen.seconds,
+        e.bytes_,
+        tuple(explainer.choices()),
         max(0, len(classes) - choices),
-    )  # fmt: skip
+    )
 
 
 def runners_up(planned: Planned) -> dict[str, tuple[str, float]]:
@@ -200,10 +210,18 @@ class _Explainer:
             )
             reader = v if v.kind == "op" else self._first_reader(cls)
             yield Choice(
-                v.kind, _name(v), options.copies, tuple(v.values[0].shape), module_of(v),
-                reader.node.meta.get("source") or "" if reader else "", chosen, self._binding(cls, taken), candidates,
-                len(others) - len(candidates), attention_text(v.node) if v.kind == "op" else "",
-            )  # fmt: skip
+                v.kind,
+                _name(v),
+                options.copies,
+                tuple(v.values[0].shape),
+                module_of(v),
+                reader.node.meta.get("source") or "" if reader else "",
+                chosen,
+                self._binding(cls, taken),
+                candidates,
+                len(others) - len(candidates),
+                attention_text(v.node) if v.kind == "op" else "",
+            )
 
     def _solver(self, limit_bytes: float) -> Solver:
         """Make another solver, whose searches are short."""
@@ -257,9 +275,15 @@ class _Explainer:
             self._parts(cls, self.evaluation),
         )
         return Instead(
-            text, True, outcome.seconds, compute - compute_now, here - here_now, (all_ - here) - (all_now - here_now),
-            outcome.hidden_seconds - self.planned.chosen.hidden_seconds, found.bytes_ - self.evaluation.bytes_,
-        )  # fmt: skip
+            text,
+            True,
+            outcome.seconds,
+            compute - compute_now,
+            here - here_now,
+            (all_ - here) - (all_now - here_now),
+            outcome.hidden_seconds - self.planned.chosen.hidden_seconds,
+            found.bytes_ - self.evaluation.bytes_,
+        )
 
     def _parts(self, cls: int, e: Evaluation) -> tuple[float, float, float]:
         """Return the seconds of compute, of communication at a class, and of all communication."""

@@ -74,17 +74,23 @@ class PipelineExplanation:
         return explain_pipeline_text(self)
 
 
-def explain_pipeline(planned: Planned, pattern: str | None = None, alternatives: int = 6,
-                     report: Report = lambda text: None) -> PipelineExplanation:  # fmt: skip
+def explain_pipeline(
+    planned: Planned, pattern: str | None = None, alternatives: int = 6, report: Report = lambda text: None
+) -> PipelineExplanation:
     """Explain the pipeline, and with a glob `pattern` also what it matches inside of the stages (planner/explain.py).
     Raise StrategyError if it matches nothing."""
     inside = explain_plan(planned.inner, pattern, alternatives, report=report) if pattern else None
     pricing = _Pricing(planned, report)
     cuts, left_out = pricing.cuts()
     return PipelineExplanation(
-        planned.plan, tuple(ranks_of(planned.stages.evaluated)), tuple(pricing.micro_batches()),
-        tuple(pricing.schedules()), tuple(cuts), left_out, inside,
-    )  # fmt: skip
+        planned.plan,
+        tuple(ranks_of(planned.stages.evaluated)),
+        tuple(pricing.micro_batches()),
+        tuple(pricing.schedules()),
+        tuple(cuts),
+        left_out,
+        inside,
+    )
 
 
 def ranks_of(evaluated: PipelineCost) -> Iterator[RankCost]:
@@ -95,8 +101,14 @@ def ranks_of(evaluated: PipelineCost) -> Iterator[RankCost]:
         for action, start, end in zip(order, played.starts[rank], played.ends[rank]):
             seconds[action.kind == "F"] += end - start
         once = evaluated.once_seconds[rank]
-        yield RankCost(evaluated.pipeline.stages_of(rank), seconds[True], seconds[False], once,
-                       step - sum(seconds.values()) - once, sum(evaluated.memory[rank].values()))  # fmt: skip
+        yield RankCost(
+            evaluated.pipeline.stages_of(rank),
+            seconds[True],
+            seconds[False],
+            once,
+            step - sum(seconds.values()) - once,
+            sum(evaluated.memory[rank].values()),
+        )
 
 
 class _Pricing:
@@ -141,9 +153,16 @@ class _Pricing:
         text = _batches(m, self.planned.plan.samples)
         self.report(text)
         try:
-            other = plan_pipeline(self.planned.captured, self.planned.plan.mesh, self.options, self.planned.plan.model,
-                                  schedule=self.chosen.schedule, micro_batches=m,
-                                  stages_per_rank=self.chosen.stages_per_rank, report=self.report)  # fmt: skip
+            other = plan_pipeline(
+                self.planned.captured,
+                self.planned.plan.mesh,
+                self.options,
+                self.planned.plan.model,
+                schedule=self.chosen.schedule,
+                micro_batches=m,
+                stages_per_rank=self.chosen.stages_per_rank,
+                report=self.report,
+            )
         except AutoparError as error:
             return Priced(text, note=error.message)
         return self.priced(text, other.stages.evaluated)

@@ -43,15 +43,20 @@ def inside_lines(plan: Plan) -> list[str]:
 
 def _ranks(e: PipelineExplanation) -> list[str]:
     unit, peaks = byte_column([r.peak_bytes for r in e.ranks])
-    seconds = column([1e3 * s for r in e.ranks
-                      for s in (r.forward_seconds, r.backward_seconds, r.reduces_seconds,
-                                r.waits_seconds)])  # fmt: skip
+    seconds = column(
+        [1e3 * s for r in e.ranks for s in (r.forward_seconds, r.backward_seconds, r.reduces_seconds, r.waits_seconds)]
+    )
     names = [c.name for c in e.plan.pipeline.costs]
     rows = [
-        [str(rank), "; ".join(f"{s}: {names[s]}" for s in r.stages), *seconds[4 * rank : 4 * rank + 4], peaks[rank],
-         percent(r.peak_bytes, e.plan.memory_limit_bytes)]
+        [
+            str(rank),
+            "; ".join(f"{s}: {names[s]}" for s in r.stages),
+            *seconds[4 * rank : 4 * rank + 4],
+            peaks[rank],
+            percent(r.peak_bytes, e.plan.memory_limit_bytes),
+        ]
         for rank, r in enumerate(e.ranks)
-    ]  # fmt: skip
+    ]
     return table(
         ["rank", "stages", "forward ms", "backward ms", "reduces", "waits", f"peak {unit}", "of the limit"],
         rows,

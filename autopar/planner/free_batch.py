@@ -74,10 +74,12 @@ def fastest(search: Callable[[int], Planned], samples: int, tokens: int) -> Plan
     found = tried[best]
     if not isinstance(found, Planned):
         raise found
-    return told(found, tuple(_candidate(count, count * tokens // samples, tried[count]) for count in sorted(tried)))
+    return with_batches(
+        found, tuple(_candidate(count, count * tokens // samples, tried[count]) for count in sorted(tried))
+    )
 
 
-def told(planned: Planned, batches: tuple[BatchCandidate, ...]) -> Planned:
+def with_batches(planned: Planned, batches: tuple[BatchCandidate, ...]) -> Planned:
     """Return a finished search with the batches that were tried."""
     if planned.staged is None:
         return replace(planned, batches=batches)

@@ -204,9 +204,13 @@ class _MeshSearch:
 
 
 def search(
-    captured: Captured, devices: int, options: plan.PlanOptions, model: str = "model",
-    report: Callable[[str], None] = lambda t: None, is_free: bool = False,
-) -> plan.Planned:  # fmt: skip
+    captured: Captured,
+    devices: int,
+    options: plan.PlanOptions,
+    model: str = "model",
+    report: Callable[[str], None] = lambda t: None,
+    is_free: bool = False,
+) -> plan.Planned:
     """Return the best plan of the captured call of a whole batch over all candidate meshes, which its `meshes` list;
     with `is_free` micro-batches are tried too. Raise InputError for a batch that no mesh divides; if there is no plan
     for any, what planning raises, of the mesh that misses least memory; BeyondCutoff, with its `candidates`, the meshes
@@ -234,9 +238,11 @@ def search(
     if options.baselines:
         others = expert_plans.rows(best.solvers, options.styles)
         planned = replace(
-            planned, options=replace(planned.options, baselines=True), others=others,
+            planned,
+            options=replace(planned.options, baselines=True),
+            others=others,
             chosen=plan.not_worse(planned.chosen, others, options),
-        )  # fmt: skip
+        )
     return replace(planned, meshes=_reported_meshes(tour))
 
 

@@ -31,12 +31,12 @@ def model_flops(node: fx.Node) -> float:
     return forward if is_forward else 2.0 * forward
 
 
-def flops_of_step(graph: fx.Graph, passes: float, hardware: Hardware) -> Flops:
-    """Return the model FLOPs of so many passes of a graph, with the hardware's peak in the type that has most of
+def flops_of_step(graph: fx.Graph, micro_batches: float, hardware: Hardware) -> Flops:
+    """Return the model FLOPs of so many micro-batches of a graph, with the hardware's peak in the type that has most of
     them."""
     by_dtype = defaultdict(float, fp32=0.0)
     for node in filter(is_op, graph.nodes):
         by_dtype[DTYPE_NAMES.get(values_of(node)[0].dtype, "fp32")] += model_flops(node)
     dtype = max(by_dtype, key=by_dtype.__getitem__)
     published = hardware.published_utilization.get(dtype, 0.0)
-    return Flops(passes * sum(by_dtype.values()), dtype, hardware.peak_flops_per_second(dtype), published)
+    return Flops(micro_batches * sum(by_dtype.values()), dtype, hardware.peak_flops_per_second(dtype), published)

@@ -21,9 +21,26 @@ from .plan import IN_DOUBT, PlanOptions
 PIPELINES = "pipelines"  # of `baselines`: experts' pipelines are costed beside a plan without stages, too
 
 
-def options_of(mesh, hardware, memory, optimizer, precision, strategy, pin, strict, fixed, baselines, forbid=None,
-               micro_batches=1, offload="none", on_host=(), reduce_dtype=None, state_dtype=None,
-               execution=EAGER, expert_load=1.0) -> PlanOptions:  # fmt: skip
+def options_of(
+    mesh,
+    hardware,
+    memory,
+    optimizer,
+    precision,
+    strategy,
+    pin,
+    strict,
+    fixed,
+    baselines,
+    forbid=None,
+    micro_batches=1,
+    offload="none",
+    on_host=(),
+    reduce_dtype=None,
+    state_dtype=None,
+    execution=EAGER,
+    expert_load=1.0,
+) -> PlanOptions:
     """Read the arguments of `autopar.plan` and `compile` as PlanOptions, checked as far as they can be without a model.
     Raise StrategyError or HardwareError for what cannot be right."""
     for what, value in (("optimizer", optimizer), ("strategy", "" if strategy is None else strategy)):
@@ -53,14 +70,24 @@ def options_of(mesh, hardware, memory, optimizer, precision, strategy, pin, stri
         raise StrategyError(f"expert_load is {expert_load!r:.80}", fix="give a number, 1.0 for balanced routing")
     profile = hardware_of(mesh, hardware)
     return PlanOptions(
-        profile, memory_bytes=bytes_of_text(memory), optimizer=optimizer,
-        precision=precision_on(mesh, profile, precision), strategy=strategy,
-        pin=dict(pin or {}), forbid=tuple((glob, layout) for glob, layouts in forbidden.items() for layout in layouts),
-        fixed=fixed, strict=strict, baselines=baselines, micro_batches=micro_batches, offload=offload,
-        on_host=frozenset(on_host), reduce_dtype=None if reduce_dtype is None else precision_name(reduce_dtype),
-        state_dtype=None if state_dtype is None else precision_name(state_dtype), execution=execution,
+        profile,
+        memory_bytes=bytes_of_text(memory),
+        optimizer=optimizer,
+        precision=precision_on(mesh, profile, precision),
+        strategy=strategy,
+        pin=dict(pin or {}),
+        forbid=tuple((glob, layout) for glob, layouts in forbidden.items() for layout in layouts),
+        fixed=fixed,
+        strict=strict,
+        baselines=baselines,
+        micro_batches=micro_batches,
+        offload=offload,
+        on_host=frozenset(on_host),
+        reduce_dtype=None if reduce_dtype is None else precision_name(reduce_dtype),
+        state_dtype=None if state_dtype is None else precision_name(state_dtype),
+        execution=execution,
         expert_load=expert_load,
-    )  # fmt: skip
+    )
 
 
 def hardware_of(mesh, hardware: str | Path | Hardware | None) -> Hardware:

@@ -58,10 +58,12 @@ def bytes_of_outputs(problem: Problem, e: Evaluation, pricer: Pricer) -> Iterato
             yield value, pricer.bytes_of(value.meta["val"], layout)
 
 
-def held_bytes(problem: Problem, e: Evaluation, pricer: Pricer, passes: float) -> float:
+def held_bytes(problem: Problem, e: Evaluation, pricer: Pricer, micro_batches: float) -> float:
     """Return the bytes of a device that the outputs of all micro-batches of a step without stages take beside the one
-    at work. `passes`: the step's, of the largest."""
-    return passes * sum(bytes_ for _, bytes_ in bytes_of_outputs(problem, e, pricer)) if passes > 1 else 0.0
+    at work. `micro_batches`: the step's, of the largest."""
+    return (
+        micro_batches * sum(bytes_ for _, bytes_ in bytes_of_outputs(problem, e, pricer)) if micro_batches > 1 else 0.0
+    )
 
 
 def kept_bytes(held: float, room: float, call: Captured) -> float:
@@ -81,6 +83,10 @@ def with_outputs(plan: Plan, held: float, call: Captured) -> Plan:
     memory, at_peak = ({**kinds, PASSING: kinds.get(PASSING, 0.0) + kept} for kinds in (plan.memory, plan.at_peak))
     text = f"outputs of all micro-batches take {size(held)} a device, more than the {size(max(room, 0.0))} that is left"
     return replace(
-        plan, peak_bytes=plan.peak_bytes + kept, memory=memory, at_peak=at_peak, unmade_bytes=held - kept,
+        plan,
+        peak_bytes=plan.peak_bytes + kept,
+        memory=memory,
+        at_peak=at_peak,
+        unmade_bytes=held - kept,
         warnings=(*plan.warnings, *([text] if kept > room else [])),
-    )  # fmt: skip
+    )

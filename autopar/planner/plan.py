@@ -31,8 +31,7 @@ from ..ir.mesh import Mesh
 from ..plans.plan import BatchCandidate, MeshCandidate, Plan
 from ..rules.register import suggestion
 from ..utils.gc_pause import paused_collector
-from . import accumulation as passes
-from . import expert_plans, fixed_recompute, tiling
+from . import accumulation, expert_plans, fixed_recompute, tiling
 from .objective.evaluate import Evaluation
 from .objective.expand import whole_of
 from .objective.memory_timeline import LiveBytes, live_bytes
@@ -120,7 +119,7 @@ class PlanOptions:
                 f"experts of a device get {self.expert_load} times the mean of their rows",
                 fix="give expert_load=1.0, balanced routing, or more",
             )
-        passes.check(self.micro_batches)
+        accumulation.check(self.micro_batches)
         fixed_recompute.check(self.recompute)
         tiling.check(self.tile)
         offload.check(self.offload, self.on_host, self.hardware)
@@ -157,14 +156,17 @@ class Planned:
 
     @property
     def problem(self) -> Problem:
+        """Return the problem that was solved."""
         return self.solver.problem
 
     @property
     def pricer(self) -> Pricer:
+        """Return the prices of ops and moves."""
         return self.solver.pricer
 
     @property
     def evaluation(self) -> Evaluation:
+        """Return what the chosen plan costs."""
         return self.chosen.evaluation
 
     @cached_property
@@ -206,8 +208,13 @@ class Planned:
         return describe_plan(self) if self.staged is None else self.staged.plan
 
 
-def make_plan(captured: Captured, mesh: Mesh, options: PlanOptions, model: str = "model",
-              report: Callable[[str], None] = lambda t: None) -> Plan:  # fmt: skip
+def make_plan(
+    captured: Captured,
+    mesh: Mesh,
+    options: PlanOptions,
+    model: str = "model",
+    report: Callable[[str], None] = lambda t: None,
+) -> Plan:
     """Plan a captured graph on a mesh. Raise UnsupportedOpError (strict), StrategyError, or MemoryInfeasibleError."""
     return search(captured, mesh, options, model, report).plan
 
@@ -234,7 +241,7 @@ def search(
         report("searching")
         known = [one.found[-1] for one in others.values() if isinstance(one, Outcome)]
         first = starts if options.strategy else [*known, *starts]
-        return tiling.fastest(passes.solvers_for(solvers, options.strategy), restriction, options, first)
+        return tiling.fastest(accumulation.solvers_for(solvers, options.strategy), restriction, options, first)
 
     others = expert_plans.rows(solvers, options.styles) if options.baselines not in (False, IN_DOUBT) else {}
     solver, chosen = found(others)
@@ -249,30 +256,45 @@ def search(
 
 
 def solvers_of(
-    captured: Captured, mesh: Mesh, options: PlanOptions, report: Callable[[str], None] = lambda t: None,
+    captured: Captured,
+    mesh: Mesh,
+    options: PlanOptions,
+    report: Callable[[str], None] = lambda t: None,
     known: Pricer | None = None,
-) -> list[Solver]:  # fmt: skip
+) -> list[Solver]:
     """Return one solver for each way to reduce gradients, all of the same problem. `known`: a pricer on the same mesh,
     of other micro-batches or another offload, whose redistributions are priced already."""
     hardware, around = options.hardware, options.around(mesh)
     links, tiers = hardware.links_for(around), hardware.tiers_for(around)
     report("building the problem")
-    prices = known.prices if known else TransferPrices(
-        Redistributor(mesh, {a: links[a] for a in mesh.names}, hardware.reached_memory_bytes_per_second),
-        CollectiveCost(hardware, around), hardware.classes_for(around),
-    )  # fmt: skip
+    prices = (
+        known.prices
+        if known
+        else TransferPrices(
+            Redistributor(mesh, {a: links[a] for a in mesh.names}, hardware.reached_memory_bytes_per_second),
+            CollectiveCost(hardware, around),
+            hardware.classes_for(around),
+        )
+    )
     problem = _problem(captured, mesh, options, prices, known.problem if known else None)
     bucket_bytes = max(tiers[a].bucket_bytes for a in mesh.names)
     limit = float(options.memory_bytes or hardware.memory_bytes)
     gain = hardware.overlap_gain
     asked = None if options.baselines else options.strategy  # strategies that are compared reduce in other ways
-    ways = passes.ways(asked, options.micro_batches, options.offload == offload.OPTIMIZER)
+    ways = accumulation.ways(asked, options.micro_batches, options.offload == offload.OPTIMIZER)
     is_cut = options.micro_batches > 1
     pricers = [
-        Pricer(problem, prices, bucket_bytes, options.micro_batches, once, gathers_once=is_cut,
-               reduce_dtype=reduce_type(options.reduce_dtype))
+        Pricer(
+            problem,
+            prices,
+            bucket_bytes,
+            options.micro_batches,
+            once,
+            gathers_once=is_cut,
+            reduce_dtype=reduce_type(options.reduce_dtype),
+        )
         for once in ((True,) if is_cut and options.within is not None else ways)
-    ]  # fmt: skip
+    ]
     return [Solver(problem, pricer, limit, options.search, report, gain) for pricer in pricers]
 
 
@@ -291,12 +313,20 @@ def _problem(
     if optimizer.orthogonalizes:
         muon = OrthogonalizeCost(prices, ProductSeconds(hardware), options.micro_batches)
     problem = build(
-        captured, mesh, hardware, optimizer,
-        fold if options.folded else unfolded, dict(options.fixed),
+        captured,
+        mesh,
+        hardware,
+        optimizer,
+        fold if options.folded else unfolded,
+        dict(options.fixed),
         {**options.pin, **dict(options.forbid), **dict.fromkeys(globs_of(options.strategy), "")},
-        on_host, options.micro_batches, muon, options.execution,
-        may_cut_sequence(options.strategy, mesh, captured.signature.samples), options.expert_load,
-    )  # fmt: skip
+        on_host,
+        options.micro_batches,
+        muon,
+        options.execution,
+        may_cut_sequence(options.strategy, mesh, captured.signature.samples),
+        options.expert_load,
+    )
     problem.fits = fitting(problem, options.overlay) if options.overlay is not None else {}
     return problem
 
@@ -317,9 +347,10 @@ def _unruled(problem: Problem, strict: bool) -> tuple[str, ...]:
     if strict:
         raise UnsupportedOpError(
             f"{len(problem.unruled)} ops of {len(lines)} kinds have no sharding rule: " + "; ".join(lines),
-            node=describe(problem.unruled[0]), mesh=problem.mesh,
+            node=describe(problem.unruled[0]),
+            mesh=problem.mesh,
             fix=f"leave out strict=True to run them whole on every device, or {suggestion(problem.unruled[0])}",
-        )  # fmt: skip
+        )
     return tuple(lines)
 
 

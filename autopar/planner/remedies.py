@@ -58,6 +58,7 @@ class Fix:
 
     @property
     def fits(self) -> bool:
+        """Return whether a plan was found with it."""
         return self.step_seconds is not None
 
     @property
@@ -97,8 +98,14 @@ class Refused:
         """Return the samples of a micro-batch."""
         return samples_of(self.captured.signature) // self.options.micro_batches
 
-    def change(self, argument: str, option: str, mesh: Mesh | None = None,
-               captured: Callable[[], Captured] | None = None, **options) -> _Change:  # fmt: skip
+    def change(
+        self,
+        argument: str,
+        option: str,
+        mesh: Mesh | None = None,
+        captured: Callable[[], Captured] | None = None,
+        **options,
+    ) -> _Change:
         """Return a change of what was asked for: another mesh, another capture of the model or other `options` of
         planning."""
         options = replace(self.options, baselines=False, search=SEARCH, **options)
@@ -106,9 +113,13 @@ class Refused:
 
 
 def planned_or_fixes(
-    request: PlanRequest, captured: Captured, adapts: bool, retrace: Callable[..., Captured], fixes: bool = True,
+    request: PlanRequest,
+    captured: Captured,
+    adapts: bool,
+    retrace: Callable[..., Captured],
+    fixes: bool = True,
     report: Callable[[str], None] = lambda text: None,
-) -> plan.Planned:  # fmt: skip
+) -> plan.Planned:
     """Return what is found for a captured call; raise a refusal with what would fit instead, if `fixes` are wanted.
     `retrace(more)` traces the same call with more adaptations."""
     try:
@@ -139,9 +150,13 @@ def with_fixes(
     fixes = sorted(found.values(), key=lambda fix: (fix.device_seconds, fix.missing_bytes, fix.argument))
     fitting = [str(fix) for fix in fixes if fix.fits]
     return MemoryInfeasibleError(
-        error.message, missing_bytes=error.missing_bytes, breakdown=error.breakdown, fixes=fixes, mesh=error.mesh,
+        error.message,
+        missing_bytes=error.missing_bytes,
+        breakdown=error.breakdown,
+        fixes=fixes,
+        mesh=error.mesh,
         fix=", or ".join(fitting[:MOST_NAMED]) or error.fix,
-    )  # fmt: skip
+    )
 
 
 def _evaluated(change: _Change) -> Fix | None:
@@ -153,9 +168,13 @@ def _evaluated(change: _Change) -> Fix | None:
         return Fix(change.argument, change.option, change.mesh.devices, need, error.missing_bytes)
     except Exception:  # the user's error is the refusal
         return None
-    e, passes = planned.evaluation, change.options.micro_batches
+    e, micro_batches = planned.evaluation, change.options.micro_batches
     return Fix(
-        change.argument, change.option, change.mesh.devices, e.bytes_, step_seconds=planned.chosen.seconds * passes
+        change.argument,
+        change.option,
+        change.mesh.devices,
+        e.bytes_,
+        step_seconds=planned.chosen.seconds * micro_batches,
     )
 
 
@@ -248,9 +267,13 @@ def _together(request: Refused) -> Iterator[_Change]:
     possible = _divisions(request)
     for factor in dict.fromkeys((possible[len(possible) // 2], possible[-1]) if possible else ()):
         yield _passes(
-            request, factor, 'strategy="auto", recompute="auto", ', "--strategy auto --recompute auto ",
-            strategy=None, recompute=fixed_recompute.AUTO,
-        )  # fmt: skip
+            request,
+            factor,
+            'strategy="auto", recompute="auto", ',
+            "--strategy auto --recompute auto ",
+            strategy=None,
+            recompute=fixed_recompute.AUTO,
+        )
 
 
 def _divisions(request: Refused) -> list[int]:
@@ -262,21 +285,24 @@ def _divisions(request: Refused) -> list[int]:
 
 
 def _passes(request: Refused, factor: int, arguments: str = "", flags: str = "", **options) -> _Change:
-    """Return the change to `factor` times as many passes with as many times fewer samples each."""
-    passes, samples = request.options.micro_batches * factor, request.samples // factor
+    """Return the change to `factor` times as many micro-batches with as many times fewer samples each."""
+    micro_batches, samples = request.options.micro_batches * factor, request.samples // factor
     return request.change(
-        f"{arguments}micro_batches={passes} of {samples} samples", f"{flags}--micro-batches {passes}",
-        micro_batches=passes, **options,
-    )  # fmt: skip
+        f"{arguments}micro_batches={micro_batches} of {samples} samples",
+        f"{flags}--micro-batches {micro_batches}",
+        micro_batches=micro_batches,
+        **options,
+    )
 
 
 def _adapters(request: Refused) -> Iterator[_Change]:
     if not request.adapts:
         lora = LoRA(r=RANK, target_modules=ALL_LINEAR)
         yield request.change(
-            f'adapt=[LoRA(r={RANK}, target_modules="{ALL_LINEAR}")]', f"--lora r={RANK}",
+            f'adapt=[LoRA(r={RANK}, target_modules="{ALL_LINEAR}")]',
+            f"--lora r={RANK}",
             captured=lambda: request.retrace((lora,)),
-        )  # fmt: skip
+        )
 
 
 def _power_of_two(at_least: float) -> int:

@@ -39,16 +39,33 @@ class PlanRequest:
     stages_per_rank: int | None = None
 
     @staticmethod
-    def of(mesh, name: str, *, micro_batches: int | str | None = None, schedule: str | Schedule = ANY_SCHEDULE,
-           stages_per_rank: int | None = None, recompute: str = "auto", tile: str = "auto", refuses: bool = True,
-           solver: str = "dual", styles=None, **options) -> PlanRequest:  # fmt: skip
+    def of(
+        mesh,
+        name: str,
+        *,
+        micro_batches: int | str | None = None,
+        schedule: str | Schedule = ANY_SCHEDULE,
+        stages_per_rank: int | None = None,
+        recompute: str = "auto",
+        tile: str = "auto",
+        refuses: bool = True,
+        solver: str = "dual",
+        styles=None,
+        **options,
+    ) -> PlanRequest:
         """Read the arguments of `autopar.plan` and `compile`, checked as far as they can be without a model; `options`
         are those of `options_of`. Raises subclasses of AutoparError for what cannot be right."""
         is_count = isinstance(mesh, int) and not isinstance(mesh, bool)
         read = Mesh(("dp",), (mesh,)) if is_count else Mesh.of(mesh)
         asked = options_of(mesh, **options)
-        asked = replace(asked, recompute=recompute, tile=tile, refuses=refuses, styles=styles or {},
-                        search=replace(asked.search, solver=solver))  # fmt: skip
+        asked = replace(
+            asked,
+            recompute=recompute,
+            tile=tile,
+            refuses=refuses,
+            styles=styles or {},
+            search=replace(asked.search, solver=solver),
+        )
         request = PlanRequest(mesh if is_count else read, asked, name, micro_batches, schedule, stages_per_rank)
         if not request.has_stages and micro_batches not in (None, AUTO):
             accumulation.check(micro_batches)
@@ -69,10 +86,15 @@ class PlanRequest:
         many = self.micro_batches
         if isinstance(self.mesh, Mesh) and axis_of(self.mesh):
             planned = plan_pipeline(
-                captured, self.mesh, self.options, self.name, schedule=self.schedule,
-                micro_batches=None if isinstance(many, str) else many, stages_per_rank=self.stages_per_rank,
+                captured,
+                self.mesh,
+                self.options,
+                self.name,
+                schedule=self.schedule,
+                micro_batches=None if isinstance(many, str) else many,
+                stages_per_rank=self.stages_per_rank,
                 report=report,
-            )  # fmt: skip
+            )
         elif isinstance(many, str):
             ways = data_ways(self.mesh, self.options.strategy) if isinstance(self.mesh, Mesh) else 1
             planned = fewest(lambda k: self._in(k, captured, report), samples_of(captured.signature), ways)

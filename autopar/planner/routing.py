@@ -30,8 +30,8 @@ def routing_of(problem: Problem, e: Evaluation, pricer: Pricer) -> Routing | Non
             sent += copies * exchange_bytes(v.node, strategy, problem.mesh)
             ways = math.prod(map(problem.mesh.size, axes))
             gathered += copies * (ways - 1) * _held_bytes(v.node, strategy, problem)
-    passes = pricer.micro_batches
-    return Routing(problem.expert_load, _worst_peak_bytes(problem, e, pricer), sent * passes, gathered * passes)
+    times = pricer.micro_batches
+    return Routing(problem.expert_load, _worst_peak_bytes(problem, e, pricer), sent * times, gathered * times)
 
 
 def _held_bytes(node: fx.Node, strategy: Strategy, problem: Problem) -> float:

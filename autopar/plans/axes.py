@@ -97,5 +97,6 @@ def check_axes(plan: Plan, strict: bool) -> None:
         raise StrategyError(
             f"axis {' and axis '.join(idle)} would carry nothing: {plan.model} is neither faster nor smaller if it is "
             f"cut over it",
-            mesh=plan.mesh, fix=f"use mesh {others}" if others else "use one device, or a larger batch",
-        )  # fmt: skip
+            mesh=plan.mesh,
+            fix=f"use mesh {others}" if others else "use one device, or a larger batch",
+        )

@@ -35,10 +35,12 @@ def check_decisions(graph: fx.Graph, sharding: Sharding) -> None:
     leaves = {n.name for n in graph.nodes if n.op in ("placeholder", "get_attr")}
     parameters = {n.name for n in graph.nodes if n.op == "placeholder" and n.meta["role"].kind == "parameter"}
     for names, known, what in (
-        (sharding.nodes, ops, "op"), (sharding.leaves, leaves, "placeholder"),
-        (sharding.again, early, "op of the forward"), (sharding.on_host, parameters, "parameter"),
+        (sharding.nodes, ops, "op"),
+        (sharding.leaves, leaves, "placeholder"),
+        (sharding.again, early, "op of the forward"),
+        (sharding.on_host, parameters, "parameter"),
         ({name for name, _, _ in sharding.kept}, ops | leaves, "tensor"),
-    ):  # fmt: skip
+    ):
         if unknown := sorted(set(names) - known):
             raise PlanIncompatible(f"the plan decides about {unknown[0]:.80}, an unknown {what}", fix="plan again")
     reduced_after = set(own_casts(graph).values())

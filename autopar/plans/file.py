@@ -132,7 +132,7 @@ def _finite(text: str) -> float:
 
 
 # The schema: a predicate, [kind] for lists, (kind, ...) for lists of fixed length, {"field": kind} for records,
-# Values(kind) for objects with any keys, Either(kind) for what may be null. Predicates are named by their docstrings.
+# Values(kind) for objects with any keys, Either(kind) for what may be null. `IN_WORDS` says what predicates ask for.
 
 
 class Values:
@@ -153,65 +153,79 @@ Kind: TypeAlias = "Callable[[object], bool] | Values | Either | list[Kind] | tup
 
 
 def text(value: object) -> TypeGuard[str]:
-    """printable text"""
+    """Return whether a value is printable text."""
     return isinstance(value, str) and value.replace("\n", "").isprintable()
 
 
 def number(value: object) -> TypeGuard[float]:
-    """a number"""
+    """Return whether a value is a number."""
     return isinstance(value, (int, float)) and type(value) in (int, float) and math.isfinite(value)
 
 
 def amount(value: object) -> bool:
-    """a number of 0 or more"""
+    """Return whether a value is a number of 0 or more."""
     return number(value) and value >= 0
 
 
 def speed(value: object) -> bool:
-    """a number above 0"""
+    """Return whether a value is a number above 0."""
     return number(value) and value > 0
 
 
 def count(value: object) -> TypeGuard[int]:
-    """an integer of 0 or more"""
+    """Return whether a value is an integer of 0 or more."""
     return isinstance(value, int) and type(value) is int and value >= 0
 
 
 def size(value: object) -> bool:
-    """an integer from 1 to 65536"""
+    """Return whether a value is an integer from 1 to 65536."""
     return count(value) and 0 < value <= 2**16
 
 
 def flag(value: object) -> bool:
-    """true or false"""
+    """Return whether a value is true or false."""
     return type(value) is bool
 
 
 def lowering(value: object) -> bool:
-    """a lowering of reduce-scatter"""
+    """Return whether a value is a lowering of reduce-scatter."""
     return text(value) and value in LOWERINGS
 
 
-def narrow(value: object) -> bool:
-    """a type that gradients are reduced in"""
+def narrow_reduction(value: object) -> bool:
+    """Return whether a value is a type that gradients are reduced in."""
     return text(value) and value in ("bf16", "fp16")
 
 
-def brain(value: object) -> bool:
-    """a type that the state of an optimizer is kept in"""
+def narrow_state(value: object) -> bool:
+    """Return whether a value is a type that the state of an optimizer is kept in."""
     return text(value) and value == "bf16"
 
 
 def execution(value: object) -> bool:
-    """a way in which graphs run"""
+    """Return whether a value is a way in which graphs run."""
     return text(value) and value in ("eager", "compiled")
 
 
 def rank(value: object) -> bool:
-    """a number of dims, 64 at most"""
+    """Return whether a value is a number of dims, 64 at most."""
     return count(value) and value <= 64
 
 
+IN_WORDS: dict[Callable[[object], bool], str] = {
+    text: "printable text",
+    number: "a number",
+    amount: "a number of 0 or more",
+    speed: "a number above 0",
+    count: "an integer of 0 or more",
+    size: "an integer from 1 to 65536",
+    flag: "true or false",
+    lowering: "a lowering of reduce-scatter",
+    narrow_reduction: "a type that gradients are reduced in",
+    narrow_state: "a type that the state of an optimizer is kept in",
+    execution: "a way in which graphs run",
+    rank: "a number of dims, 64 at most",
+}
 SHARDING: Kind = {
     "links": Values((amount, speed, Either(speed))),
     "memory_bytes_per_second": speed,
@@ -245,8 +259,8 @@ OPTIONAL: Json = {
 OF_ALTERNATIVES: Json = {"micro_batches": 1, "recomputed_blocks": 0, "offload": "none", "mesh": "", "schedule": ""}
 SCHEMA: Kind = {
     "version": count, "hash": text, "fingerprint": text, "model": text, "mesh": text, "hardware": text,
-    "precision": text, "reduce_dtype": narrow, "state_dtype": brain, "execution": execution, "optimizer": text,
-    "strategy": text,
+    "precision": text, "reduce_dtype": narrow_reduction, "state_dtype": narrow_state, "execution": execution,
+    "optimizer": text, "strategy": text,
     "memory_limit_bytes": amount, "step_seconds": amount,
     "compute_seconds": amount, "communication_seconds": amount, "recompute_seconds": amount,
     "update_seconds": amount, "exposed_seconds": amount,
@@ -302,7 +316,7 @@ def _in_full(body: Json) -> Json:
 def _mismatch(value: object, kind: Kind, where: str) -> str:
     """Return what is wrong with a value, "" if nothing is."""
     if not isinstance(kind, (Values, Either, list, tuple, dict)):
-        return "" if kind(value) else f"{where or 'it'} is not {kind.__doc__}"
+        return "" if kind(value) else f"{where or 'it'} is not {IN_WORDS[kind]}"
     if isinstance(kind, Either):
         return "" if value is None else _mismatch(value, kind.kind, where)
     if isinstance(kind, (dict, Values)):

@@ -113,9 +113,13 @@ class Pipeline:
         """Return the step as it is predicted."""
         c = self.costs
         return play(
-            self.orders, [x.forward_seconds for x in c], [x.input_seconds for x in c], [x.weight_seconds for x in c],
-            [x.transfer_seconds for x in c[:-1]], shares=self.shares,
-        )  # fmt: skip
+            self.orders,
+            [x.forward_seconds for x in c],
+            [x.input_seconds for x in c],
+            [x.weight_seconds for x in c],
+            [x.transfer_seconds for x in c[:-1]],
+            shares=self.shares,
+        )
 
 
 @lru_cache(maxsize=64)

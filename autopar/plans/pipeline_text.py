@@ -42,9 +42,16 @@ def pipeline_lines(plan: Plan) -> list[str]:
     unit, sent = byte_column([c.sent_bytes for c in p.costs])
     peak_unit, peaks = byte_column([c.peak_bytes for c in p.costs])
     rows = zip(
-        [str(i) for i in range(len(p.costs))], [c.name for c in p.costs], [str(r) for r in rank_of],
-        [f"{c.parameters:,}" for c in p.costs], times[::3], times[1::3], times[2::3], sent, peaks,
-    )  # fmt: skip
+        [str(i) for i in range(len(p.costs))],
+        [c.name for c in p.costs],
+        [str(r) for r in rank_of],
+        [f"{c.parameters:,}" for c in p.costs],
+        times[::3],
+        times[1::3],
+        times[2::3],
+        sent,
+        peaks,
+    )
     backward = ["backward ms", "of it weights"]
     header = ["stage", "holds", "rank", "parameters", "forward ms", *backward, f"{unit} sent", f"peak {peak_unit}"]
     lines = table(header, list(rows), left=2)

@@ -75,6 +75,7 @@ class Alternative:
 
     @property
     def label(self) -> str:
+        """Return the name that texts have for it."""
         return f"{self.name} on {self.mesh}" if self.mesh else self.name
 
 
@@ -115,6 +116,7 @@ class BatchCandidate:
 
     @property
     def tokens_per_second(self) -> float:
+        """Return the tokens of all devices a second; 0 where nothing fits."""
         return self.tokens / self.step_seconds if self.step_seconds else 0.0
 
 
@@ -130,6 +132,7 @@ class Offloaded:
 
     @property
     def seconds(self) -> float:
+        """Return the seconds of a step that the host and the way to it take."""
         return self.copy_seconds + self.optimizer_seconds
 
 
@@ -234,6 +237,7 @@ class Plan:
 
     @property
     def micro_batches(self) -> int:
+        """Return into how many micro-batches a batch is cut."""
         return self.pipeline.micro_batches
 
     @property
@@ -263,6 +267,7 @@ class Plan:
 
     @property
     def hash(self) -> str:
+        """Return the hash of all that is decided, as plan files hold it."""
         return str(self.to_json()["hash"])
 
     def save(self, path: str | Path, key: str | bytes | None = None) -> None:

@@ -282,8 +282,14 @@ def without_price(plan: Plan) -> list[str]:
 
 def costed(plan: Plan) -> list[Alternative]:
     """Return the plan and the alternatives that have a price."""
-    this = Alternative("this plan", plan.step_seconds, plan.communication_seconds, plan.peak_bytes, True,
-                       micro_batches=plan.micro_batches)  # fmt: skip
+    this = Alternative(
+        "this plan",
+        plan.step_seconds,
+        plan.communication_seconds,
+        plan.peak_bytes,
+        True,
+        micro_batches=plan.micro_batches,
+    )
     return [this, *(a for a in plan.alternatives if a.step_seconds is not None)]
 
 

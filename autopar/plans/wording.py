@@ -27,7 +27,7 @@ class Wording:
     called: str
     bound: Callable[[Plan], str]
     schedule: Callable[[Plan], str]
-    passes: Callable[[Plan], str]
+    batching: Callable[[Plan], str]
     progress: Callable[[Plan], str]
     batches: Callable[[Plan], list[str]]
     unsharded: Callable[[Plan], list[str]]
@@ -50,25 +50,36 @@ def _batches(plan: Plan) -> list[str]:
 
 
 WHOLE = Wording(
-    memory="memory of a device", collectives="collectives", bound_row="bound of the strategy",
-    sent="sent by a rank", called="collectives of rank 0",
-    bound=_bound_of_strategy, schedule=lambda plan: "",
-    passes=lambda plan: "".join(_batches(plan)) or f"one pass of {plan.samples} samples a step",
+    memory="memory of a device",
+    collectives="collectives",
+    bound_row="bound of the strategy",
+    sent="sent by a rank",
+    called="collectives of rank 0",
+    bound=_bound_of_strategy,
+    schedule=lambda plan: "",
+    batching=lambda plan: "".join(_batches(plan)) or f"one pass of {plan.samples} samples a step",
     progress=lambda plan: f"{ms(plan.exposed_seconds)} of communication exposed",
-    batches=_batches, unsharded=unsharded_lines, figures={},
-)  # fmt: skip
+    batches=_batches,
+    unsharded=unsharded_lines,
+    figures={},
+)
 STAGED = Wording(
-    memory="memory of the fullest device", collectives="collectives of all stages",
-    bound_row="even and without waiting", sent="sent inside of stages, by one rank of each",
+    memory="memory of the fullest device",
+    collectives="collectives of all stages",
+    bound_row="even and without waiting",
+    sent="sent inside of stages, by one rank of each",
     called="collectives inside of stages, of one rank of each",
     bound=lambda plan: f"an even split without waiting takes {ms(plan.bound)} or more",
     schedule=lambda plan: f", {plan.pipeline.schedule} with {plan.micro_batches} micro-batches",
-    passes=pipeline_line, progress=pipeline_line, batches=lambda plan: [], unsharded=lambda plan: [],
+    batching=pipeline_line,
+    progress=pipeline_line,
+    batches=lambda plan: [],
+    unsharded=lambda plan: [],
     figures={
         "schedule": lambda p: p.schedule,
         "ranks x stages each": lambda p: f"{p.ranks} x {p.stages_per_rank}",
         "bubble": lambda p: percent(p.played().bubble, 1.0),
         "slowest stage by the mean": lambda p: f"{p.balance:.2f}",
     },
-)  # fmt: skip
+)
 BOUND_ROWS = WHOLE.bound_row, STAGED.bound_row

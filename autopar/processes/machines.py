@@ -94,7 +94,7 @@ def on_machines(hardware: Hardware, numbers: Sequence[int]) -> tuple[Hardware, s
     )
 
 
-def told(hardware: Hardware, numbers: Sequence[int]) -> Hardware:
+def fitted_to_machines(hardware: Hardware, numbers: Sequence[int]) -> Hardware:
     """Return the profile as `on_machines` has it, and warn of what does not fit together."""
     fitting, sentence = on_machines(hardware, numbers)
     if sentence:

@@ -42,9 +42,10 @@ class Patience:
                 self.heard.setdefault(rank, before)
         limit = process_groups.timeout_seconds()
         known = {
-            rank: answer for rank, answer in answers.items()
+            rank: answer
+            for rank, answer in answers.items()
             if (answer["cause"] if isinstance(answer, dict) else answer == GONE or self._silence(rank) >= limit)
-        }  # fmt: skip
+        }
         return causes.found(known, self.peers.rank, here, self.peers.machines, waited=True) if known else None
 
     def _silence(self, rank: int) -> float:

@@ -57,8 +57,9 @@ def check_world(mesh: Mesh, device_mesh) -> int:
     if world != mesh.devices or ranks != list(range(world)):
         raise MeshError(
             f"the mesh has {mesh.devices} devices and the process group {world} ranks",
-            mesh=mesh, fix=f"start {mesh.devices} processes, or use a mesh of {world} devices",
-        )  # fmt: skip
+            mesh=mesh,
+            fix=f"start {mesh.devices} processes, or use a mesh of {world} devices",
+        )
     return dist.get_rank()
 
 
@@ -97,6 +98,7 @@ class ProcessGroups:
         return dist.get_backend() == "gloo"
 
     def bind(self, names: Iterable[str], lane: str = "") -> dict[str, str]:
+        """Return the name of the process group for each name of axes in a graph."""
         return bind(names, self.mesh, self.device_mesh, self.rank, lane)
 
 
@@ -158,9 +160,11 @@ def _new_group(ranks: Sequence[int], lane: str) -> dist.ProcessGroup | None:
 def _unmet(missing: list[int], what: str, how: str) -> CollectiveTimeout:
     who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}" if missing else "ranks"
     return CollectiveTimeout(
-        f"{who} did not come to {what} {how}", ranks=tuple(missing), collective=what,
+        f"{who} did not come to {what} {how}",
+        ranks=tuple(missing),
+        collective=what,
         fix="see which processes or links are gone, and start again; AUTOPAR_TIMEOUT_S=seconds waits longer",
-    )  # fmt: skip
+    )
 
 
 def host_group() -> dist.ProcessGroup:

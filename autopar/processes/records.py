@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from ..errors import InputError
 from .causes import Cause, Progress
@@ -72,20 +73,23 @@ class Record:
         try:
             with open(file, "rb") as stream:
                 found = json.loads(stream.read(LONGEST_BYTES))
-            texts = {name: str(found[name]) for name in ("run", "host", "when", "torch")}
-            numbers = {name: int(found[name]) for name in ("rank", "world", "machine", "process")}
+            texts: dict[str, Any] = {name: str(found[name]) for name in ("run", "host", "when", "torch")}
+            numbers: dict[str, Any] = {name: int(found[name]) for name in ("rank", "world", "machine", "process")}
             if not 0 <= numbers["rank"] < numbers["world"] <= MOST_RANKS:
                 raise ValueError
             call, position, step = (int(found["place"][name]) for name in ("call", "position", "step"))
             cause = Cause(**found["cause"])
             return cls(
-                **texts, **numbers, answers={int(rank): answer for rank, answer in found["answers"].items()},
+                **texts,
+                **numbers,
+                answers={int(rank): answer for rank, answer in found["answers"].items()},
                 plans={str(plan): int(stages) for plan, stages in found["plans"].items()},
                 place=Progress(call, position, step, str(found["place"]["what"]), str(found["place"]["doing"])),
                 cause=Cause(str(cause.kind), [int(rank) for rank in cause.ranks], str(cause.what)),
                 calls=[(int(number), int(step), str(what)) for number, step, what in found["calls"]],
-                collectives=[str(text) for text in found["collectives"]], stack=[str(line) for line in found["stack"]],
-            )  # fmt: skip
+                collectives=[str(text) for text in found["collectives"]],
+                stack=[str(line) for line in found["stack"]],
+            )
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
             said = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else "is no record of a failure"
             raise InputError(f"{file} {said}", fix="give the files that AUTOPAR_RECORDS=FOLDER names") from None
@@ -108,6 +112,8 @@ def files_of(paths: Sequence[str]) -> list[Path]:
     for path in map(Path, paths):
         found += sorted(path.glob(f"*-rank-*{SUFFIX}")) if path.is_dir() else [path]
     if not found:
-        raise InputError(f"there is no record of a failure in {', '.join(paths)}",
-                         fix="give the folder AUTOPAR_RECORDS of the run, or files from it")  # fmt: skip
+        raise InputError(
+            f"there is no record of a failure in {', '.join(paths)}",
+            fix="give the folder AUTOPAR_RECORDS of the run, or files from it",
+        )
     return found

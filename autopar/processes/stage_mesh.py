@@ -64,6 +64,7 @@ class StageMesh:
 
     @property
     def device(self) -> torch.device:
+        """Return the kind of device that the ranks have."""
         return torch.device(self.device_mesh.device_type)
 
     def from_all_pp_ranks(self, value: object, what: str) -> list:

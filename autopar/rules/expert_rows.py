@@ -82,5 +82,6 @@ def _mark(graph: fx.Graph) -> None:
         if any(has_rows(a) for a in tensor_arguments(node)) and (rule := rule_of(node)) is not None:
             node.meta["rows"] = any(
                 isinstance(dims[0], tuple) and any(isinstance(e, Rows) and e.by_owner for e in dims[0])
-                for dims in rule.outputs if dims
-            )  # fmt: skip
+                for dims in rule.outputs
+                if dims
+            )

@@ -39,6 +39,7 @@ class LossRegion:
 
     @property
     def linear(self) -> fx.Node:
+        """Return the product that makes the logits."""
         return self.logits[0]
 
     @property

@@ -114,6 +114,7 @@ class Scattered:
         self.parts = dict(zip(positions, [value - sum(noise) if noise else value, *noise]))
 
     def local(self, coordinate: dict[str, int]) -> Tensor:
+        """Return a copy of what the device at a coordinate holds."""
         part = self.parts[tuple(coordinate[axis] for axis in self.axes)]
         return local_part(part, self.layout, self.mesh, coordinate).clone()
 

@@ -105,13 +105,16 @@ def overload_of(op: object) -> torch._ops.OpOverload:
 def _check_text(op: object, text: str, linear: tuple[tuple[int, ...], ...], reduction: str) -> None:
     """Raise RuleError for a rule that no call of the op can follow."""
     if text.count("->") != 1 or reduction not in ("sum", "max"):
-        raise RuleError(f"cannot read {text!r} with reduction {reduction!r} as the rule of {op}",
-                        fix='write "... -> ..." for an elementwise op, "m k, k n -> m n" for a product; and "sum" or '
-                            '"max"')  # fmt: skip
+        raise RuleError(
+            f"cannot read {text!r} with reduction {reduction!r} as the rule of {op}",
+            fix='write "... -> ..." for an elementwise op, "m k, k n -> m n" for a product; and "sum" or "max"',
+        )
     made = rule(text)
     if wrong := [i for positions in linear for i in positions if not 0 <= i < len(made.inputs)]:
-        raise RuleError(f"the rule {text!r} of {op} has no argument {wrong[0]} to be linear in",
-                        fix=f"count its {len(made.inputs)} tensors from 0")  # fmt: skip
+        raise RuleError(
+            f"the rule {text!r} of {op} has no argument {wrong[0]} to be linear in",
+            fix=f"count its {len(made.inputs)} tensors from 0",
+        )
     if isinstance(op, str):
         return
     schema = overload_of(op)._schema
@@ -121,8 +124,10 @@ def _check_text(op: object, text: str, linear: tuple[tuple[int, ...], ...], redu
     ):
         least, most = types.count("Tensor"), sum("Tensor" in t for t in types)
         if not any("[]" in t or "List" in t for t in types) and not least <= len(tensors) <= most:
-            raise RuleError(f"the rule {text!r} has {len(tensors)} tensors as {what}, {schema} has {most}",
-                            fix="name the dims of every tensor, in the op's own order")  # fmt: skip
+            raise RuleError(
+                f"the rule {text!r} has {len(tensors)} tensors as {what}, {schema} has {most}",
+                fix="name the dims of every tensor, in the op's own order",
+            )
 
 
 def suggestion(node: fx.Node) -> str:
@@ -146,10 +151,11 @@ def _fitting(text: str, build: Builder) -> Builder:
         if made is not None and (fault := contradiction(node, made)):
             raise RuleError(
                 f"the rule {text!r} contradicts {node.target}: {fault}",
-                node=describe(node), source=node.meta.get("source") or None,
+                node=describe(node),
+                source=node.meta.get("source") or None,
                 fix=f'register it again with replace=True and one word a dim, "_" for what stays whole: '
-                    f'"{_text_for(node)}"',
-            )  # fmt: skip
+                f'"{_text_for(node)}"',
+            )
         return made
 
     return checked

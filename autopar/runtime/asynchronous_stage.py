@@ -111,9 +111,13 @@ def _step(rank: Rank, sums: dict[str, Tensor]) -> None:
     sums.clear()
 
 
-def rank_of(program: StageProgram, coordinate: Mapping[str, int], fixed: dict[str, Tensor],
-            parameters: Mapping[str, nn.Parameter],
-            optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> Rank:  # fmt: skip
+def rank_of(
+    program: StageProgram,
+    coordinate: Mapping[str, int],
+    fixed: dict[str, Tensor],
+    parameters: Mapping[str, nn.Parameter],
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+) -> Rank:
     """Return a stage's part on a rank. `parameters` are those that the stage reads; what has no gradient is never
     updated."""
     roles = output_node(program.stage.joint.graph).meta["roles"]
@@ -142,4 +146,4 @@ def check_apart(leaves: Sequence[frozenset[str]], graph: fx.Graph) -> None:
         raise StageError(
             f"stages share {', '.join(shared[:4])}, and an asynchronous pipeline updates each stage by itself",
             fix="untie the weights (tie_word_embeddings=False), or use a synchronous schedule",
-        )  # fmt: skip
+        )

@@ -31,8 +31,18 @@ class Backward:
 
     reduce: _Gradients  # of gradients that were not reduced, once there are some
 
-    def __init__(self, graph, captured: Captured, plan: Plan, inputs: list[str], names: list[str], specs: list,
-                 device_mesh, groups: ProcessGroups, accumulation: Accumulation):  # fmt: skip
+    def __init__(
+        self,
+        graph,
+        captured: Captured,
+        plan: Plan,
+        inputs: list[str],
+        names: list[str],
+        specs: list,
+        device_mesh,
+        groups: ProcessGroups,
+        accumulation: Accumulation,
+    ):
         self.names, self.specs, self.groups, self.accumulation = names, specs, groups, accumulation
         self.mesh, self.device_mesh, self.device = plan.mesh, device_mesh, torch.device(device_mesh.device_type)
         self.owners = [("input", name) for name in inputs] + [("parameter", name) for name in names]
@@ -93,9 +103,14 @@ class Backward:
         self.reduce.compile(self.compile_options)
 
     def __call__(
-        self, saved: list, tangents: Sequence, empty: Sequence[torch.Tensor], parameters: Sequence, nodes: Sequence,
+        self,
+        saved: list,
+        tangents: Sequence,
+        empty: Sequence[torch.Tensor],
+        parameters: Sequence,
+        nodes: Sequence,
         sizes: Sizes | None = None,
-    ) -> list[torch.Tensor | None]:  # fmt: skip
+    ) -> list[torch.Tensor | None]:
         """Return the gradients of the inputs and parameters, given those of the outputs (None: zero). `empty`: what has
         the local form of each output; `nodes` are what autograd does with those of the parameters next; `sizes`: as
         in Call. A gradient to which no gradient of an output leads is None, as in eager torch. Empties `saved`, so that

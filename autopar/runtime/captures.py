@@ -67,8 +67,18 @@ class Captures:
 
     last: Capture
 
-    def __init__(self, module: nn.Module, compiler: Compiler, modes: Modes, layouts: Mapping[str, Layout], inputs: Kind,
-                 outputs: str, mesh, device_mesh, stage: StageMesh):  # fmt: skip
+    def __init__(
+        self,
+        module: nn.Module,
+        compiler: Compiler,
+        modes: Modes,
+        layouts: Mapping[str, Layout],
+        inputs: Kind,
+        outputs: str,
+        mesh,
+        device_mesh,
+        stage: StageMesh,
+    ):
         self.stage, self.outputs = stage, outputs
         self.module, self.compiler, self.modes, self.layouts, self.mode = module, compiler, modes, layouts, inputs
         self.mesh, self.device_mesh = mesh, device_mesh
@@ -97,9 +107,16 @@ class Captures:
         self._add(traced, plan, self.step_of(traced, plan, program), self._trains(self.trainable()), ambient)
 
     def _add(
-        self, traced: Traced, plan: Plan, step: Step, gradients: bool, ambient: Ambient, changed: str = "",
-        planned_for: CallSignature | None = None, sizes: Sizes | None = None,
-    ) -> Capture:  # fmt: skip
+        self,
+        traced: Traced,
+        plan: Plan,
+        step: Step,
+        gradients: bool,
+        ambient: Ambient,
+        changed: str = "",
+        planned_for: CallSignature | None = None,
+        sizes: Sizes | None = None,
+    ) -> Capture:
         signature, leaves = traced.captured.signature, plan.sharding.leaves
         nodes = {n.meta["role"].name: n.name for n in traced.captured.graph.nodes if n.op == "placeholder"}
         layouts = {name: leaves[nodes[name]] for name in signature.tensor_names if nodes.get(name) in leaves}
@@ -280,6 +297,7 @@ class Captures:
         )
 
     def step_of(self, traced: Traced, plan: Plan, program: RankProgram | PipelineProgram) -> Step | PipelineStep:
+        """Return what runs a program of a capture, compiled or deferring as the module is now."""
         kind: Kind = "sharded" if self.outputs == "sharded" else self.mode
         forms = OutputForms(
             kind, traced.captured, traced.fixed, data_axes(self.mesh), self.stage.mesh, self.stage.device_mesh
@@ -331,8 +349,11 @@ class Captures:
         if not isinstance(first.step, Step):
             return first.step.gradients.unreduced_bytes
         graph = first.traced.captured.graph
-        shapes = {r.name: n.meta["val"] for n, r in zip(output_node(graph).args[0], output_node(graph).meta["roles"])
-                  if r.kind == "gradient"}  # fmt: skip
+        shapes = {
+            r.name: n.meta["val"]
+            for n, r in zip(output_node(graph).args[0], output_node(graph).meta["roles"])
+            if r.kind == "gradient"
+        }
         for name, layout in unreduced_layouts(graph, first.plan.sharding).items():
             total += (
                 math.prod(local_shape(shapes[name].shape, layout, self.mesh, coordinate)) * shapes[name].element_size()

@@ -30,15 +30,26 @@ class Compiler(Protocol):
     def retrace(self, traced: Traced, adapters: bool = True, trains: Mapping[str, bool] | None = None) -> Traced:
         """Trace the same call with tangents for all outputs that require a gradient."""
 
-    def trace_form(self, like: Traced, signature: CallSignature, gradients: bool, adapters: bool = True,
-                   trains: Mapping[str, bool] | None = None) -> Traced:  # fmt: skip
+    def trace_form(
+        self,
+        like: Traced,
+        signature: CallSignature,
+        gradients: bool,
+        adapters: bool = True,
+        trains: Mapping[str, bool] | None = None,
+    ) -> Traced:
         """Trace a call of this form as `trace` has traced one of other sizes."""
 
     def open_sizes(self, traced: Traced, dims: Dims, gradients: bool, trains: Mapping[str, bool]) -> OpenSizes:
         """Return for which sizes of these dims the user's code takes one way. One rank calls it."""
 
-    def plan(self, traced: Traced, first: Plan | None = None, layouts: Mapping[str, Layout] | None = None,
-             like: Plan | None = None) -> Plan:  # fmt: skip
+    def plan(
+        self,
+        traced: Traced,
+        first: Plan | None = None,
+        layouts: Mapping[str, Layout] | None = None,
+        like: Plan | None = None,
+    ) -> Plan:
         """Plan a traced call. `first`: the plan of the first capture; `layouts`: of the parameters by name, which the
         plan is to keep; `like`: a plan whose decisions are to be taken if they can be."""
 

@@ -22,6 +22,7 @@ class CompiledAtFirstCall(OfSource):
 
     @located
     def forward(self, *args, **kwargs):
+        """Compile for this call, become the compiled module, and run it."""
         compiled, waiting = self._compile_for((args, kwargs)), self._waiting
         object.__setattr__(self, "__dict__", compiled.__dict__)  # one state: what is set on the one is set on the other
         self.__class__ = type(compiled)

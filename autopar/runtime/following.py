@@ -139,9 +139,9 @@ class Program:
         steps: dict[Sizes, Any] = {sizes: point.step for sizes, point in points.items()}
         step, lines = (SizedPipeline if isinstance(steps[max(steps)], PipelineStep) else Step).following(steps)
         sharded = set().union(*(sharded_dims(graphs, sharding) for graphs, sharding in _planned(points)))
-        passes = points[max(points)].plan.micro_batches
-        if batch is not None and passes > 1:
-            sharded.add(Sharded(Line((Factor(batch),), 1, 1, "int", 1), 1, passes))
+        micro_batches = points[max(points)].plan.micro_batches
+        if batch is not None and micro_batches > 1:
+            sharded.add(Sharded(Line((Factor(batch),), 1, 1, "int", 1), 1, micro_batches))
         made = cls(step, lines, frozenset(sharded), points)
         if not all(map(made.serves, points)):
             raise Differs("shards leave other remainders at other sizes")
@@ -218,16 +218,20 @@ class Family:
     def at(self, sizes: Sizes) -> Traced:
         """Return the capture of a call of the family."""
         module = self.graphs.at(sizes)
-        captured = replace(self.base.traced.captured, graph_module=module, compact=None,
-                           signature=resized(self.signature, self.dims, sizes))  # fmt: skip
+        captured = replace(
+            self.base.traced.captured,
+            graph_module=module,
+            compact=None,
+            signature=resized(self.signature, self.dims, sizes),
+        )
         return Traced(captured, self.base.traced.fixed, fingerprint(module.graph))
 
     def points_for(self, sizes: Sizes, count: int) -> list[Sizes] | None:
         """Return so many sizes that leave the remainders of some, and tell lines apart; those that are lowered already
         come first. None if there are not as many."""
-        mesh, passes = self.base.plan.mesh, self.base.plan.micro_batches
+        mesh, micro_batches = self.base.plan.mesh, self.base.plan.micro_batches
         ways = [n for n in mesh.sizes if n > 1]
-        parts = [passes if place == self.batch else 1 for place in range(len(sizes))]
+        parts = [micro_batches if place == self.batch else 1 for place in range(len(sizes))]
         shifts = [shifts_of(n, ways, of) for n, of in zip(sizes, parts)]
         if any(len(of) > MOST_SHIFTS for of in shifts):
             return None
@@ -235,9 +239,10 @@ class Family:
         far = tuple(n + self.period * max(0, math.ceil((low - n) / self.period)) for n, low in zip(sizes, least))
         alike = [p for p in self.points if all((a - b) % self.period == 0 for a, b in zip(p, sizes))]
         candidates = [
-            p for p in dict.fromkeys((*alike, sizes, far, *partners(far, self.period)))
+            p
+            for p in dict.fromkeys((*alike, sizes, far, *partners(far, self.period)))
             if all(n >= low for n, low in zip(p, least)) and self.holds(p)
-        ]  # fmt: skip
+        ]
         for tells_all in (True, False):
             for chosen in islice(combinations(candidates, count), MOST_TRIED):
                 if is_sure(chosen, shifts, tells_all):

@@ -27,9 +27,15 @@ class SizedPipeline:
     """Makes the steps of a pipeline. `newest`: one of those that it was made of; `graphs`: of each stage, which take
     the sizes last; `totals`: of the whole batch, if there is one; `forms`: of the outputs."""
 
-    def __init__(self, newest: PipelineStep, graphs: Mapping[int, Mapping[GraphKey, LoadedGraph]],
-                 messages: Mapping[int, Mapping[GraphKey, Mapping[str, Form]]], samples: int | Line,
-                 totals: fx.GraphModule | None, forms: Callable[[Sizes], OutputForms]):  # fmt: skip
+    def __init__(
+        self,
+        newest: PipelineStep,
+        graphs: Mapping[int, Mapping[GraphKey, LoadedGraph]],
+        messages: Mapping[int, Mapping[GraphKey, Mapping[str, Form]]],
+        samples: int | Line,
+        totals: fx.GraphModule | None,
+        forms: Callable[[Sizes], OutputForms],
+    ):
         self.newest, self.graphs, self.messages = newest, graphs, messages
         self.samples, self.totals, self.forms = samples, totals, forms
         self.is_deferring = newest.is_deferring  # when the graphs were loaded
@@ -91,8 +97,14 @@ class SizedPipeline:
 class _SizedStage(StageExecutor):
     """A stage at some sizes, which its graphs take behind all else."""
 
-    def __init__(self, program: StageProgram, graphs: Mapping[GraphKey, LoadedGraph], is_smaller: Callable[[int], bool],
-                 messages: Mapping[GraphKey, Mapping[str, Form]], sizes: Sizes):  # fmt: skip
+    def __init__(
+        self,
+        program: StageProgram,
+        graphs: Mapping[GraphKey, LoadedGraph],
+        is_smaller: Callable[[int], bool],
+        messages: Mapping[GraphKey, Mapping[str, Form]],
+        sizes: Sizes,
+    ):
         def run(key: GraphKey, arguments: list[list[Any]]) -> list:
             for values in arguments:
                 values += sizes
@@ -104,8 +116,12 @@ class _SizedStage(StageExecutor):
     def expects(self, message: Action) -> Mapping[str, Tensor]:
         """Return what a message to the stage consists of: tensors of this rank's shapes and dtypes by name."""
         forms = self.messages[GraphKey(message.kind, self.is_smaller(message[2]))] if super().expects(message) else {}
-        return {name: torch.empty([n.whole(self.sizes) if isinstance(n, Line) else n for n in shape], dtype=dtype,
-                                  device="meta") for name, (shape, dtype) in forms.items()}  # fmt: skip
+        return {
+            name: torch.empty(
+                [n.whole(self.sizes) if isinstance(n, Line) else n for n in shape], dtype=dtype, device="meta"
+            )
+            for name, (shape, dtype) in forms.items()
+        }
 
 
 def _forms(program: StageProgram, key: GraphKey) -> dict[str, Form]:

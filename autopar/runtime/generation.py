@@ -40,8 +40,11 @@ def with_cache(module, method: Callable) -> Callable:
 
     @functools.wraps(method)
     def run(*args, **kwargs):
-        return (_generate(module, args, kwargs) if _keeps_cache(module._source, args, kwargs) and not is_tracing()
-                else method(*args, **kwargs))  # fmt: skip
+        return (
+            _generate(module, args, kwargs)
+            if _keeps_cache(module._source, args, kwargs) and not is_tracing()
+            else method(*args, **kwargs)
+        )
 
     return run
 
@@ -70,8 +73,9 @@ def _generate(module, args: tuple, kwargs: dict) -> Any:
     if module.quantized_names or (module._adapters is not None and not module._adapters.merged):
         raise AdaptError(
             "generate keeps keys and values with whole weights of the plain model, which has no adapters",
-            source=line_now(), fix="pass use_cache=False, or merge_adapter() first",
-        )  # fmt: skip
+            source=line_now(),
+            fix="pass use_cache=False, or merge_adapter() first",
+        )
     dtype = compute_dtype(module.plan.precision)
     wide = _stays_wide(module)
 
@@ -87,8 +91,10 @@ def _generate(module, args: tuple, kwargs: dict) -> Any:
         if dist.get_rank() == 0:
             _log.info(
                 "generate: each call gathers %s of weights on every rank, which took %.2f s; use_cache=False gathers "
-                "none and computes all tokens again for each new one", size(gathered), time.perf_counter() - start
-            )  # fmt: skip
+                "none and computes all tokens again for each new one",
+                size(gathered),
+                time.perf_counter() - start,
+            )
     with torch.no_grad(), computing_in(plain, dtype):
         return plain.generate(*args, **kwargs)
 
@@ -144,7 +150,9 @@ def _check_fits(module, gathered: int, cache: int) -> None:
         parts = {"what a step keeps": kept, "whole weights": float(gathered), "keys and values": float(cache)}
         raise MemoryInfeasibleError(
             f"generate gathers the weights on every rank, and needs {size(kept + gathered + cache)} of {size(limit)}",
-            missing_bytes=missing, breakdown=parts, source=line_now(),
+            missing_bytes=missing,
+            breakdown=parts,
+            source=line_now(),
             fix="pass use_cache=False, which gathers nothing and computes all tokens again for each new one, fewer or "
             "shorter texts, or save_pretrained(folder) and generate with a program of its own",
-        )  # fmt: skip
+        )

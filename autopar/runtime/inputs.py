@@ -65,8 +65,15 @@ class Inputs:
     """Turns calls of one form into the local tensors that the rank's graph takes. `layouts`: by input name, those that
     the plan gives the inputs; `fixed`: those in which the user passes them, if they are not whole."""
 
-    def __init__(self, signature: CallSignature, mode: str, layouts: Mapping[str, Layout], fixed: Mapping[str, Layout],
-                 mesh: Mesh, device_mesh):  # fmt: skip
+    def __init__(
+        self,
+        signature: CallSignature,
+        mode: str,
+        layouts: Mapping[str, Layout],
+        fixed: Mapping[str, Layout],
+        mesh: Mesh,
+        device_mesh,
+    ):
         self.signature, self.is_local, self.layouts, self.fixed = signature, mode == "local", layouts, fixed
         self.mesh, self.device_mesh = mesh, device_mesh
         self.device = torch.device(device_mesh.device_type)
@@ -93,8 +100,11 @@ class Inputs:
         """Return the form of a call, as a rank passes it: `x (4, 6), scale=2.0`."""
         like = zip(self.parts, self.signature.dtypes, self.signature.differentiated, self.signature.numbers)
         with torch.enable_grad():
-            tensors = [number or torch.empty(s, dtype=d, device="meta", requires_grad=g)
-                       for s, d, g, number in like if s is not None]  # fmt: skip
+            tensors = [
+                number or torch.empty(s, dtype=d, device="meta", requires_grad=g)
+                for s, d, g, number in like
+                if s is not None
+            ]
             return describe_call(*self.signature.rebuild(tensors))
 
     def check(self, tensors: list[torch.Tensor]) -> None:

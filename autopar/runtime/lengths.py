@@ -42,6 +42,7 @@ class Length:
 
     @classmethod
     def of(cls, own: int, whole: int, side: str) -> Length:
+        """Return the length where this rank has `own` of `whole` places, with padding on a side."""
         return cls(whole, own, whole - own if side == "left" else 0, side)
 
     def without(self, before: int, behind: int) -> Length:
@@ -89,9 +90,10 @@ class OwnLengths:
             raise InputError(
                 f"ranks have lengths of their own, and the model does not say which places of output {name} are those "
                 f"of this rank",
-                shape=tuple(shape), fix="return it as long as the inputs and shorten it outside of the model, or pad "
+                shape=tuple(shape),
+                fix="return it as long as the inputs and shorten it outside of the model, or pad "
                 "all batches to the same length",
-            )  # fmt: skip
+            )
         return tensor
 
 

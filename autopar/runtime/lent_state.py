@@ -91,14 +91,16 @@ def lend(optimizer: Optimizer) -> Optimizer:
         lent = _Lent(optimizer)
     lent.take_gradients()
     parts = iter(lent.parts)
-    made = stand_in(optimizer, [group | {"params": [next(parts) for _ in group["params"]]}
-                                for group in optimizer.param_groups])  # fmt: skip
+    made = stand_in(
+        optimizer, [group | {"params": [next(parts) for _ in group["params"]]} for group in optimizer.param_groups]
+    )
     made.state = lent.state
     _lent[made] = lent
     return made
 
 
 def is_lent(made: Optimizer) -> bool:
+    """Return whether an optimizer has state that is lent to it."""
     return made in _lent
 
 

@@ -76,10 +76,18 @@ class ParallelModule(OfSource):
     _is_accelerate_prepared = True  # Accelerator.prepare leaves it as it is: it is parallel already
 
     def __init__(
-        self, source: nn.Module, compiler: Compiler, example_inputs, inputs: str, device_mesh,
-        weights: Weights | None = None, attachment: Attachment | None = None, outputs: str = "stage",
-        pad: Padding | None = None, check_every: int | None = EVERY,
-    ):  # fmt: skip
+        self,
+        source: nn.Module,
+        compiler: Compiler,
+        example_inputs,
+        inputs: str,
+        device_mesh,
+        weights: Weights | None = None,
+        attachment: Attachment | None = None,
+        outputs: str = "stage",
+        pad: Padding | None = None,
+        check_every: int | None = EVERY,
+    ):
         self.begin(source)
         self._equal_ranks = EqualRanks(check_every)
         mesh, self.capture_limit = Mesh.of(device_mesh), captures.LIMIT
@@ -134,6 +142,7 @@ class ParallelModule(OfSource):
         return copy.copy, (copies.plain_model(self),)  # what reads it needs nothing of autopar
 
     def forward(self, *args, **kwargs):
+        """Run the model's call on all ranks, which make it together. Raises subclasses of AutoparError."""
         if torch.compiler.is_dynamo_compiling():
             return _torch.outside_dynamo(ParallelModule.forward)(self, *args, **kwargs)
         try:

@@ -70,8 +70,14 @@ def _cut(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 
 def warn_of_decay(optimizer: Optimizer, kept: torch.dtype) -> None:
     """Warn of means that never fall in a narrow type, because they decay too slowly."""
-    slow = sorted({beta for group in optimizer.param_groups for beta in group.get("betas", ())
-                   if 0 < 1 - float(beta) < SMALLEST_DECAY})  # fmt: skip
+    slow = sorted(
+        {
+            beta
+            for group in optimizer.param_groups
+            for beta in group.get("betas", ())
+            if 0 < 1 - float(beta) < SMALLEST_DECAY
+        }
+    )
     if slow:
         warnings.warn(
             f"{type(optimizer).__name__} with betas of {', '.join(f'{b:g}' for b in slow)} decays by less in a step "

@@ -60,9 +60,11 @@ class GlobalTensor(DTensor):
         return function(*tree_map(plain, args), **tree_map(plain, kwargs))
 
     def tolist(self):
+        """Return the whole output as numbers."""
         return plain(self).tolist()
 
     def numpy(self, **options):
+        """Return the whole output as an array."""
         return plain(self).numpy(**options)
 
     def __format__(self, form: str) -> str:
@@ -85,15 +87,18 @@ class ZigzagTensor(GlobalTensor):
         return function(*tree_map(plain, args), **tree_map(plain, kwargs))
 
     def full_tensor(self, **options):
+        """Return the whole output, its places in their own order."""
         return plain(self)
 
     def to_local(self, **options):
+        """Raise InputError: no plain part of the output is here."""
         raise InputError(
             "an output that is cut in zigzag has no plain part on this rank",
             fix='read it as it is, which gathers it, or pass outputs="sharded" to autopar.compile',
         )
 
     def redistribute(self, *args, **options):
+        """Raise InputError, as `to_local` does."""
         return self.to_local()
 
 
@@ -273,8 +278,15 @@ class OutputForms:
     """Knows the forms of the outputs of a call, for the ranks of a mesh (of a stage). `fixed`: the layouts in which the
     user passes inputs, by name; `axes`: along them they are parts of the batch, with inputs="local"."""
 
-    def __init__(self, kind: Kind, captured: Captured, fixed: Mapping[str, Layout], axes: tuple[str, ...], mesh: Mesh,
-                 device_mesh):  # fmt: skip
+    def __init__(
+        self,
+        kind: Kind,
+        captured: Captured,
+        fixed: Mapping[str, Layout],
+        axes: tuple[str, ...],
+        mesh: Mesh,
+        device_mesh,
+    ):
         self.kind, self.axes, self.mesh, self.device_mesh = kind, axes, mesh, device_mesh
         self.returns, self.graph = captured.returns, captured.graph
         self.samples = {shape[0] for shape in captured.signature.shapes if shape}
@@ -327,8 +339,11 @@ class OutputForms:
     def _length_dims(self, inputs: Collection[str]) -> dict[str, Found]:
         """Return where the dims of inputs are in each output. A dim that has as many places as there are samples, each
         of which is one, has no other places."""
-        found = {role.name: of_output for (_, role), of_output in
-                 zip(outputs_of(self.graph), dims_in_outputs(self.graph, inputs)) if role.kind == "output"}  # fmt: skip
+        found = {
+            role.name: of_output
+            for (_, role), of_output in zip(outputs_of(self.graph), dims_in_outputs(self.graph, inputs))
+            if role.kind == "output"
+        }
         for name, of_output in found.items():
             dim, parts = self.sample_dims[name] or (0, 0)
             if parts == 1 and self.values[name].shape[dim] in self.samples:

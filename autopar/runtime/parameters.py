@@ -81,10 +81,12 @@ def check_model(source: nn.Module) -> None:
         if wrapper := next(
             (cls.__name__ for cls in type(module).__mro__ if f"{cls.__module__}.".startswith(WRAPPERS)), None
         ):
-            raise InputError(f"{name or 'the model'} is parallel already: it is a {wrapper}",
-                             fix="pass the plain model (model.module): the plan shards parameters and reduces "
-                                 "gradients itself; "
-                                 'strategy="ddp" or "fsdp" plans as the wrapper would')  # fmt: skip
+            raise InputError(
+                f"{name or 'the model'} is parallel already: it is a {wrapper}",
+                fix="pass the plain model (model.module): the plan shards parameters and reduces "
+                "gradients itself; "
+                'strategy="ddp" or "fsdp" plans as the wrapper would',
+            )
     for name, tensor in (*source.named_parameters(), *source.named_buffers()):
         if isinstance(tensor, MovedParameter):
             raise MovedParameterError(
@@ -128,9 +130,16 @@ def check_source(source: nn.Module, weights: bool = False) -> None:
 
 
 def take_over(
-    source: nn.Module, forms: Forms, captured: Captured, plan: Plan, stage: StageMesh, weights: Weights | None = None,
-    added: Collection[str] = (), replaced: Mapping[str, Replaced] | None = None, elsewhere: Collection[str] = (),
-) -> dict[str, Layout]:  # fmt: skip
+    source: nn.Module,
+    forms: Forms,
+    captured: Captured,
+    plan: Plan,
+    stage: StageMesh,
+    weights: Weights | None = None,
+    added: Collection[str] = (),
+    replaced: Mapping[str, Replaced] | None = None,
+    elsewhere: Collection[str] = (),
+) -> dict[str, Layout]:
     """Put this rank's parts, on the device or where the plan puts them, in the places of the parameters and buffers of
     `source`, with its values or those that `weights` reads (which has none of the names in `added`). `replaced`:
     parameters that are not kept, and what is computed from them instead. Each source parameter is emptied as soon as

@@ -31,9 +31,11 @@ class Border:
 def border_of(program: StageProgram) -> Border:
     """Return the Border of a stage, by one rank's graphs of it."""
     return Border(
-        _taken(program.forward, "activation"), _given(program.forward, "activation"),
-        _taken(program.backward, "arriving"), _given(program.backward, "returned"),
-    )  # fmt: skip
+        _taken(program.forward, "activation"),
+        _given(program.forward, "activation"),
+        _taken(program.backward, "arriving"),
+        _given(program.backward, "returned"),
+    )
 
 
 def check_pipeline(schedule: Schedule, borders: Mapping[int, Border]) -> None:

@@ -33,8 +33,14 @@ class StageGradients:
     """Gradients of the parameters `names`, which have the DTensor `specs`. `stages`: of this rank. All ranks make one
     together."""
 
-    def __init__(self, stages: Mapping[int, StageExecutor], names: list[str], specs: list, stage: StageMesh,
-                 accumulation: Accumulation):  # fmt: skip
+    def __init__(
+        self,
+        stages: Mapping[int, StageExecutor],
+        names: list[str],
+        specs: list,
+        stage: StageMesh,
+        accumulation: Accumulation,
+    ):
         self.names, self.specs, self.stage, self.accumulation = names, dict(zip(names, specs)), stage, accumulation
         self.stages = stages
         deferred = {i: s.program.deferred for i, s in stages.items()}
@@ -46,10 +52,13 @@ class StageGradients:
         self.tied = {name: ranks for name, ranks in pp_ranks.items() if len(ranks) > 1}
         self.shared = frozenset(self.tied) | {name for name, count in times.items() if count > 1}
         self.unreduced = {
-            name: spec_of(layout, self.specs[name].shape, self.specs[name].tensor_meta.dtype, stage.mesh,
-                          stage.device_mesh)
-            for layouts in self.waiting.values() for name, layout in layouts.items() if name not in self.shared
-        }  # fmt: skip
+            name: spec_of(
+                layout, self.specs[name].shape, self.specs[name].tensor_meta.dtype, stage.mesh, stage.device_mesh
+            )
+            for layouts in self.waiting.values()
+            for name, layout in layouts.items()
+            if name not in self.shared
+        }
 
     @property
     def unreduced_bytes(self) -> int:

@@ -64,9 +64,19 @@ class PipelineStep:
     takes = WholeInputs
     runs_layers = False
 
-    def __init__(self, program: PipelineProgram, captured: Captured, plan: Plan, module: nn.Module, stage: StageMesh,
-                 groups: ProcessGroups, accumulation: Accumulation, trains: bool, everywhere: bool,
-                 forms: OutputForms):  # fmt: skip
+    def __init__(
+        self,
+        program: PipelineProgram,
+        captured: Captured,
+        plan: Plan,
+        module: nn.Module,
+        stage: StageMesh,
+        groups: ProcessGroups,
+        accumulation: Accumulation,
+        trains: bool,
+        everywhere: bool,
+        forms: OutputForms,
+    ):
         self.plan, self.micro, self.stage, self.groups, self.accumulation = (
             plan,
             program.micro,

@@ -27,10 +27,12 @@ class RandomState:
 
     @property
     def seed(self) -> int:
+        """Return the seed of the numbers."""
         return self._seed
 
     @seed.setter
     def seed(self, seed: int) -> None:
+        """Set the seed, from which on numbers follow torch's seeding of now."""
         self._seed, self.follows = seed, seeding()
 
     @property

@@ -43,15 +43,23 @@ def share_values(source: nn.Module, device: str, skipped: Collection[str] = ()) 
         _broadcast(tensors[name], torch.device(device))
     if differing and dist.get_rank() == 0:
         shown = ", ".join(differing[:SHOWN]) + (" and others" if len(differing) > SHOWN else "")
-        _log.warning("%d of %d parameters and buffers differed between ranks; all have the values of rank 0 now: %s",
-                     len(differing), len(mine), shown)  # fmt: skip
+        _log.warning(
+            "%d of %d parameters and buffers differed between ranks; all have the values of rank 0 now: %s",
+            len(differing),
+            len(mine),
+            shown,
+        )
 
 
 def tensors_of(source: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Iterate over the parameters, buffers and the tensors in attributes of a model, each once, with their names."""
     seen: set[int] = set()
-    attributes = ((f"{path}.{name}".lstrip("."), value) for path, module in source.named_modules()
-                  for name, value in vars(module).items() if not name.startswith("_"))  # fmt: skip
+    attributes = (
+        (f"{path}.{name}".lstrip("."), value)
+        for path, module in source.named_modules()
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+    )
     for name, value in (*source.named_parameters(), *source.named_buffers(), *attributes):
         for inner, tensor in _inside(name, value):
             if id(tensor) not in seen:
@@ -110,8 +118,11 @@ def _differing(mine: dict[str, tuple], first: dict[str, tuple]) -> list[str]:
     says."""
     rank = dist.get_rank()
     if odd := sorted({*mine} ^ {*first}):
-        raise DesyncError(f"{odd[0]} is in the model of rank {rank if odd[0] in mine else 0} and not of rank "
-                          f"{0 if odd[0] in mine else rank}", fix="build the same model on every rank")  # fmt: skip
+        raise DesyncError(
+            f"{odd[0]} is in the model of rank {rank if odd[0] in mine else 0} and not of rank "
+            f"{0 if odd[0] in mine else rank}",
+            fix="build the same model on every rank",
+        )
     for name, (shape, dtype, found) in mine.items():
         if (shape, dtype) != first[name][:2]:
             raise DesyncError(
@@ -119,9 +130,11 @@ def _differing(mine: dict[str, tuple], first: dict[str, tuple]) -> list[str]:
                 fix="build the same model on every rank",
             )
         if (found is None) != (first[name][2] is None):
-            raise InputError(f"{name} has values on rank {0 if found is None else rank} and is on the meta device on "
-                             f"rank {rank if found is None else 0}",
-                             fix="give it values on every rank, or on none")  # fmt: skip
+            raise InputError(
+                f"{name} has values on rank {0 if found is None else rank} and is on the meta device on "
+                f"rank {rank if found is None else 0}",
+                fix="give it values on every rank, or on none",
+            )
     return [name for name in mine if mine[name] != first[name]]
 
 

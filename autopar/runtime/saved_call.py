@@ -30,8 +30,13 @@ class SavedCall:
     second one may need them, else None. `owners`: for each placeholder the tensor that counts the writes, a DTensor if
     the value is its local part; `watched`: positions of those that matter."""
 
-    def __init__(self, roles: Sequence[Role], owners: Sequence[torch.Tensor], watched: Sequence[int],
-                 values: list[torch.Tensor] | None):  # fmt: skip
+    def __init__(
+        self,
+        roles: Sequence[Role],
+        owners: Sequence[torch.Tensor],
+        watched: Sequence[int],
+        values: list[torch.Tensor] | None,
+    ):
         self.roles, self.watched, self.values = roles, watched, values
         self.owners = [owners[i] for i in watched]
         self.versions = [tensor._version for tensor in self.owners]

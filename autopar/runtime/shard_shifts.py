@@ -12,23 +12,23 @@ from ..codegen.follow_size import NEAR, SHIFTS
 Shifts = frozenset[Fraction]
 
 
-def shifts_of(size: int, ways: Sequence[int], passes: int = 1) -> Shifts:
-    """Return the shifts of a size that may be cut into `passes` parts, and each of these over axes of so many devices,
+def shifts_of(size: int, ways: Sequence[int], pieces: int = 1) -> Shifts:
+    """Return the shifts of a size that may be cut into `pieces`, and each of these over axes of so many devices,
     in any order; also those of sizes that have a few more or fewer places."""
-    found = {few + shift for few in (0, *SHIFTS) for shift in {Fraction(0), *_of_shards(size + few, ways, passes)}}
+    found = {few + shift for few in (0, *SHIFTS) for shift in {Fraction(0), *_of_shards(size + few, ways, pieces)}}
     return frozenset(found - {0})
 
 
-def least_of(size: int, ways: Sequence[int], passes: int = 1) -> Fraction:
+def least_of(size: int, ways: Sequence[int], pieces: int = 1) -> Fraction:
     """Return the least size at which lines with the shifts of shards are told from other curves."""
-    return max(map(abs, _of_shards(size, ways, passes)), default=Fraction(0)) / NEAR
+    return max(map(abs, _of_shards(size, ways, pieces)), default=Fraction(0)) / NEAR
 
 
-def _of_shards(size: int, ways: Sequence[int], passes: int) -> Shifts:
-    period = passes * math.prod(ways)
+def _of_shards(size: int, ways: Sequence[int], pieces: int) -> Shifts:
+    period = pieces * math.prod(ways)
     size += period**2  # of all sizes that leave these remainders, also where the last block of this one is empty
-    rest = size % passes
-    parts = {(passes, -rest), (passes, passes - rest)} if rest else {(passes, 0)}
+    rest = size % pieces
+    parts = {(pieces, -rest), (pieces, pieces - rest)} if rest else {(pieces, 0)}
     found: set[Fraction] = set()
     for divisor, shift in {(1, 0), *parts}:
         _cut(size, divisor, shift, (Fraction(0), Fraction(0)), tuple(ways), found)

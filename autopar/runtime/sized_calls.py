@@ -18,8 +18,12 @@ def differing_dims(a: CallSignature, b: CallSignature) -> tuple[Dims, Sizes, Siz
     """Return the dims in which two calls differ, with the sizes that these have in each, dims of one size together;
     None if the calls differ in anything else, or not at all."""
     if (a.spec, a.names, a.dtypes, a.differentiated, a.values) != (
-        b.spec, b.names, b.dtypes, b.differentiated, b.values,
-    ):  # fmt: skip
+        b.spec,
+        b.names,
+        b.dtypes,
+        b.differentiated,
+        b.values,
+    ):
         return None
     dims: dict[str, dict[int, int]] = {}
     pairs: dict[tuple[int, int], int] = {}  # the place of each
@@ -69,10 +73,11 @@ def sizes_in(signature: CallSignature, base: CallSignature, dims: Dims) -> Sizes
 def resized(signature: CallSignature, dims: Dims, sizes: Sizes) -> CallSignature:
     """Return the form of a call of other sizes."""
     shapes = tuple(
-        shape if shape is None else tuple(sizes[dims[name][d]] if d in dims.get(name, ()) else n
-                                          for d, n in enumerate(shape))
+        shape
+        if shape is None
+        else tuple(sizes[dims[name][d]] if d in dims.get(name, ()) else n for d, n in enumerate(shape))
         for name, shape in zip(signature.names, signature.shapes)
-    )  # fmt: skip
+    )
     return replace(signature, shapes=shapes)
 
 

@@ -125,8 +125,9 @@ class SizeFamilies:
                 family.points[sizes] = point
         return sizes in family.points
 
-    def _extend(self, signature: CallSignature, fixed: Mapping, state: tuple, captures: Sequence[Capture],
-                maker: Maker) -> bool:  # fmt: skip
+    def _extend(
+        self, signature: CallSignature, fixed: Mapping, state: tuple, captures: Sequence[Capture], maker: Maker
+    ) -> bool:
         """Look for a family of the call and of a capture, which is traced at other sizes too. Return whether one was
         found."""
 
@@ -156,8 +157,15 @@ class SizeFamilies:
         self.failures += 1
         return False
 
-    def _add(self, base: Capture, dims: Dims, sizes: Sizes, others: Sequence[Sizes], opened: Sequence[OpenSizes],
-             maker: Maker) -> bool:  # fmt: skip
+    def _add(
+        self,
+        base: Capture,
+        dims: Dims,
+        sizes: Sizes,
+        others: Sequence[Sizes],
+        opened: Sequence[OpenSizes],
+        maker: Maker,
+    ) -> bool:
         """Trace the call of a capture at one or two other sizes, and add the family if their graphs are alike."""
         traced, reasons = {sizes: base.traced}, ["no other sizes tell more"]
         for other in others:

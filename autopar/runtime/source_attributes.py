@@ -49,6 +49,7 @@ class OfSource(nn.Module):
 
     @training.setter
     def training(self, mode: bool) -> None:
+        """Set the mode of the source model, which is the one that counts."""
         if (source := self.__dict__.get("_source")) is not None:
             source.training = mode
 

@@ -19,8 +19,14 @@ class StageGraphs:
     """Runs the graphs of `program`, as a StageExecutor of one rank asks for it. `splits`: also those of a backward in
     two parts. `loaded`: those that are loaded already."""
 
-    def __init__(self, program: StageProgram, groups: ProcessGroups, device: torch.device, splits: bool,
-                 loaded: Mapping[GraphKey, LoadedGraph] | None = None):  # fmt: skip
+    def __init__(
+        self,
+        program: StageProgram,
+        groups: ProcessGroups,
+        device: torch.device,
+        splits: bool,
+        loaded: Mapping[GraphKey, LoadedGraph] | None = None,
+    ):
         self.loaded, what = dict(loaded or {}), f"of stage {program.stage.index}"
         modules = {key: program.graph(key) for key in program.keys(splits) if key not in self.loaded}
         for key, module in modules.items():  # which binds the groups in the module itself: all are made before

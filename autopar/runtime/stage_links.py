@@ -21,8 +21,16 @@ class StageLinks(Links):
     With a `schedule`, messages are received in its order and let go of when they are known to have arrived. Without
     one, each is received when it is waited for, and at most `ahead` are on their way."""
 
-    def __init__(self, stages: Mapping[int, StageExecutor], rank: int, rank_of_stage: Sequence[int], groups: Mapping,
-                 device: torch.device, schedule: Schedule | None = None, ahead: int | None = None):  # fmt: skip
+    def __init__(
+        self,
+        stages: Mapping[int, StageExecutor],
+        rank: int,
+        rank_of_stage: Sequence[int],
+        groups: Mapping,
+        device: torch.device,
+        schedule: Schedule | None = None,
+        ahead: int | None = None,
+    ):
         super().__init__(stages, len(rank_of_stage))
         self.rank, self.rank_of_stage, self.groups, self.device, self.ahead = rank, rank_of_stage, groups, device, ahead
         self.receives = receives(schedule, rank) if schedule is not None else {}

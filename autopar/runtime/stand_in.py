@@ -39,6 +39,7 @@ def step_alone(made: Optimizer) -> None:
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Return the parameters of an optimizer, in their order."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
@@ -77,6 +78,7 @@ def written_to(parameters: list) -> None:
 
 
 def local_value(value: Any) -> Any:
+    """Return this rank's part of a DTensor, any other value as it is."""
     return _torch.local_of(value) if isinstance(value, DTensor) else value
 
 
@@ -124,6 +126,10 @@ def _rounded(value: torch.Tensor, kept: torch.dtype) -> torch.Tensor:
 def like(parameter: DTensor, part: torch.Tensor) -> DTensor:
     """Return the tensor that has this local part, in the layout of a parameter."""
     return DTensor.from_local(
-        part, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
+        part,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
         stride=parameter.stride(),
-    )  # fmt: skip
+    )

@@ -42,18 +42,23 @@ class UnmadeTensor(GlobalTensor):
         return function(*args, **kwargs)
 
     def full_tensor(self, **options):
+        """Make the output and return the whole of it."""
         return _dtensor(self).full_tensor(**options)
 
     def to_local(self, **options):
+        """Make the output and return this rank's part of it."""
         return _dtensor(self).to_local(**options)
 
     def redistribute(self, *args, **options):
+        """Make the output and return it in another layout."""
         return _dtensor(self).redistribute(*args, **options)
 
     def tolist(self):
+        """Make the output and return it as numbers."""
         return plain(made(self)).tolist()
 
     def numpy(self, **options):
+        """Make the output and return it as an array."""
         return plain(made(self)).numpy(**options)
 
     def __format__(self, form: str) -> str:

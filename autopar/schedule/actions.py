@@ -75,6 +75,7 @@ class Schedule:
 
     @property
     def stages(self) -> int:
+        """Return the number of stages on all ranks."""
         return len(self.rank_of_stage)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
@@ -135,5 +136,10 @@ class Schedule:
         ranks = len(orders)
         if not all(type(rank) is int and 0 <= rank < ranks for rank in data["rank_of_stage"]):
             raise ScheduleError(f"field 'rank_of_stage' of a schedule names a rank that is not one of {ranks}")
-        return Schedule(data["name"], ranks, data["micro_batches"], tuple(data["rank_of_stage"]),
-                        tuple(tuple(map(Action.parse, order.split())) for order in orders))  # fmt: skip
+        return Schedule(
+            data["name"],
+            ranks,
+            data["micro_batches"],
+            tuple(data["rank_of_stage"]),
+            tuple(tuple(map(Action.parse, order.split())) for order in orders),
+        )

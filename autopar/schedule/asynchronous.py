@@ -66,11 +66,16 @@ class Asynchronous:
                     f"schedule {self.name} cannot have {value!r} {what}", fix=f"use a whole number from {least} on"
                 )
         if self.name != BUFFERED and self.group != 1:
-            raise StrategyError(f"schedule {self.name} updates after every micro-batch, not after {self.group}",
-                                fix=f"use {BUFFERED} for updates of several")  # fmt: skip
+            raise StrategyError(
+                f"schedule {self.name} updates after every micro-batch, not after {self.group}",
+                fix=f"use {BUFFERED} for updates of several",
+            )
         if self.name == BUFFERED and self.group < self.stages:
-            raise StrategyError(f"schedule {BUFFERED} needs at least as many micro-batches an update as stages, "
-                                f"{self.stages}, not {self.group}", fix=f"use {self.stages} or more")  # fmt: skip
+            raise StrategyError(
+                f"schedule {BUFFERED} needs at least as many micro-batches an update as stages, "
+                f"{self.stages}, not {self.group}",
+                fix=f"use {self.stages} or more",
+            )
 
     # closed forms
     # ----------------------------------------------------------------------------------------------------------
@@ -114,8 +119,10 @@ class Asynchronous:
     def orders(self, micro_batches: int) -> tuple[tuple[Action | Update, ...], ...]:
         """Return by stage its actions and updates. Raise ScheduleError unless the last group is whole."""
         if micro_batches % self.group:
-            raise ScheduleError(f"{micro_batches} micro-batches are no whole groups of {self.group}",
-                                fix=f"use a multiple of {self.group}")  # fmt: skip
+            raise ScheduleError(
+                f"{micro_batches} micro-batches are no whole groups of {self.group}",
+                fix=f"use a multiple of {self.group}",
+            )
         return tuple(tuple(self.walk(stage, lambda i: i < micro_batches)) for stage in range(self.stages))
 
     def without_updates(self, micro_batches: int) -> Schedule:

@@ -154,10 +154,16 @@ register_schedule("1f1b", _one(lambda r, p: p - 1 - r, "B"), searched=True)
 register_schedule("interleaved_1f1b", _interleaved("B"), stages_per_rank=None, searched=True)
 register_schedule("zb_h1", _one(lambda r, p: p - 1 - r, "I"), in_flight=lambda p, v, m: p, searched=True)
 register_schedule("zb_h2", _one(lambda r, p: 2 * (p - 1 - r), "I"), in_flight=lambda p, v, m: 2 * p - 1)
-register_schedule("interleaved_zero_bubble", _interleaved("I"), stages_per_rank=None, searched=True,
-                  in_flight=lambda p, v, m: (v - 1) * max(p, phases.round_size(p, m)) + p)  # fmt: skip
-register_schedule("zbv", _phased(lambda r, p, m, v: phases.zbv(r, p, m)), in_flight=lambda p, v, m: 2 * p,
-                  searched=True, **V)  # fmt: skip
+register_schedule(
+    "interleaved_zero_bubble",
+    _interleaved("I"),
+    stages_per_rank=None,
+    searched=True,
+    in_flight=lambda p, v, m: (v - 1) * max(p, phases.round_size(p, m)) + p,
+)
+register_schedule(
+    "zbv", _phased(lambda r, p, m, v: phases.zbv(r, p, m)), in_flight=lambda p, v, m: 2 * p, searched=True, **V
+)
 register_schedule("dualpipev", _phased(lambda r, p, m, v: phases.dualpipev(r, p, m)), **V)
 register_schedule("v_half", _repeated(blocks.v_half), in_flight=lambda p, v, m: 2 * (p // 2 + 1), **V)
 register_schedule("v_min", _repeated(blocks.v_min), in_flight=lambda p, v, m: 2 * -(-(p + 2) // 3), **V)
@@ -189,17 +195,26 @@ def checked(name: str, ranks: int, micro_batches: int, stages_per_rank: int | No
     v = stages_per_rank or kind.chunks or 2
     if kind.chunks is not None and v != kind.chunks:
         others = [other for other, k in KINDS.items() if k.chunks in (v, None) and v > 1 or k.chunks == v]
-        raise StrategyError(f"schedule {name} has {kind.chunks} stage{'s' * (kind.chunks > 1)} a rank, not {v}",
-                            fix=f"with {v}: {', '.join(others)}")  # fmt: skip
+        raise StrategyError(
+            f"schedule {name} has {kind.chunks} stage{'s' * (kind.chunks > 1)} a rank, not {v}",
+            fix=f"with {v}: {', '.join(others)}",
+        )
     own = (kind.given.ranks, kind.given.micro_batches) if kind.given else (ranks, micro_batches)
     if own != (ranks, micro_batches):
-        raise StrategyError(f"schedule {name} is for {own[0]} ranks and {own[1]} micro-batches, not {ranks} and "
-                            f"{micro_batches}", fix="register a function, which makes it for any")  # fmt: skip
+        raise StrategyError(
+            f"schedule {name} is for {own[0]} ranks and {own[1]} micro-batches, not {ranks} and {micro_batches}",
+            fix="register a function, which makes it for any",
+        )
     return name, kind, v
 
 
-def make(name: str, ranks: int, micro_batches: int, stages_per_rank: int | None = None,
-         seconds: tuple[float, float, float] | None = None) -> Schedule:  # fmt: skip
+def make(
+    name: str,
+    ranks: int,
+    micro_batches: int,
+    stages_per_rank: int | None = None,
+    seconds: tuple[float, float, float] | None = None,
+) -> Schedule:
     """Make the schedule of this name. `stages_per_rank`: 2 for the interleaved ones unless given; the others have no
     choice.
 
@@ -218,8 +233,9 @@ def make(name: str, ranks: int, micro_batches: int, stages_per_rank: int | None 
         ) from error
 
 
-def _made(name: str, kind: Kind, ranks: int, micro_batches: int, v: int,
-          seconds: tuple[float, float, float] | None) -> Schedule:  # fmt: skip
+def _made(
+    name: str, kind: Kind, ranks: int, micro_batches: int, v: int, seconds: tuple[float, float, float] | None
+) -> Schedule:
     rank_of_stage = placed(ranks, v, kind.v_shaped)
     stages = [tuple(s for s, r in enumerate(rank_of_stage) if r == rank) for rank in range(ranks)]
     orders = [list(map(_action, _split(order))) for order in kind.orders(stages, micro_batches)]
@@ -227,9 +243,12 @@ def _made(name: str, kind: Kind, ranks: int, micro_batches: int, v: int,
         return Schedule(name, ranks, micro_batches, rank_of_stage, tuple(map(tuple, orders)))
     limit, units = kind.in_flight(ranks, v, micro_batches), (1.0, 1.0, 1.0)
     known = seconds or units
-    filled = [Schedule(name, ranks, micro_batches, rank_of_stage,
-                       tuple(map(tuple, fill_weights(orders, ranks * v, limit, costs))))
-              for costs in dict.fromkeys((units, known))]  # fmt: skip
+    filled = [
+        Schedule(
+            name, ranks, micro_batches, rank_of_stage, tuple(map(tuple, fill_weights(orders, ranks * v, limit, costs)))
+        )
+        for costs in dict.fromkeys((units, known))
+    ]
     return filled[0] if len(filled) == 1 else min(filled, key=lambda schedule: play(schedule, *known).seconds)
 
 

@@ -34,9 +34,15 @@ def needs(action: Action, stages: int) -> list[Action]:
     return [Action("F", stage, i), *([Action("I", stage + 1, i)] if stage + 1 < stages else [])]
 
 
-def play(schedule: Schedule, forward_seconds: Seconds = 1.0, input_seconds: Seconds = 1.0,
-         weight_seconds: Seconds = 1.0, transfer_seconds: Seconds = 0.0, activation: Seconds = 1.0,
-         shares: Sequence[float] = ()) -> Played:  # fmt: skip
+def play(
+    schedule: Schedule,
+    forward_seconds: Seconds = 1.0,
+    input_seconds: Seconds = 1.0,
+    weight_seconds: Seconds = 1.0,
+    transfer_seconds: Seconds = 0.0,
+    activation: Seconds = 1.0,
+    shares: Sequence[float] = (),
+) -> Played:
     """Return the times of every action. Each argument is a number or one a stage; `transfer_seconds` one for each
     border of two stages; `shares`: by micro-batch, what it takes of these seconds, all of them unless given.
 
@@ -83,8 +89,11 @@ def play(schedule: Schedule, forward_seconds: Seconds = 1.0, input_seconds: Seco
         needed = {r: next(need for need in needs(a, stages) if need not in ended) for r, a in stuck.items()}
         needed = {r: need if need in everything else need._replace(kind="B") for r, need in needed.items()}
         waits = "; ".join(f"rank {r} stands at {a} and waits for {needed[r]}" for r, a in list(stuck.items())[:8])
-        raise ScheduleError(f"schedule {schedule.name} deadlocks: {waits}", stuck={r: str(a) for r, a in stuck.items()},
-                            fix="put the actions of each rank into an order that the others' orders allow")  # fmt: skip
+        raise ScheduleError(
+            f"schedule {schedule.name} deadlocks: {waits}",
+            stuck={r: str(a) for r, a in stuck.items()},
+            fix="put the actions of each rank into an order that the others' orders allow",
+        )
     return Played(schedule, tuple(map(tuple, starts)), tuple(map(tuple, ends)), tuple(_per(activation, stages)))
 
 
@@ -98,17 +107,24 @@ def _count(schedule: Schedule) -> None:
     """Raise ScheduleError unless every stage is on a rank, and each of its micro-batches is there once, on that
     rank."""
     if len(schedule.orders) != schedule.ranks or not all(0 <= r < schedule.ranks for r in schedule.rank_of_stage):
-        raise ScheduleError(f"schedule {schedule.name} has {len(schedule.orders)} orders and stages on ranks "
-                            f"{sorted(set(schedule.rank_of_stage))}, but {schedule.ranks} ranks",
-                            fix="give each rank one order, and each stage a rank")  # fmt: skip
+        raise ScheduleError(
+            f"schedule {schedule.name} has {len(schedule.orders)} orders and stages on ranks "
+            f"{sorted(set(schedule.rank_of_stage))}, but {schedule.ranks} ranks",
+            fix="give each rank one order, and each stage a rank",
+        )
     found = Counter(action for order in schedule.orders for action in order)
     faults: dict[str, list[str]] = {"twice": [str(action) for action, count in found.items() if count > 1]}
     faults["of no kind"] = [str(action) for action in found if action.kind not in KINDS]
     faults["where its stage or micro-batch is not"] = [
-        f"{action} on rank {rank}" for rank, order in enumerate(schedule.orders) for action in order
-        if not (action.stage < schedule.stages and action.micro_batch < schedule.micro_batches
-                and schedule.rank_of_stage[action.stage] == rank)
-    ]  # fmt: skip
+        f"{action} on rank {rank}"
+        for rank, order in enumerate(schedule.orders)
+        for action in order
+        if not (
+            action.stage < schedule.stages
+            and action.micro_batch < schedule.micro_batches
+            and schedule.rank_of_stage[action.stage] == rank
+        )
+    ]
     for stage in range(schedule.stages):
         for i in range(schedule.micro_batches):
             kinds = "".join(kind for kind in "FBIW" if (kind, stage, i) in found)

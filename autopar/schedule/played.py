@@ -64,10 +64,12 @@ class Played:
 
     @property
     def bubble(self) -> float:
+        """Return the share of the makespan in which the mean rank waits."""
         return 1.0 - self.utilization
 
     @property
     def bubble_in_window(self) -> float:
+        """Return the same share of the longest time from a first action to a last."""
         return 1.0 - self._busy_share(max(self.windows))
 
     def _busy_share(self, total: float) -> float:
@@ -100,4 +102,5 @@ class Played:
 
     @property
     def peaks(self) -> tuple[float, ...]:
+        """Return the most that each rank holds of micro-batches in flight."""
         return tuple(self.peak(rank) for rank in range(self.schedule.ranks))

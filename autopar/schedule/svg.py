@@ -94,14 +94,18 @@ def _rows(run: Played, top: float, scale: float) -> Iterator[str]:
     index_on_rank = {stage: n for rank in range(schedule.ranks) for n, stage in enumerate(schedule.stages_of(rank))}
     for rank in range(schedule.ranks):
         y = top + rank * (ROW + GAP)
-        yield (f'<text x="4" y="{y + 16}">rank {rank}</text>'
-               f'<rect class="idle" x="{LEFT}" y="{y}" width="{run.seconds * scale:.2f}" height="{ROW}"/>')  # fmt: skip
+        yield (
+            f'<text x="4" y="{y + 16}">rank {rank}</text>'
+            f'<rect class="idle" x="{LEFT}" y="{y}" width="{run.seconds * scale:.2f}" height="{ROW}"/>'
+        )
     for rank, action, start, end in run:
         x, y, wide = LEFT + (start - run.first) * scale, top + rank * (ROW + GAP), (end - start) * scale
         odd = " odd" if index_on_rank[action.stage] % 2 else ""
-        yield (f'<rect class="{action.kind}{odd}" x="{x:.2f}" y="{y}" width="{max(wide - 1, 0.5):.2f}" height="{ROW}" '
-               f'rx="2">'
-               f"<title>{action}: {KINDS[action.kind]}, stage {action.stage}, micro-batch {action.micro_batch}, "
-               f"{start - run.first:.6g} to {end - run.first:.6g} s</title></rect>")  # fmt: skip
+        yield (
+            f'<rect class="{action.kind}{odd}" x="{x:.2f}" y="{y}" width="{max(wide - 1, 0.5):.2f}" height="{ROW}" '
+            f'rx="2">'
+            f"<title>{action}: {KINDS[action.kind]}, stage {action.stage}, micro-batch {action.micro_batch}, "
+            f"{start - run.first:.6g} to {end - run.first:.6g} s</title></rect>"
+        )
         if wide >= 7 * len(str(action.micro_batch)) + 2:
             yield f'<text class="number" x="{x + wide / 2 - 0.5:.2f}" y="{y + 16}">{action.micro_batch}</text>'

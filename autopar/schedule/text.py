@@ -70,9 +70,12 @@ def grid(played: Played, unit_seconds: float | None = None, width: float = math.
         if taken > room + 1 and column > bands[-1]:
             bands, taken = [*bands, column], wide + 1
     lines = [
-        [f"rank {rank:>{digits}}: {' '.join(map(str.ljust, row[a:b], widths[a:b])).rstrip()}"
-         for rank, row in enumerate(rows)] for a, b in pairwise([*bands, columns])
-    ]  # fmt: skip
+        [
+            f"rank {rank:>{digits}}: {' '.join(map(str.ljust, row[a:b], widths[a:b])).rstrip()}"
+            for rank, row in enumerate(rows)
+        ]
+        for a, b in pairwise([*bands, columns])
+    ]
     return "\n\n".join("\n".join(band) for band in lines)
 
 

@@ -17,8 +17,11 @@ ACTIONS, SENDS = 0, 1  # rows of a rank
 IN_FLIGHT, HELD = "micro-batches in flight", "bytes of a device"
 
 
-def trace_of(played: Played | Mapping[str, Played], transfer_seconds: Sequence[float] = (),
-             staying: Sequence[Mapping[str, float]] = ()) -> Json:  # fmt: skip
+def trace_of(
+    played: Played | Mapping[str, Played],
+    transfer_seconds: Sequence[float] = (),
+    staying: Sequence[Mapping[str, float]] = (),
+) -> Json:
     """Return the trace as plain data for `json.dump`, of one run or of several by their names, one after the other in
     the list of processes. `transfer_seconds`: of each border between two stages. `staying`: by rank and kind, the bytes
     that it holds all the time; `activation` of the runs is then in bytes."""
@@ -76,5 +79,10 @@ def _held(run: Played, first: int, staying: Sequence[Mapping[str, float]]) -> It
         for at, change in changes:
             held += change
             kinds = {**staying[rank], "activations": max(held, 0.0)} if staying else {"in flight": held}
-            yield {"ph": "C", "pid": first + rank, "name": HELD if staying else IN_FLIGHT, "ts": _us(at),
-                   "args": {kind: round(value) for kind, value in kinds.items()}}  # fmt: skip
+            yield {
+                "ph": "C",
+                "pid": first + rank,
+                "name": HELD if staying else IN_FLIGHT,
+                "ts": _us(at),
+                "args": {kind: round(value) for kind, value in kinds.items()},
+            }

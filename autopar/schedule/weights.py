@@ -17,8 +17,9 @@ from .actions import Action
 from .play import needs
 
 
-def fill_weights(orders: Sequence[Sequence[Action]], stages: int, limit: int,
-                 seconds: tuple[float, float, float] = (1.0, 1.0, 1.0)) -> list[list[Action]]:  # fmt: skip
+def fill_weights(
+    orders: Sequence[Sequence[Action]], stages: int, limit: int, seconds: tuple[float, float, float] = (1.0, 1.0, 1.0)
+) -> list[list[Action]]:
     """Return orders of F, I and W from `orders` of F and I.
 
     A rank that is free takes its next F or I if what it needs is there and, for an F, if it holds fewer than `limit`

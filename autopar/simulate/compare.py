@@ -228,9 +228,14 @@ def _compared(captured: Captured, plan: Plan, values, reference: OneDevice, prec
     mine = OneDevice(step.outputs, step.gradients, buffers | step.buffers)
     loss = None if step.loss is None else step.loss.item()
     report = VerifyReport(
-        plan, precision, loss, *_errors(captured, reference, mine, precision),
-        _wire_bytes(plan), step.bytes_sent, step.collectives,
-    )  # fmt: skip
+        plan,
+        precision,
+        loss,
+        *_errors(captured, reference, mine, precision),
+        _wire_bytes(plan),
+        step.bytes_sent,
+        step.collectives,
+    )
     return report, step.programs
 
 
@@ -245,11 +250,16 @@ def _compared_pipeline(
     for (_, phase), count in step.sends.items():
         sends[phase] += count
     return VerifyReport(
-        plan, precision, None if loss is None else outputs[loss].item(), *_errors(captured, reference, mine, precision),
-        _wire_bytes(plan), tuple(map(sum, zip(*step.bytes_sent))),
-        sum(step.collectives, Counter()), sends=sends,
+        plan,
+        precision,
+        None if loss is None else outputs[loss].item(),
+        *_errors(captured, reference, mine, precision),
+        _wire_bytes(plan),
+        tuple(map(sum, zip(*step.bytes_sent))),
+        sum(step.collectives, Counter()),
+        sends=sends,
         diverging="the first node that differs is looked for without stages and micro-batches only",
-    )  # fmt: skip
+    )
 
 
 def _errors(captured: Captured, reference: OneDevice, mine: OneDevice, precision: str):
@@ -273,10 +283,13 @@ def first_divergence(
     graphs = [_returning_everything(p.local, reference) for p in programs]
     mesh = programs[0].local.meta["mesh"]
     inputs = [
-        [local_part(values[n.name], n.meta["layout"], mesh, mesh.coordinate(p.rank)) for n in p.local.graph.nodes
-         if n.op == "placeholder"]
+        [
+            local_part(values[n.name], n.meta["layout"], mesh, mesh.coordinate(p.rank))
+            for n in p.local.graph.nodes
+            if n.op == "placeholder"
+        ]
         for p in programs
-    ]  # fmt: skip
+    ]
     results = Simulator(mesh).run(graphs, inputs)
     position = {node.name: i for i, node in enumerate(output_node(graphs[0].graph).args[0])}
     local = {node.name: node for node in programs[0].local.graph.nodes}
@@ -288,9 +301,7 @@ def first_divergence(
         terms = max((norm(reference[a.name]) for a in tensor_arguments(node)), default=0.0)
         error = relative_error(mine, value, FLOOR["fp32"] * terms)  # what cancels out is no more exact than its terms
         if not error <= tolerance:
-            return Divergence(
-                node.name, error, str(layout), node.meta.get("module", ""), node.meta.get("source", "")
-            )  # fmt: skip
+            return Divergence(node.name, error, str(layout), node.meta.get("module", ""), node.meta.get("source", ""))
     return None
 
 

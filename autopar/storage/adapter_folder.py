@@ -165,12 +165,17 @@ def _check_config(path: Path, config: LoRA) -> None:
             fix="save it in PEFT as an ordinary one: path_initial_model_for_weight_conversion",
         )
     if other := [key for key in NOT_OURS if found.get(key)]:
-        raise AdaptError(f"{path} has {', '.join(f'{k}={found[k]!r}' for k in other)}, of which autopar knows nothing",
-                         fix="load adapters without it")  # fmt: skip
+        raise AdaptError(
+            f"{path} has {', '.join(f'{k}={found[k]!r}' for k in other)}, of which autopar knows nothing",
+            fix="load adapters without it",
+        )
     mine = asdict(config)
     empty = {"rank_pattern": {}, "alpha_pattern": {}, "use_dora": False, "use_rslora": False}
-    different = [f"{k} is {found.get(k) or empty.get(k)} there, {mine[k]} here" for k in SAME
-                 if (found.get(k) or empty.get(k)) != mine[k]]  # fmt: skip
+    different = [
+        f"{k} is {found.get(k) or empty.get(k)} there, {mine[k]} here"
+        for k in SAME
+        if (found.get(k) or empty.get(k)) != mine[k]
+    ]
     if different:
         raise AdaptError(
             f"{path.parent} has an adapter of other settings: {'; '.join(different)}",

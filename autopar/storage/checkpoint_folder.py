@@ -71,10 +71,12 @@ class Place:
 
     @property
     def final(self) -> Path:
+        """Return the folder of the finished checkpoint."""
         return self.root / folder_name(self.step)
 
     @property
     def unfinished(self) -> Path:
+        """Return the folder in which it is written."""
         return self.root / f".{folder_name(self.step)}.unfinished"
 
     def begin(self, bytes_: int, *folders: str) -> None:

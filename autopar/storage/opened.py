@@ -78,8 +78,11 @@ class Opened:
     def _check_dtypes(self) -> None:
         """Raise CheckpointMismatch for other dtypes than the model's: a cast in silence would be another model, and
         leave an optimizer with state of another dtype than its parameters."""
-        differ = [f"{name} {self.weights.form(name).dtype}, not {tensor.dtype}" for name, tensor in self._targets()
-                  if self.weights.form(name).dtype != tensor.dtype]  # fmt: skip
+        differ = [
+            f"{name} {self.weights.form(name).dtype}, not {tensor.dtype}"
+            for name, tensor in self._targets()
+            if self.weights.form(name).dtype != tensor.dtype
+        ]
         if differ:
             raise CheckpointMismatch(
                 f"{self.path} has other dtypes than the model: {shortened(differ)}",

@@ -40,9 +40,13 @@ def owners_of(forms: Mapping[str, Form], holders: Mapping[str, Sequence[int]]) -
 
 
 def write_shards(
-    held: Mapping[str, Held], folder: Path, stem: str, stage: StageMesh, writer_rank: int | None = None,
+    held: Mapping[str, Held],
+    folder: Path,
+    stem: str,
+    stage: StageMesh,
+    writer_rank: int | None = None,
     open_file: type[TensorFileWriter] | type[FileForLater] = TensorFileWriter,
-) -> dict[str, Written]:  # fmt: skip
+) -> dict[str, Written]:
     """Write this rank's file, if it has one, and take part in the gathering of all; rank 0 writes the index, if there
     are several. `held`: what this rank's stage holds. Returns the digests of this rank's files by name, or the file
     where `open_file` keeps it for later. `writer_rank`: the one that writes all tensors, as one file (None: those that

@@ -134,6 +134,7 @@ class TensorFile:
             view, offset = view[count:], offset + count
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
 
@@ -185,6 +186,7 @@ class FileForLater:
         self._tensors.append(tensor.detach().to("cpu", copy=True))
 
     def close(self) -> FileForLater:
+        """Return the file, with all tensors in it, to be written."""
         return self
 
     def write(self) -> Digest:

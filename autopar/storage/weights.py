@@ -68,6 +68,7 @@ class WeightsFolder:
         return self._file_of[name].read(name, ranges)
 
     def close(self) -> None:
+        """Close all files."""
         for file in self._files:
             file.close()
 

@@ -99,6 +99,7 @@ class Allocations(TorchDispatchMode):
 
     @property
     def peak_bytes(self) -> int:
+        """Return the most bytes that were alive at once."""
         return max(self.total, default=0)
 
     def storages_at_peak(self) -> list[Storage]:

@@ -31,11 +31,17 @@ def timeline_chart(planned: Planned, timeline: Timeline) -> Html:
         where = f" in {event.module}" if event.module else ""
         title = tag("title", f"{what}{where}: {ms(event.duration_seconds)} from {ms(event.start_seconds)}")
         for stream in event.streams:
-            bars.append(tag(
-                "rect", title, x=_x(event.start_seconds / total), y=f"{lanes[stream] * (LANE + GAP) + GAP / 2:.0f}",
-                width=f"{max(WIDTH * event.duration_seconds / total, 0.05):.3g}", height=f"{LANE:.0f}",
-                class_=_colour(event),
-            ))  # fmt: skip
+            bars.append(
+                tag(
+                    "rect",
+                    title,
+                    x=_x(event.start_seconds / total),
+                    y=f"{lanes[stream] * (LANE + GAP) + GAP / 2:.0f}",
+                    width=f"{max(WIDTH * event.duration_seconds / total, 0.05):.3g}",
+                    height=f"{LANE:.0f}",
+                    class_=_colour(event),
+                )
+            )
     drawing = _drawing([*_tick_lines(total, height), *bars], height, "compute and communication streams over the step")
     names = joined(tag("span", name, style=f"height:{LANE + GAP:.0f}px") for name in lanes)
     inner = tag("div", drawing, _time_axis(total), class_="zoomed", data_seconds=f"{total:.9g}")
@@ -56,8 +62,14 @@ def memory_chart(planned: Planned, timeline: Timeline) -> Html:
     for kind, bytes_ in live.kinds.items():
         above = below + bytes_[drawn]
         outline = _stairs(xs, above, top) + _stairs(xs, below, top)[::-1]
-        areas.append(tag("path", tag("title", f"{kind}, at most {size(bytes_.max())}"), d=f"M{' L'.join(outline)} Z",
-                         class_=MEMORY_CLASSES[kind]))  # fmt: skip
+        areas.append(
+            tag(
+                "path",
+                tag("title", f"{kind}, at most {size(bytes_.max())}"),
+                d=f"M{' L'.join(outline)} Z",
+                class_=MEMORY_CLASSES[kind],
+            )
+        )
         below = above
     peak_x = _x(ends[live.peak_at] / total) if len(ends) else 0
     marks = [tag("line", x1=peak_x, x2=peak_x, y1=0, y2=HEIGHT, class_="peak")]
@@ -91,8 +103,15 @@ def legend_of(entries: list[tuple[str, str]]) -> Html:
 
 def _drawing(shapes: list[Html], height: float, label: str) -> Html:
     """Put shapes in a space of WIDTH by `height`, stretched to the width that the page has."""
-    return tag("svg", *shapes, viewBox=f"0 0 {WIDTH:.0f} {height:.0f}", preserveAspectRatio="none",
-               style=f"height:{height:.0f}px", role="img", aria_label=label)  # fmt: skip
+    return tag(
+        "svg",
+        *shapes,
+        viewBox=f"0 0 {WIDTH:.0f} {height:.0f}",
+        preserveAspectRatio="none",
+        style=f"height:{height:.0f}px",
+        role="img",
+        aria_label=label,
+    )
 
 
 def _colour(event: Event) -> str:

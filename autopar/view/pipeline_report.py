@@ -72,17 +72,29 @@ def _stages(evaluated: PipelineCost) -> Html:
     state_unit, state = byte_column([c.state_bytes for c in p.costs])
     saved_unit, saved = byte_column([c.activation_bytes for c in p.costs])
     rows = [
-        [s, bar(sum(seconds[s]) / slowest), c.name, p.orders.rank_of_stage[s], f"{c.parameters:,}",
-         *times[3 * s : 3 * s + 3], sent[s], state[s], saved[s],
-         f"{evaluated.played.peak_of_stage(s) / c.activation_bytes:.0f}" if c.activation_bytes else "-"]
+        [
+            s,
+            bar(sum(seconds[s]) / slowest),
+            c.name,
+            p.orders.rank_of_stage[s],
+            f"{c.parameters:,}",
+            *times[3 * s : 3 * s + 3],
+            sent[s],
+            state[s],
+            saved[s],
+            f"{evaluated.played.peak_of_stage(s) / c.activation_bytes:.0f}" if c.activation_bytes else "-",
+        ]
         for s, c in enumerate(p.costs)
-    ]  # fmt: skip
+    ]
     header = ["stage", "seconds", "holds", "rank", "parameters", "F ms", "B ms", "W ms", f"{sent_unit} sent",
               f"state {state_unit}", f"saved {saved_unit}", "in flight"]  # fmt: skip
-    note = tag("p", "Of one micro-batch on a device: F forward, B gradient of the stage's input, W gradients of its "
-                    "parameters; "
-               "state: parameters, gradients, optimizer; saved: kept for the backward by each micro-batch in flight.",
-               class_="note")  # fmt: skip
+    note = tag(
+        "p",
+        "Of one micro-batch on a device: F forward, B gradient of the stage's input, W gradients of its "
+        "parameters; "
+        "state: parameters, gradients, optimizer; saved: kept for the backward by each micro-batch in flight.",
+        class_="note",
+    )
     return joined([rows_of(header, rows, left=3, bars=1), note])
 
 
@@ -102,8 +114,11 @@ def _memory(planned: Planned) -> Html:
     rows = []
     for rank, (held, total) in enumerate(zip(memory, totals)):
         shares = {k: f"width:{100 * held.get(k, 0.0) / max(totals):.2f}%" for k in kinds}
-        drawn = tag("div", *(tag("i", class_=MEMORY_CLASSES[k], style=share, title=k) for k, share in shares.items()),
-                    class_="stack")  # fmt: skip
+        drawn = tag(
+            "div",
+            *(tag("i", class_=MEMORY_CLASSES[k], style=share, title=k) for k, share in shares.items()),
+            class_="stack",
+        )
         stages = ", ".join(map(str, planned.stages.evaluated.pipeline.stages_of(rank)))
         *parts, whole = cells[rank * width : (rank + 1) * width]
         rows.append([rank, drawn, stages, whole, percent(total, limit), *parts])
@@ -127,7 +142,11 @@ def _explained(e: PipelineExplanation | None) -> Html | None:
         cells = [[name, drawn, *rest] for drawn, (name, *rest) in zip(bars, rows)]
         parts.append(rows_of([title, "", *header], cells, left=1, bars=1))
         parts += [tag("p", f"{one.text}: {one.note}", class_="note") for one in priced if one.note]
-    note = tag("p", "* as planned. Works, reduces (gradients, after the last action) and waits are the mean rank's and "
-                    "add up to "
-               "the step. Other schedules and cuts are for the same plan of a micro-batch.", class_="note")  # fmt: skip
+    note = tag(
+        "p",
+        "* as planned. Works, reduces (gradients, after the last action) and waits are the mean rank's and "
+        "add up to "
+        "the step. Other schedules and cuts are for the same plan of a micro-batch.",
+        class_="note",
+    )
     return joined([*parts, note])

@@ -18,8 +18,16 @@ def pipeline_trace_of(planned: Planned) -> dict:
             event["args"]["name"] += f" of {planned.plan.model} on mesh {planned.plan.mesh}, predicted"
     for rank, (ends, seconds) in enumerate(zip(evaluated.played.ends, evaluated.once_seconds)):
         if seconds and ends:
-            trace["traceEvents"].append({
-                "ph": "X", "pid": rank, "tid": ACTIONS, "name": "reduce gradients", "cat": "reduction",
-                "ts": round((ends[-1] - evaluated.played.first) * 1e6, 3), "dur": round(seconds * 1e6, 3), "args": {},
-            })  # fmt: skip
+            trace["traceEvents"].append(
+                {
+                    "ph": "X",
+                    "pid": rank,
+                    "tid": ACTIONS,
+                    "name": "reduce gradients",
+                    "cat": "reduction",
+                    "ts": round((ends[-1] - evaluated.played.first) * 1e6, 3),
+                    "dur": round(seconds * 1e6, 3),
+                    "args": {},
+                }
+            )
     return trace

@@ -54,10 +54,12 @@ def whole_page(plan: Plan, sections: list[tuple[str, Html | None]]) -> str:
     """Return the page of a plan: the seconds of a step as its headline, then the sections that have a content."""
     title = f"{plan.model} on mesh {plan.mesh}"
     head = tag(
-        "head", tag("meta", charset="utf-8"), tag("meta", name="viewport",
-                                                  content="width=device-width, initial-scale=1"),
-        tag("title", title), tag("style", Html((FOLDER / "report.css").read_text())),
-    )  # fmt: skip
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("title", title),
+        tag("style", Html((FOLDER / "report.css").read_text())),
+    )
     devices = f"{plan.mesh.devices} device{'s' if plan.mesh.devices > 1 else ''}"
     made = f"{devices}, {plan.hardware}, {plan.precision_text}, {plan.optimizer_text}, strategy {plan.strategy}"
     step = tag("p", tag("b", ms(plan.step_seconds)), f" a step of {samples_text(plan)}, predicted", class_="headline")
@@ -100,9 +102,11 @@ def samples_text(plan: Plan) -> str:
 
 def cards(shown: list[tuple[str, str, str]]) -> Html:
     """Show (name, value, note) next to each other."""
-    return tag("div", *(tag("div", tag("b", value), tag("span", name), tag("small", note)) for name, value,
-                        note in shown),
-               class_="cards")  # fmt: skip
+    return tag(
+        "div",
+        *(tag("div", tag("b", value), tag("span", name), tag("small", note)) for name, value, note in shown),
+        class_="cards",
+    )
 
 
 def _overlapped(planned: Planned, timeline: Timeline) -> tuple[str, str]:
@@ -238,9 +242,13 @@ def modules_section(plan: Plan) -> Html:
 
     label = tag("span", "module", tag("code", "its weights"), tag("code", "its activations", class_="quiet"))
     header = tag("div", label, *(tag("em", name) for name in digits.header), class_="row head")
-    note = tag("p", f"{digits.unit}: what a device holds of the parameters, gradients and optimizer state, and what is "
-                    f"saved for "
-               "the backward.", class_="note")  # fmt: skip
+    note = tag(
+        "p",
+        f"{digits.unit}: what a device holds of the parameters, gradients and optimizer state, and what is "
+        f"saved for "
+        "the backward.",
+        class_="note",
+    )
     return joined([tag("div", header, *(node(name, 0) for name in children[""]), class_="tree"), note])
 
 
@@ -288,16 +296,24 @@ def layouts_section(planned: Planned) -> Html:
         rows[_folded(name), shapes.get(name, ()), layout, second.get(name, ("-", 0.0))] += 1
     milliseconds = column([1e3 * seconds for *_, (_, seconds) in rows])
     lines = [
-        [f"{name} ×{n}" if n > 1 else name, tag("code", layout), tag("code", other,
-                                                                     class_="quiet") if more != "-" else "-", more,
-         str(shape)]
+        [
+            f"{name} ×{n}" if n > 1 else name,
+            tag("code", layout),
+            tag("code", other, class_="quiet") if more != "-" else "-",
+            more,
+            str(shape),
+        ]
         for ((name, shape, layout, (other, _)), n), more in zip(rows.items(), milliseconds)
-    ]  # fmt: skip
-    note = tag("p", "The next best layout of all equal parameters together costs about so much more a step at least: "
-                    "bounds of the "
-               "search, the price of scarce memory included. A dash: the bounds do not rank the others. autopar "
-               "explain prices "
-               "whole plans.", class_="note")  # fmt: skip
+    ]
+    note = tag(
+        "p",
+        "The next best layout of all equal parameters together costs about so much more a step at least: "
+        "bounds of the "
+        "search, the price of scarce memory included. A dash: the bounds do not rank the others. autopar "
+        "explain prices "
+        "whole plans.",
+        class_="note",
+    )
     return tag(
         "div",
         rows_of(["name", "layout", "next best", "ms more", "global shape"], lines, left=3),

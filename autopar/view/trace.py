@@ -49,10 +49,18 @@ def trace_of(planned: Planned, timeline: Timeline | None = None) -> dict:
     for event in timeline.events:
         arguments = _move_arguments(planned, event) if event.step is not None else _op_arguments(planned, event)
         for stream in event.streams:
-            events.append({
-                "ph": "X", "pid": 0, "tid": rows[stream], "cat": event.phase, "name": profiler_name(planned, event),
-                "ts": _us(event.start_seconds), "dur": _us(event.duration_seconds), "args": arguments,
-            })  # fmt: skip
+            events.append(
+                {
+                    "ph": "X",
+                    "pid": 0,
+                    "tid": rows[stream],
+                    "cat": event.phase,
+                    "name": profiler_name(planned, event),
+                    "ts": _us(event.start_seconds),
+                    "dur": _us(event.duration_seconds),
+                    "args": arguments,
+                }
+            )
     for kinds, end in _memory(planned, timeline):
         events.append({"ph": "C", "pid": 0, "name": "bytes of a device", "ts": _us(end), "args": kinds})
     return {"traceEvents": events, "displayTimeUnit": "ms"}

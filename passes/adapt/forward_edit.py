@@ -62,6 +62,7 @@ class Editor:
 
     @property
     def graph(self) -> fx.Graph:
+        """Return the graph that is edited."""
         return self.node.graph
 
     def call(self, target, *args, **kwargs) -> fx.Node:
@@ -76,6 +77,7 @@ class Editor:
 
     @property
     def mode(self):
+        """Return the mode of the forward's fake tensors."""
         return self.exported.inputs[0].fake_mode
 
     def parameter(self, name: str) -> fx.Node:
@@ -141,9 +143,12 @@ def check_reads(kind: str, name: str, user: fx.Node, argument: fx.Node, why: str
     op, at = READS[kind]
     if user.target is not op or user.args[at] is not argument:
         raise AdaptError(
-            f"{name} goes into {user.target}, {why}", node=user.name, source=line_of_node(user) or None,
-            shape=tuple(argument.meta["val"].shape), fix=fix,
-        )  # fmt: skip
+            f"{name} goes into {user.target}, {why}",
+            node=user.name,
+            source=line_of_node(user) or None,
+            shape=tuple(argument.meta["val"].shape),
+            fix=fix,
+        )
 
 
 def is_read(exported: Exported, name: str) -> bool:

@@ -14,8 +14,9 @@ from .random import Draws
 aten = torch.ops.aten
 
 
-def attention_formula(draws: Draws, q: fx.Node, k: fx.Node, v: fx.Node, mask: fx.Node | None, causal: bool,
-                      scale: float | None, p: float) -> fx.Node:  # fmt: skip
+def attention_formula(
+    draws: Draws, q: fx.Node, k: fx.Node, v: fx.Node, mask: fx.Node | None, causal: bool, scale: float | None, p: float
+) -> fx.Node:
     """Compute dropout(softmax(q k^T * scale + mask)) v for q (b, h, s, d), k and v (b, h_kv, t, d). Rows that a mask
     closes give zeros."""
     shapes = [x.meta["val"].shape for x in (q, k, v)]

@@ -115,7 +115,7 @@ class _Region:
             key = _origin(value)  # weights: what the backward makes again is what the forward dispatched
         if key not in self.dispatched:
             if (copies := rows_of_tokens.copied(value)) is not None:
-                made = self._rows_of_tokens(copies.tokens(value), copies.active, value)
+                made = self._rows_of_tokens(copies.tokens(value), value)
             elif value.target is aten.index.Tensor and value.all_input_nodes[1:] == [self.group]:
                 made = call(value, aten.index.Tensor, value.args[0], [self._rows(self.group)])
             else:
@@ -124,7 +124,7 @@ class _Region:
             self.dispatched[key] = made
         return self.dispatched[key]
 
-    def _rows_of_tokens(self, tokens: fx.Node, active: int, value: fx.Node) -> fx.Node:
+    def _rows_of_tokens(self, tokens: fx.Node, value: fx.Node) -> fx.Node:
         """Return the rows that tokens make, at their experts; sent in the narrower type that they had before a cast."""
         sent, wide = rows_of_tokens.narrowed(tokens)
         rows = call(value, autopar.dispatch_tokens.default, sent, self.group, self.experts)

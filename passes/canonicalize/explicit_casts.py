@@ -127,8 +127,10 @@ def _checked(node: fx.Node, dtype: torch.dtype, device: str) -> Way:
     if way.types and way.types != traced:
         raise CaptureError(
             f"{node.target} gives {way.types} under torch.autocast on {device}, and gave {traced} when it was traced",
-            node=node.name, source=line_of_node(node) or None, fix="cast its arguments in the model",
-        )  # fmt: skip
+            node=node.name,
+            source=line_of_node(node) or None,
+            fix="cast its arguments in the model",
+        )
     return way
 
 

@@ -19,7 +19,6 @@ MADE = {
     aten.new_full.default: aten.full.default, aten.new_empty.default: aten.empty.memory_format,
 }  # fmt: skip
 EMPTY = (aten.empty.memory_format, aten.new_empty.default)
-Piece = tuple[int, int, fx.Node]  # where it begins and ends, and what it is filled with
 
 
 def normalize_made_tensors(graph: fx.Graph) -> None:

@@ -38,8 +38,10 @@ def normalize_strides(graph: fx.Graph) -> None:
         raise UnsupportedOpError(
             f"{len(left)} ops read a tensor by strides, which its parts do not have: "
             f"{', '.join(n.name for n in left[:8])}",
-            node=describe(left[0]), source=left[0].meta.get("source") or None, fix="use view, permute or unfold",
-        )  # fmt: skip
+            node=describe(left[0]),
+            source=left[0].meta.get("source") or None,
+            fix="use view, permute or unfold",
+        )
 
 
 def _in_order(base: fx.Node, size: list[int], stride: list[int], offset: list) -> bool:

@@ -50,6 +50,7 @@ class Draws:
         return fx.proxy.GraphAppendingTracer(self.node.graph)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
+        """Return a proxy of a node, on which ops of Python add nodes."""
         return fx.Proxy(node, self._tracer)
 
     @cached_property

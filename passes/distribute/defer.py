@@ -67,7 +67,12 @@ def reductions(graph: fx.Graph, sharding: Sharding) -> tuple[fx.GraphModule, Sha
     leaves = {node.name: layouts[name] for name, node in nodes.items()}
     owners = {n.meta["role"].name for n in graph.nodes if n.op == "placeholder" and n.name in sharding.on_host}
     decisions = replace(
-        sharding, nodes={}, leaves=leaves, outputs=tuple(targets.values()), kept=frozenset(), again=frozenset(),
+        sharding,
+        nodes={},
+        leaves=leaves,
+        outputs=tuple(targets.values()),
+        kept=frozenset(),
+        again=frozenset(),
         on_host=frozenset(node.name for name, node in nodes.items() if name in owners),
-    )  # fmt: skip
+    )
     return graph_module(torch.nn.Module(), new), decisions

@@ -92,8 +92,16 @@ class RowExchange:
             y = self.builder.call(aten.index_select.default, y, 0, inverse, name=node.name)
         return y
 
-    def exchange(self, node: fx.Node, x: fx.Node, counts: fx.Node, axes: tuple[str, ...], is_way_back: bool,
-                 expected: int, moved_bytes: float) -> fx.Node:  # fmt: skip
+    def exchange(
+        self,
+        node: fx.Node,
+        x: fx.Node,
+        counts: fx.Node,
+        axes: tuple[str, ...],
+        is_way_back: bool,
+        expected: int,
+        moved_bytes: float,
+    ) -> fx.Node:
         """Send rows and receive `expected` others. `moved_bytes`: of the rows of a device, those for itself among
         them."""
         arguments = (x, counts, is_way_back, expected, ",".join(axes))

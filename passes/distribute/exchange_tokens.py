@@ -31,8 +31,9 @@ class TokenExchange:
         self.rows, self.builder, self.mesh = rows, rows.builder, rows.mesh
         self.routes: dict[tuple, tuple[fx.Node, ...]] = {}
 
-    def __call__(self, node: fx.Node, sharding: NodeSharding, x: fx.Node, group: fx.Node, experts: int,
-                 *rest) -> fx.Node:  # fmt: skip
+    def __call__(
+        self, node: fx.Node, sharding: NodeSharding, x: fx.Node, group: fx.Node, experts: int, *rest
+    ) -> fx.Node:
         """Return the local value of a dispatch or combine of tokens."""
         is_way_back = node.target in BACK
         layout = sharding.inputs[0] if is_way_back else sharding.outputs[0]

@@ -28,6 +28,9 @@ def _is_spare(node: fx.Node, holders: Counter) -> bool:
     """Return whether the memory of a node's value ends with its one reader, and no other node's value lies in it."""
     values = values_of(node)
     return (
-        node.op == "call_function" and len(node.users) == 1 and len(values) == 1
-        and values[0].is_contiguous() and holders[storage_key(values[0])] == 1
-    )  # fmt: skip
+        node.op == "call_function"
+        and len(node.users) == 1
+        and len(values) == 1
+        and values[0].is_contiguous()
+        and holders[storage_key(values[0])] == 1
+    )

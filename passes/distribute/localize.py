@@ -56,9 +56,14 @@ HOST = torch.device("cpu")
 RESHAPE = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
 
 
-def localize(joint: fx.GraphModule, sharding: Sharding, rank: int, reduce_scatter: str = "native",
-             coordinate: Mapping[str, int | range] | None = None,
-             reduce_dtype: torch.dtype | None = None) -> fx.GraphModule:  # fmt: skip
+def localize(
+    joint: fx.GraphModule,
+    sharding: Sharding,
+    rank: int,
+    reduce_scatter: str = "native",
+    coordinate: Mapping[str, int | range] | None = None,
+    reduce_dtype: torch.dtype | None = None,
+) -> fx.GraphModule:
     """Build the graph that `rank` runs. `reduce_scatter` is "native" or "all_to_all" (see
     passes.distribute.emit.Emitter). `coordinate`: instead of the rank's, one that may span several places along an axis
     whose shards never move: the graph of all of them as one. `reduce_dtype`: in which gradients are added up over
@@ -83,8 +88,15 @@ def localize(joint: fx.GraphModule, sharding: Sharding, rank: int, reduce_scatte
 class _Localizer:
     """The state of the walk: `own` has every tensor's local value in its producer's layout, `copies` all others."""
 
-    def __init__(self, joint, sharding: Sharding, rank: int, reduce_scatter: str, coordinate: Mapping | None = None,
-                 reduce_dtype: torch.dtype | None = None):  # fmt: skip
+    def __init__(
+        self,
+        joint,
+        sharding: Sharding,
+        rank: int,
+        reduce_scatter: str,
+        coordinate: Mapping | None = None,
+        reduce_dtype: torch.dtype | None = None,
+    ):
         self.joint, self.sharding, self.mesh, self.rank = joint, sharding, sharding.mesh, rank
         self.coordinate, self.is_micro_batch = coordinate or self.mesh.coordinate(rank), coordinate is not None
         self.root = torch.nn.Module()
@@ -218,8 +230,10 @@ class _Localizer:
             if tuple(mine.shape) != shape or mine.dtype != value.dtype:
                 raise _error(
                     f"the local op gives {tuple(mine.shape)} {mine.dtype} on rank {self.rank}, "
-                    f"its layout {layout} implies {shape} {value.dtype}", node, sharding,
-                )  # fmt: skip
+                    f"its layout {layout} implies {shape} {value.dtype}",
+                    node,
+                    sharding,
+                )
 
     def gradient(self, node: fx.Node) -> None:
         """Bring a gradient to where its parameter is as soon as it is made: until it is reduced it may be many times
@@ -265,8 +279,9 @@ class _Localizer:
         self.builder.meta = {"phase": phase, "module": "", "source": "", "global": value, "layout": layout}
         return self.builder.call(aten._to_copy.default, local, device=device, name=name)
 
-    def _copy(self, tensor: fx.Node, wanted: Layout, phase: str, consumer: fx.Node,
-              reduce_dtype: torch.dtype | None = None) -> fx.Node:  # fmt: skip
+    def _copy(
+        self, tensor: fx.Node, wanted: Layout, phase: str, consumer: fx.Node, reduce_dtype: torch.dtype | None = None
+    ) -> fx.Node:
         """Return the local value of a global tensor in the layout `wanted`; a sum over devices is made in
         `reduce_dtype`, if that is narrower. Raises VerifyError if no collective leads there."""
         producer, index = tensor_of(tensor)
@@ -275,8 +290,10 @@ class _Localizer:
         if redistribution is None:
             raise VerifyError(
                 f"{tensor.name} is {layout} and {consumer.name} wants {wanted}: no collective leads there",
-                node=describe(consumer), source=consumer.meta.get("source"), mesh=self.mesh,
-            )  # fmt: skip
+                node=describe(consumer),
+                source=consumer.meta.get("source"),
+                mesh=self.mesh,
+            )
         # a copy is shared with consumers that want the same layout, as the planner pays for it, not with steps to
         # another
         if (copy := self._existing(producer.name, index, wanted, phase)) is not None:

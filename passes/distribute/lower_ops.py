@@ -94,9 +94,23 @@ def _attention(call, node, q, k, v, mask, causal, scale, first=0, head=0, group=
 
 
 def _attention_bw(
-    call, node, grad, q, k, v, out, lse, mask, causal, scale, first=0, head=0, group=0, documents=None,
+    call,
+    node,
+    grad,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    mask,
+    causal,
+    scale,
+    first=0,
+    head=0,
+    group=0,
+    documents=None,
     key_documents=None,
-):  # fmt: skip
+):
     if _is_plain(q, k, v, mask) and not (first or group or documents):
         flash = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
         return call(flash, grad, q, k, v, out, lse, 0.0, causal, scale=scale)

@@ -88,8 +88,9 @@ def _check_phases(graph: fx.Graph, outputs: Iterable[fx.Node]) -> None:
             if late is not None:
                 raise VerifyError(
                     f"{node.name} runs in the forward and needs {late.name} of the backward",
-                    node=describe(node), source=node.meta.get("source"),
-                )  # fmt: skip
+                    node=describe(node),
+                    source=node.meta.get("source"),
+                )
     for node in outputs:
         if phase_of(node) == "backward":
             raise VerifyError(f"the forward output {node.name} is computed in the backward", node=describe(node))

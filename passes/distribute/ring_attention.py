@@ -170,9 +170,11 @@ class _Steps:
         return [self.call(operator.getitem, made, i) for i in range(2)]
 
     def _in(self, dtype: torch.dtype, x: fx.Node) -> fx.Node:
-        return x if x.meta["val"].dtype == dtype else self.builder.call(
-            aten._to_copy.default, x, dtype=dtype, name=f"{self.node.name}_cast"
-        )  # fmt: skip
+        return (
+            x
+            if x.meta["val"].dtype == dtype
+            else self.builder.call(aten._to_copy.default, x, dtype=dtype, name=f"{self.node.name}_cast")
+        )
 
     def _sums(self, some: Block, more: Block) -> Block:
         return [self.call(aten.add.Tensor, a, b) for a, b in zip(some, more)]

@@ -66,8 +66,10 @@ def batch_axis(graph: fx.Graph, micro_batches: int, samples: int) -> BatchAxis:
     or over one for each sample if the parts are not equal, of which a part takes several. Raises MicroBatchError for a
     graph that cannot be computed part by part, with the op that needs other samples."""
     if micro_batches > samples:
-        raise MicroBatchError(f"a batch of {samples} samples cannot be cut into {micro_batches} micro-batches",
-                              fix=f"use {samples} micro-batches, or fewer")  # fmt: skip
+        raise MicroBatchError(
+            f"a batch of {samples} samples cannot be cut into {micro_batches} micro-batches",
+            fix=f"use {samples} micro-batches, or fewer",
+        )
     mesh = Mesh((AXIS,), (samples if samples % micro_batches else micro_batches,))
     rules = {node: _rule_of(node) for node in graph.nodes if is_op(node)}
     return _Layouts(graph, mesh, rules, _Samples(graph, rules, samples)).found()
@@ -116,7 +118,7 @@ class _Samples:
                     f"output {role.name} has a gradient of its own for every sample of the batch",
                     node=describe(producer),
                     fix="return one loss, as the field or key loss if there are other outputs, or give a loss_fn",
-                )  # fmt: skip
+                )
             raise MicroBatchError(
                 f"the {role.kind} {role.name} has a value for every sample of the batch",
                 node=describe(producer),
@@ -152,8 +154,10 @@ def partial_of(value: fx.Node) -> Layout:
 def _mixes(node: fx.Node) -> MicroBatchError:
     return MicroBatchError(
         f"{node.name} computes with all samples of the batch at once, so that it cannot run one micro-batch at a time",
-        node=describe(node), source=node.meta.get("source") or None, fix=FIX,
-    )  # fmt: skip
+        node=describe(node),
+        source=node.meta.get("source") or None,
+        fix=FIX,
+    )
 
 
 class _Layouts:
@@ -189,9 +193,11 @@ class _Layouts:
         layout = self.layout[tensor_of(value)]
         if role.kind == "mutation" and not layout.is_replicated:
             raise MicroBatchError(
-                f"the buffer {role.name} follows the whole batch", node=describe(value),
-                source=value.meta.get("source") or None, fix=FIX,
-            )  # fmt: skip
+                f"the buffer {role.name} follows the whole batch",
+                node=describe(value),
+                source=value.meta.get("source") or None,
+                fix=FIX,
+            )
         if any(reduction != "sum" for _, reduction in layout.partial):
             raise _mixes(value)
         if role.kind == "gradient" and layout.is_replicated:
@@ -261,7 +267,10 @@ class _Layouts:
             raise MicroBatchError(
                 f"{node.name} needs {argument.name}, a sum over all samples of the batch that is not known before all "
                 "micro-batches have been "
-                "computed", node=describe(node), source=node.meta.get("source") or None, fix=FIX,
-            )  # fmt: skip
+                "computed",
+                node=describe(node),
+                source=node.meta.get("source") or None,
+                fix=FIX,
+            )
         self.totals[argument] = None
         return Layout.replicated(argument.meta["val"].dim())

@@ -33,6 +33,7 @@ class Piece(NamedTuple):
     behind: int = 0
 
     def without(self, before: int, behind: int) -> Piece:
+        """Return the dim without so many more places at its begin and end."""
         return Piece(self.source, self.size - before - behind, self.before + before, self.behind + behind)
 
 
@@ -91,8 +92,9 @@ def _follow(node: fx.Node, found: dict[Tensor, Found]) -> None:
             _lose(of_output, sources, dims[dim], made, made_dims)
 
 
-def _place_in(node: fx.Node, place: SampleDim, tensor: Tensor, dims: tuple, made: Tensor,
-              made_dims: tuple) -> tuple[bool, SampleDim | None]:  # fmt: skip
+def _place_in(
+    node: fx.Node, place: SampleDim, tensor: Tensor, dims: tuple, made: Tensor, made_dims: tuple
+) -> tuple[bool, SampleDim | None]:
     """Return whether an output of an op has nothing of a dim of an input, which it sums or selects from, and else where
     it has what the input has at a place; None if no rule says so."""
     if _ends(node, place) or (node.target in WHOLE and _shape(*tensor) == _shape(*made)):

@@ -86,8 +86,12 @@ def micro_batch(captured: Captured, micro_batches: int) -> MicroBatched:
             if layout is not None and (dim := layout.dim_of(AXIS)) is not None:
                 joins[role.name] = dim
     totals, inputs = _totals(captured.graph_module, axis.totals) if axis.totals else (None, ())
-    dims = {n.meta["role"].name: d for n in graph.nodes if n.op == "placeholder" and n.meta["role"].kind == "input"
-            if (d := axis.leaves[n.name].dim_of(AXIS)) is not None}  # fmt: skip
+    dims = {
+        n.meta["role"].name: d
+        for n in graph.nodes
+        if n.op == "placeholder" and n.meta["role"].kind == "input"
+        if (d := axis.leaves[n.name].dim_of(AXIS)) is not None
+    }
     return MicroBatched(found[0], micro_batches, joins, totals, inputs, dims, *found[1:] or (None,), samples)
 
 
@@ -110,7 +114,7 @@ def _check_roles(graph: fx.Graph) -> None:
                 f"the forward writes to {role.name} in place, and each micro-batch would",
                 source=node.meta.get("source") or None,
                 fix="write to it outside of the forward, or use one micro-batch and a mesh without pp",
-            )  # fmt: skip
+            )
 
 
 def _samples(captured: Captured) -> int:
@@ -278,9 +282,11 @@ def _check_alike(first: fx.GraphModule, last: fx.GraphModule) -> None:
     for a, b in zip(first.graph.nodes, last.graph.nodes, strict=False):
         if a.op != "output" and _said(a) != _said(b):
             raise MicroBatchError(
-                f"{a.name} needs to know which samples of the batch it has: {a.target}", node=describe(a),
-                source=a.meta.get("source") or None, fix=FIX,
-            )  # fmt: skip
+                f"{a.name} needs to know which samples of the batch it has: {a.target}",
+                node=describe(a),
+                source=a.meta.get("source") or None,
+                fix=FIX,
+            )
 
 
 def _said(node: fx.Node) -> tuple:

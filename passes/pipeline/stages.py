@@ -61,10 +61,14 @@ class Stage:
         }
         kept = {(copies[k[:2]], 0, k[2]) if k[:2] in copies else k for k in whole.kept}
         return replace(
-            whole, nodes={name: s for name, s in whole.nodes.items() if name in names}, leaves=leaves,
+            whole,
+            nodes={name: s for name, s in whole.nodes.items() if name in names},
+            leaves=leaves,
             outputs=tuple(whole.outputs[o] if isinstance(o, int) else self._layout(o, whole) for o in self.outputs),
-            kept=frozenset(k for k in kept if k[0] in names), again=whole.again & names, on_host=whole.on_host & names,
-        )  # fmt: skip
+            kept=frozenset(k for k in kept if k[0] in names),
+            again=whole.again & names,
+            on_host=whole.on_host & names,
+        )
 
     def _layout(self, name: str, whole: Sharding) -> Layout:
         """Return the layout in which the op that makes a tensor gives it."""

@@ -1,11 +1,11 @@
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 
 from autopar import Plan, compiler, verify
-from autopar.cli.graph import NEEDS
-from autopar.cli.main import main
+from autopar.cli.main import COMMANDS, main
 from autopar.codegen import pass_manager
 from autopar.models import build
 
@@ -19,9 +19,7 @@ def plan(*words: str) -> list[str]:
 # reading the command line ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", [
-    "plan", "estimate", "explain", "compare", "diff", "trace", "report", "train", "verify", "graph", "calibrate",
-])  # fmt: skip
+@pytest.mark.parametrize("command", [command.__name__.rpartition(".")[2] for command in COMMANDS])
 def test_help_has_an_example(command, capsys):
     with pytest.raises(SystemExit) as end:
         main([command, "--help"])
@@ -168,7 +166,7 @@ def test_graph_lists_the_passes(capsys, golden):
     out = capsys.readouterr().out
     golden(out)
     lines = out.splitlines()
-    here = [step.name for step in (*compiler.MODEL, *compiler.RANK, compiler.PARTITION) if step.name not in NEEDS]
+    here = [step.name for step in (*compiler.MODEL, *compiler.RANK, compiler.PARTITION) if not step.needs]
     assert [line.partition(":")[0] for line in lines[1:]] == here
     localize = next(line for line in lines if line.startswith("localize:"))
     assert " -> " in localize and "all_reduce +" in localize
@@ -184,7 +182,7 @@ def test_graph_text(step, capsys, golden):
 @pytest.mark.parametrize(
     "words",
     [
-        *([step.name] for step in compiler.PASSES if step.name not in NEEDS),
+        *([step.name] for step in compiler.PASSES if not step.needs),
         ["lora", "--lora", "r=2"],
         ["quantize", "--qlora", "r=2"],
         ["fake_quant", "--qat", "int8"],
@@ -197,6 +195,29 @@ def test_graph_text(step, capsys, golden):
 def test_graph_after_every_pass(words, capsys):
     assert main(["graph", *MLP, "--after", *words]) == 0
     assert capsys.readouterr().out.count("\n") > 5
+
+
+def test_graph_of_a_deep_model(capsys):
+    """Few of its blocks are traced; the graph with the plan's layouts and what a rank runs have all of them."""
+    deep = ["graph", "--model", "mlp-tiny:layers=9", "--mesh", "tp=2", "--strategy", "megatron"]
+    assert main([*deep, "--after", "plan"]) == 0
+    planned = capsys.readouterr().out
+    assert all(f"p_blocks_{i}_up_weight: parameter" in planned for i in range(9))
+    assert main(deep) == 0
+    lines = capsys.readouterr().out.splitlines()
+    localize = next(line for line in lines if line.startswith("localize:"))
+    assert f"nodes {planned.count(chr(10))} -> " in localize and any(line.startswith("unroll:") for line in lines)
+
+
+def test_a_pass_is_called_what_the_list_says(capsys, monkeypatch):
+    """The list alone has the names: the command follows if they are others."""
+    for name in ("MODEL", "MICRO_BATCHES", "STAGES", "RANK", "PASSES"):
+        renamed = tuple(replace(step, name=f"{step.name}_2") for step in getattr(compiler, name))
+        monkeypatch.setattr(compiler, name, renamed)
+    assert main(["graph", *MLP, "--mesh", "pp=2", "--after", "localize_2"]) == 0
+    assert capsys.readouterr().out.count("\n") > 5
+    assert main(["graph", *MLP, "--after", "upcast_2"]) == 2
+    assert "it needs --precision bf16" in capsys.readouterr().err
 
 
 def test_graph_after_partition_is_code(capsys):

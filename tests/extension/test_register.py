@@ -1,5 +1,5 @@
-"""Rules, strategies, schedules and optimizers from outside of the package: each of the files a_*.py is a user's whole
-extension, of at most ten lines."""
+"""Rules, passes, strategies, schedules and optimizers from outside of the package: each of the files a_*.py is a user's
+whole extension, of at most ten lines."""
 
 from __future__ import annotations
 
@@ -124,6 +124,19 @@ def test_a_rule_without_an_arrow():
         rule("m k, k n")
 
 
+# passes ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_pass():
+    model, inputs = models.build("mlp-tiny", batch=8, seq=1, device="cpu")
+    before = autopar.plan(model, "dp=2", inputs)
+    step = runpy.run_path(str(HERE / "a_pass.py"))["step"]
+    plan = verified(model, inputs, "dp=2", strategy="ddp", passes=[step])
+    assert "gelu" in before.sharding.nodes and "erf" in plan.sharding.nodes
+    assert not any(name.startswith("gelu") for name in plan.sharding.nodes)
+    assert autopar.plan(model, "dp=2", inputs).sharding == before.sharding  # without it
+
+
 # strategies -----------------------------------------------------------------------------------------------------------
 
 
@@ -178,7 +191,7 @@ def test_pins_of_both_strategies_count():
 def test_a_pin_that_a_parameter_cannot_follow_is_named(layout, complaint):
     model, inputs = models.build("mlp-tiny", batch=8, seq=1)
     autopar.register_strategy("mine", autopar.Recipe(data=True, pin={"*.up.weight": layout}))
-    for options, whose in (({"strategy": "mine"}, "mine's pin"), ({"pin": {"*.up.weight": layout}}, "pin")):
+    for options, whose in (({"strategy": "mine"}, "pin of strategy mine,"), ({"pin": {"*.up.weight": layout}}, "pin")):
         with pytest.raises(
             AutoparError, match=rf"blocks.\d.up.weight cannot follow the {whose} .*{complaint}"
         ) as error:
@@ -230,6 +243,8 @@ class Deep(nn.Module):
 
 
 def test_a_schedule_by_name():
+    with pytest.raises(StrategyError, match="no pipeline schedule 'two_by_two'"):
+        autopar.plan(Deep(), "pp=2", (torch.randn(12, 16),), schedule="two_by_two")
     extend("a_schedule")
     for mesh, m in (("pp=2,dp=2", 4), ("pp=2", 3)):
         plan = verified(Deep(), (torch.randn(12, 16),), mesh, schedule="two_by_two", micro_batches=m)
@@ -332,6 +347,8 @@ def test_refused_names_of_schedules():
 
 def test_an_optimizer():
     model, inputs = models.build("mlp-tiny", batch=8, seq=1)
+    with pytest.raises(StrategyError, match="no optimizer 'lion'"):
+        autopar.plan(model, "dp=2", inputs, optimizer="lion")
     extend("an_optimizer")
     elements = sum(p.numel() for p in model.parameters())
     plans = {
@@ -351,6 +368,15 @@ def test_the_step_of_an_optimizer_on_the_host():
         host.optimizer_seconds(1e6, StateBytes.of(Optimizer.of(name), 4, 0), True) for name in ("adamw", "unfused")
     )
     assert three == pytest.approx(3 * one)
+
+
+def test_an_optimizer_that_orthogonalizes():
+    model, inputs = models.build("mlp-tiny", batch=8, seq=1)
+    autopar.register_optimizer("own_muon", tensors=1, orthogonalizes=True)
+    own, built_in = (autopar.plan(model, "dp=2", inputs, strategy="ddp", optimizer=n) for n in ("own_muon", "muon"))
+    assert own.step_seconds == built_in.step_seconds and own.memory == built_in.memory
+    with pytest.raises(StrategyError, match="own_muon orthogonalizes"):
+        autopar.plan(model, "dp=2", inputs, optimizer="own_muon", offload="auto")
 
 
 def test_refused_optimizers():

@@ -8,7 +8,7 @@ import pytest
 
 from autopar.errors import InputError, MemoryInfeasibleError
 from autopar.ir.mesh import Mesh
-from autopar.planner.batch import data_ways, fewest, passes_of
+from autopar.planner.batch import data_ways, fewest, micro_batches_of
 from autopar.planner.plan import Planned
 
 
@@ -23,16 +23,16 @@ def test_replicas(mesh, strategy, ways):
 
 def test_passes():
     mesh = Mesh.parse("dp=8,tp=4")
-    assert passes_of(64, mesh, None, None, None) == 1
-    assert passes_of(64, mesh, None, 4, None) == 4 and passes_of(64, mesh, None, 5, None) == 5
-    assert passes_of(64, mesh, None, None, 2) == 4
+    assert micro_batches_of(64, mesh, None, None, None) == 1
+    assert micro_batches_of(64, mesh, None, 4, None) == 4 and micro_batches_of(64, mesh, None, 5, None) == 5
+    assert micro_batches_of(64, mesh, None, None, 2) == 4
     for arguments, fix in [
         ((64, mesh, None, None, 3), "a micro-batch of 2 or 4"),
         ((6, mesh, None, None, 1), "a batch that 8 divides"), ((64, mesh, None, 4, 2), "leave one out"),
         ((64, None, None, None, 2), "the number of micro-batches"),
     ]:  # fmt: skip
         with pytest.raises(InputError, match=fix):
-            passes_of(*arguments)
+            micro_batches_of(*arguments)
 
 
 def searches(saved: float, limit: float, impossible: int = 0):

@@ -50,6 +50,7 @@ def test_the_program_says_what_it_decided(share):
     assert program.decided <= program.choices - program.excluded or not program.proved
     assert str(program) in str(plan)
     assert Plan.from_json(plan.to_json()).program == program
+    assert make(GPT, "a=4", machine, batch=64, strategy="fsdp").program == DecidedProgram()  # a recipe's has none
 
 
 def test_texts_of_the_program():

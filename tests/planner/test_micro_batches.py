@@ -81,8 +81,8 @@ def test_experts_reduce_as_experts_do():
 
 
 @pytest.mark.parametrize("passes", [0, -1, 1.5, "4", True, None])
-def test_passes_are_a_number(passes):
-    with pytest.raises(StrategyError, match="not a number of passes"):
+def test_micro_batches_are_a_number(passes):
+    with pytest.raises(StrategyError, match="not a number of micro-batches"):
         planned(None, passes)
 
 

@@ -100,7 +100,7 @@ def test_no_price_is_above_what_is_played(seed):
     )
     masks, streams = thinned(instance, rng, 300), instance.pricer.prices.streams
     weights = [np.random.default_rng(seed).dirichlet(np.ones(streams))[1:] for _ in spans_of(passes)]
-    prices = Prices(overlap=OVERLAP, links=tuple(map(tuple, weights)), passes=passes)
+    prices = Prices(overlap=OVERLAP, links=tuple(map(tuple, weights)), micro_batches=passes)
     costs = every_cost(instance, masks, prices, None)
     for place in itertools.islice(np.ndindex(costs.shape), 0, None, max(1, costs.size // 40)):
         if math.isfinite(costs[place]):

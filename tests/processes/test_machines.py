@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from autopar.hardware.profile import load
-from autopar.processes.machines import Machine, numbered, on_machines, own_address, told
+from autopar.processes.machines import Machine, fitted_to_machines, numbered, on_machines, own_address
 from tests.helpers.two_tiers import two_tiers
 
 
@@ -46,7 +46,7 @@ def test_what_fits_is_left_alone(hardware, numbers):
 
 def test_one_kind_of_links_over_two_machines_is_told():
     with pytest.warns(UserWarning, match=r"one kind of links, gloo, but ranks are on 2 machines.*autopar calibrate"):
-        assert told(load("cpu-gloo"), [0, 0, 1, 1]) == load("cpu-gloo")
+        assert fitted_to_machines(load("cpu-gloo"), [0, 0, 1, 1]) == load("cpu-gloo")
 
 
 @pytest.mark.parametrize("numbers", [[0, 1, 0, 1], [0, 0, 0, 1]])

@@ -144,7 +144,11 @@ def taking(evaluation: Evaluation, counts: list[tuple[Recomputation, int]]) -> E
         if evaluation.gathers_once and count == step.copies:
             transfers = held(transfers, {key for key, _ in step.needed})
     return replace(
-        evaluation, transfers=transfers, saved={key: bytes_ for key, bytes_ in saved.items() if bytes_ > 0.5},
-        retained=retained, recomputed=dict(taken), recompute_seconds=seconds,
+        evaluation,
+        transfers=transfers,
+        saved={key: bytes_ for key, bytes_ in saved.items() if bytes_ > 0.5},
+        retained=retained,
+        recomputed=dict(taken),
+        recompute_seconds=seconds,
         transient_bytes=max(alive.values(), default=0.0),
-    )  # fmt: skip
+    )

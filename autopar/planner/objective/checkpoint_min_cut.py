@@ -68,8 +68,8 @@ class Moves:
 
     def __init__(self, e: Evaluation, blocks: Blocks):
         kinds = [v.kind for v in blocks.problem.vertices]
-        passes = blocks.pricer.micro_batches
-        self.in_backward = {key_of(t) for t in e.transfers if t.phase == "backward" or t.times < passes}
+        micro_batches = blocks.pricer.micro_batches
+        self.in_backward = {key_of(t) for t in e.transfers if t.phase == "backward" or t.times < micro_batches}
         self.readers: set[int] = set()
         self.alone: dict[str, list[Transfer]] = defaultdict(list)
         for t in e.transfers:
@@ -109,7 +109,7 @@ class Rematerialization:
         }
         compute = prices.compute("backward")
         self.seconds = [self._compute(v) * compute for v in self.ops]
-        self.seconds += [replace(t, phase="backward").priced(prices, e.passes) for t in transfers]
+        self.seconds += [replace(t, phase="backward").priced(prices, e.micro_batches) for t in transfers]
         self.values: dict[Key, _Value] = {}
         self.reads: list[list[Key]] = [[] for _ in self.elements]
         for v in self.ops:
@@ -278,10 +278,17 @@ class Rematerialization:
         new = [self.elements[i] for i in sorted(made - before)]
         ops, moved = [x for x in new if isinstance(x, int)], tuple(x for x in new if not isinstance(x, int))
         return Recomputation(
-            self.block, level, tuple((key, b) for key, b in held.items() if key not in holds),
-            tuple((key, b) for key, b in holds.items() if key not in held), freed_bytes, sum(map(self._compute, ops)),
-            self.copies, frozenset(ops), moved, price,
-        )  # fmt: skip
+            self.block,
+            level,
+            tuple((key, b) for key, b in held.items() if key not in holds),
+            tuple((key, b) for key, b in holds.items() if key not in held),
+            freed_bytes,
+            sum(map(self._compute, ops)),
+            self.copies,
+            frozenset(ops),
+            moved,
+            price,
+        )
 
     def held(self, made: Collection[int]) -> dict[Key, float]:
         """Return what is saved if `made` is made again, with the bytes of all copies."""

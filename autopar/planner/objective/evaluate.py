@@ -43,9 +43,9 @@ class Transfer:
     times: int = 1
     split: tuple[float, ...] = (1.0,)  # shares of the seconds by stream
 
-    def priced(self, prices: Prices, passes: int) -> float:
+    def priced(self, prices: Prices, micro_batches: int) -> float:
         """Return the seconds of one copy at some prices, in a step of so many passes."""
-        return prices.weighted(self.seconds, self.split, self.phase, self.is_hidden, self.times < passes)
+        return prices.weighted(self.seconds, self.split, self.phase, self.is_hidden, self.times < micro_batches)
 
     @property
     def step_seconds(self) -> list[tuple[MoveStep, float]]:
@@ -68,7 +68,7 @@ class Evaluation:
         tuple[int, int, Layout], float
     ]  # saved for the backward: (vertex, output, layout) -> bytes of all copies
     overlap: float = 0.0  # share of a second that is gained when hidden communication runs beside compute
-    passes: int = 1  # of a step
+    micro_batches: int = 1  # of a step
     streams: int = 1  # that compute, and classes of links
     retained: set[tuple[int, int, Layout]] = field(default_factory=set)  # copies for the backward
     choice: dict[int, int] = field(default_factory=dict)  # strategy of every vertex
@@ -117,7 +117,7 @@ class Evaluation:
     def seconds(self) -> float:
         """Return the seconds that the busiest stream needs in every phase, and those of the optimizer: no play of the
         plan takes less."""
-        spans = spans_of(self.passes)
+        spans = spans_of(self.micro_batches)
         return self.parameter_seconds + sum(
             share * self.loads[phase].of(is_once).seconds(self.overlap) for phase, share, is_once in spans
         )
@@ -130,15 +130,15 @@ class Evaluation:
             found[phase].every.waited[0] += compute
         found["backward"].every.waited[0] += self.recompute_seconds
         for t in self.every_transfer:
-            load = found[t.phase].once if t.times < self.passes else found[t.phase].every
-            seconds = t.seconds * t.copies * (self.passes if t.times < self.passes else 1)
+            load = found[t.phase].once if t.times < self.micro_batches else found[t.phase].every
+            seconds = t.seconds * t.copies * (self.micro_batches if t.times < self.micro_batches else 1)
             load.add(t.split, seconds, t.is_hidden)
         return found
 
     def slopes(self) -> np.ndarray:
         """Return how fast the priced seconds grow with the weight of each class of links, by span."""
         found = []
-        for phase, share, is_once in spans_of(self.passes):
+        for phase, share, is_once in spans_of(self.micro_batches):
             rows = self.loads[phase].of(is_once).rows(self.overlap)
             found.append(share * (rows[1:] - rows[0]))
         return np.concatenate(found)
@@ -146,7 +146,7 @@ class Evaluation:
     def priced(self, prices: Prices) -> float:
         """Return the cost that a search at these prices minimizes, without recomputation."""
         compute = sum(seconds * prices.compute(phase) for phase, seconds in self.compute.items())
-        moved = sum(t.copies * t.priced(prices, self.passes) for t in self.transfers)
+        moved = sum(t.copies * t.priced(prices, self.micro_batches) for t in self.transfers)
         gradients = prices.gradients * (self.gradient_bytes + self.whole_gradient_bytes)
         held = self.resident_bytes + gradients + (self.saved_bytes if prices.saved else 0.0)
         return compute + moved + self.parameter_seconds + prices.byte_seconds * held
@@ -178,9 +178,10 @@ def held(transfers: list[Transfer], keys: Collection[tuple[int, int, Layout]]) -
     hidden, are made once for all its passes."""
     return [
         replace(t, seconds=t.seconds / t.times, times=1)
-        if t.phase == "forward" and t.is_hidden and (t.producer, t.output, t.target) in keys else t
+        if t.phase == "forward" and t.is_hidden and (t.producer, t.output, t.target) in keys
+        else t
         for t in transfers
-    ]  # fmt: skip
+    ]
 
 
 def evaluate(
@@ -249,8 +250,15 @@ class _Served:
     saved: tuple[tuple[tuple[int, int, Layout], float], ...]
 
 
-def _serve(problem: Problem, choice: dict[int, int], pricer: Pricer, prices: Prices, keep_parameters: bool | None,
-           uses: Sequence[Use], copies: int) -> _Served:  # fmt: skip
+def _serve(
+    problem: Problem,
+    choice: dict[int, int],
+    pricer: Pricer,
+    prices: Prices,
+    keep_parameters: bool | None,
+    uses: Sequence[Use],
+    copies: int,
+) -> _Served:
     """Serve one tensor to all its uses in its cheapest mode."""
     producer, output = uses[0].producer, uses[0].output
     vertex = problem.vertices[producer]
@@ -288,11 +296,13 @@ def _serve(problem: Problem, choice: dict[int, int], pricer: Pricer, prices: Pri
     priced = {
         target: Copy(
             FORWARD * (target in readers["forward"]) | BACKWARD * (target in readers["backward"]),
-            priced_seconds(target, "forward", times), priced_seconds(target, "backward", times),
-            priced_seconds(target, "forward", 1), byte_seconds and byte_seconds * bytes_in(target),
+            priced_seconds(target, "forward", times),
+            priced_seconds(target, "backward", times),
+            priced_seconds(target, "forward", 1),
+            byte_seconds and byte_seconds * bytes_in(target),
         )
         for target in targets
-    }  # fmt: skip
+    }
     base = byte_seconds * bytes_in(source) if has_base else 0.0
     modes = modes_of(vertex, pricer.gathers_once, keep_parameters)
     ways = cheapest(modes, priced, base, reads_base)
@@ -300,10 +310,20 @@ def _serve(problem: Problem, choice: dict[int, int], pricer: Pricer, prices: Pri
     def transfer(target: Layout, phase: str) -> Transfer:
         made = 1 if ways[target] == ONCE else times
         return Transfer(
-            producer, output, phase, source, target, moved[target][0] * made / pricer.micro_batches,
-            pricer.redistribute(source, target), bytes_, tuple(readers[phase][target]), copies, is_hidden,
-            made, moved[target][1],
-        )  # fmt: skip
+            producer,
+            output,
+            phase,
+            source,
+            target,
+            moved[target][0] * made / pricer.micro_batches,
+            pricer.redistribute(source, target),
+            bytes_,
+            tuple(readers[phase][target]),
+            copies,
+            is_hidden,
+            made,
+            moved[target][1],
+        )
 
     retained = [target for target in targets if ways[target] != MAKE]
     redone = [target for target in readers["backward"] if ways[target] == MAKE]

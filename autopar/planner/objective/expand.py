@@ -37,11 +37,16 @@ def few_of(problem: Problem, evaluation: Evaluation) -> tuple[Problem, Evaluatio
     saved = {key: bytes_ / copies[key[0]] for key, bytes_ in base.saved.items()}
     base = replace(base, saved=saved, transfers=transfers, first=0)
     steps = [
-        replace(step, copies=1, moved=tuple(replace(t, copies=1) for t in step.moved),
-                freed=tuple((key, bytes_ / step.copies) for key, bytes_ in step.freed),
-                needed=tuple((key, bytes_ / step.copies) for key, bytes_ in step.needed))
-        for levels in evaluation.recomputed.values() for step, _ in levels.values()
-    ]  # fmt: skip
+        replace(
+            step,
+            copies=1,
+            moved=tuple(replace(t, copies=1) for t in step.moved),
+            freed=tuple((key, bytes_ / step.copies) for key, bytes_ in step.freed),
+            needed=tuple((key, bytes_ / step.copies) for key, bytes_ in step.needed),
+        )
+        for levels in evaluation.recomputed.values()
+        for step, _ in levels.values()
+    ]
     return few, taking(base, [(step, 1) for step in steps]) if steps else base
 
 
@@ -95,12 +100,16 @@ class _Writer:
             for copy in self.unrolled[v.index]:
                 vertices[copy].cls = v.cls
         self.problem = replace(
-            small, vertices=vertices, uses=uses, graph=small.whole, compact=None,
+            small,
+            vertices=vertices,
+            uses=uses,
+            graph=small.whole,
+            compact=None,
             tensor_bytes={(t, o): small.tensor_bytes[v, o] for v, o in small.tensor_bytes for t in self.unrolled[v]},
             rule_of={t: rule for v, rule in small.rule_of.items() for t in self.unrolled[v]},
             tiled=_tiled(small, evaluation.first),
             output_uses=uses[len(uses) - len(output_node(small.whole).args[0]) :],
-        )  # fmt: skip
+        )
         self.reads = {  # by block and vertex, a vertex of the block that reads it, and as which of its inputs
             (v.block, p): (v.index, i) for v in small.vertices if v.kind == "op" for i, (p, _) in enumerate(v.inputs)
         }
@@ -176,9 +185,14 @@ class _Writer:
             for t in step.moved
         ]
         return replace(
-            step, block=name, copies=1, recomputed=frozenset(map(match, step.recomputed)), freed=held(step.freed),
-            needed=held(step.needed), moved=tuple(moved),
-        )  # fmt: skip
+            step,
+            block=name,
+            copies=1,
+            recomputed=frozenset(map(match, step.recomputed)),
+            freed=held(step.freed),
+            needed=held(step.needed),
+            moved=tuple(moved),
+        )
 
 
 def names_of(problem: Problem, block: str, first: int) -> list[str]:

@@ -22,10 +22,12 @@ class Load:
 
     @classmethod
     def empty(cls, streams: int) -> Load:
+        """Return the load of so many streams that do nothing."""
         return cls(np.zeros(streams), np.zeros(streams))
 
     @property
     def total(self) -> float:
+        """Return the seconds of all streams together."""
         return float(self.waited.sum() + self.hidden.sum())
 
     def add(self, split: tuple[float, ...], seconds: float, is_hidden: bool) -> None:
@@ -35,6 +37,7 @@ class Load:
                 (self.hidden if is_hidden else self.waited)[stream] += seconds * share
 
     def with_compute(self, seconds: float) -> Load:
+        """Return the load with so many more seconds of compute, whose stream is the first."""
         waited = self.waited.copy()
         waited[0] += seconds
         return Load(waited, self.hidden)
@@ -62,6 +65,7 @@ class PhaseLoads:
 
     @classmethod
     def empty(cls, streams: int) -> PhaseLoads:
+        """Return the loads of so many streams that do nothing."""
         return cls(Load.empty(streams), Load.empty(streams))
 
     def of(self, is_once: bool) -> Load:

@@ -51,6 +51,7 @@ class LiveBytes:
 
     @property
     def peak_bytes(self) -> float:
+        """Return the most bytes of a device at any node."""
         return float(self.total.max(initial=0.0))
 
     @property
@@ -163,8 +164,11 @@ class _Lives:
     def spans(self):
         """Iterate over (kind, first run, last run, bytes) of everything that does not stay."""
         e = self.evaluation
-        arrival = {(t.transfer.producer, t.transfer.output, t.transfer.target): t.held
-                   for t in self.order.travels if t.phase == "forward"}  # fmt: skip
+        arrival = {
+            (t.transfer.producer, t.transfer.output, t.transfer.target): t.held
+            for t in self.order.travels
+            if t.phase == "forward"
+        }
         for (v, o, layout), bytes_ in e.saved.items():
             first = arrival.get((v, o, layout), self.run_of.get((v, False), 0))
             vertex = self.problem.vertices[v]

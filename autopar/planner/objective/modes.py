@@ -90,8 +90,9 @@ class Copy:
     held: float
 
 
-def cheapest(modes: tuple[Mode, ...], copies: Mapping[Layout, Copy], base: float,
-             reads_base: bool) -> dict[Layout, str]:  # fmt: skip
+def cheapest(
+    modes: tuple[Mode, ...], copies: Mapping[Layout, Copy], base: float, reads_base: bool
+) -> dict[Layout, str]:
     """Return the way of every copy in the cheapest mode. `base`: the price of the bytes of the tensor itself, which the
     backward reads as it is if `reads_base`."""
     best, least = {}, math.inf

@@ -37,9 +37,17 @@ def module_of(v: Vertex) -> str:
 def regions_of(problem: Problem, e: Evaluation) -> tuple[Region, ...]:
     """Return the rows of a plan of the whole graph, in order of first appearance in the forward."""
     rows: dict[str, dict] = defaultdict(
-        lambda: dict(ops=0, compute=0.0, communication=0.0, bytes_=0.0, collectives=Counter(), weights=Counter(),
-                     activations=Counter(), numbers=set())
-    )  # fmt: skip
+        lambda: dict(
+            ops=0,
+            compute=0.0,
+            communication=0.0,
+            bytes_=0.0,
+            collectives=Counter(),
+            weights=Counter(),
+            activations=Counter(),
+            numbers=set(),
+        )
+    )
     row_names: dict[int, str] = {}
     for v in problem.vertices:
         if v.kind not in ("op", "parameter", "buffer"):
@@ -69,10 +77,19 @@ def regions_of(problem: Problem, e: Evaluation) -> tuple[Region, ...]:
             if step.move.kind != "slice":
                 row["collectives"][step.move.kind] += transfer.times
     return tuple(
-        Region(name, max(1, len(r["numbers"])), r["ops"], _most(r["weights"]), _most(r["activations"]), r["compute"],
-               r["communication"], r["bytes_"], dict(sorted(r["collectives"].items())))
+        Region(
+            name,
+            max(1, len(r["numbers"])),
+            r["ops"],
+            _most(r["weights"]),
+            _most(r["activations"]),
+            r["compute"],
+            r["communication"],
+            r["bytes_"],
+            dict(sorted(r["collectives"].items())),
+        )
         for name, r in rows.items()
-    )  # fmt: skip
+    )
 
 
 def _most(counter: Counter) -> str:

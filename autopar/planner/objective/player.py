@@ -128,7 +128,7 @@ def stretch_of(problem: Problem, e: Evaluation, pricer: Pricer) -> float:
     """Return how much longer a pass takes as it is played than its busiest streams need, without what one pass of a
     step alone moves."""
     least = sum(e.loads[phase].every.seconds(e.overlap) for phase in PHASES)
-    scripts = scripts_of(problem, e, StreamOf(pricer), e.passes == 1)
+    scripts = scripts_of(problem, e, StreamOf(pricer), e.micro_batches == 1)
     return sum(Player(merged(s), e.overlap).play() for s in scripts) / least if least and e.overlap else 1.0
 
 
@@ -140,6 +140,6 @@ def played_seconds(problem: Problem, e: Evaluation, pricer: Pricer) -> float:
         return sum(Player(merged(s), e.overlap).play() for s in scripts_of(problem, e, streams, is_once, order))
 
     total = seconds(True)
-    if any(t.times < e.passes for t in e.transfers):
-        total = (total + (e.passes - 1) * seconds(False)) / e.passes
+    if any(t.times < e.micro_batches for t in e.transfers):
+        total = (total + (e.micro_batches - 1) * seconds(False)) / e.micro_batches
     return total + e.parameter_seconds

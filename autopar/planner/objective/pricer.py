@@ -38,9 +38,16 @@ class Pricer:
     (autopar/planner/accumulation.py), with `gathers_once` they share the copies of parameters that are kept. Gradients
     travel in `reduce_dtype`, if that is narrower than they are, while they are added up."""
 
-    def __init__(self, problem: Problem, prices: TransferPrices, bucket_bytes: float, micro_batches: int = 1,
-                 reduces_once: bool = False, gathers_once: bool = False,
-                 reduce_dtype: torch.dtype | None = None):  # fmt: skip
+    def __init__(
+        self,
+        problem: Problem,
+        prices: TransferPrices,
+        bucket_bytes: float,
+        micro_batches: int = 1,
+        reduces_once: bool = False,
+        gathers_once: bool = False,
+        reduce_dtype: torch.dtype | None = None,
+    ):
         self.problem, self.prices, self.redistribute = problem, prices, prices.redistribute
         self.bucket_bytes, self.reduce_dtype = bucket_bytes, reduce_dtype
         self.micro_batches, self.reduces_once, self.gathers_once = micro_batches, reduces_once, gathers_once

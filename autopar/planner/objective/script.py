@@ -60,8 +60,9 @@ class _Segment:
     beside: list[tuple[bool, int, int | None, tuple[Piece, ...]]] = field(default_factory=list)
 
 
-def scripts_of(problem: Problem, e: Evaluation, streams: StreamOf, is_once: bool = True,
-               order: StepOrder | None = None) -> tuple[Script, Script]:  # fmt: skip
+def scripts_of(
+    problem: Problem, e: Evaluation, streams: StreamOf, is_once: bool = True, order: StepOrder | None = None
+) -> tuple[Script, Script]:
     """Return the forward and the backward of a pass. `is_once`: with what one pass of a step alone moves."""
     order = order or step_order(problem, e)
     forward, backward = (_Writer(problem, e, streams, is_once, order, phase).script() for phase in PHASES)
@@ -79,8 +80,10 @@ class StreamOf:
         collectives, and local work after them. Steps share the seconds of their stream as their own prices do."""
         t = travel.transfer
         local: tuple[list[Piece], list[Piece]] = ([], [])
-        prices = [(s, self.stream_of(s.move.kind, s.move.axes), s.latency_seconds + s.seconds_per_byte * t.bytes_)
-                  for s in t.redistribution.steps]  # fmt: skip
+        prices = [
+            (s, self.stream_of(s.move.kind, s.move.axes), s.latency_seconds + s.seconds_per_byte * t.bytes_)
+            for s in t.redistribution.steps
+        ]
         by_stream: dict[int, float] = defaultdict(float)
         for _, stream, price in prices:
             by_stream[stream] += price
@@ -98,10 +101,9 @@ class StreamOf:
 class _Writer:
     """Writes one phase of a step down."""
 
-    def __init__(self, problem: Problem, e: Evaluation, streams: StreamOf, is_once: bool, order: StepOrder,
-                 phase: str):  # fmt: skip
+    def __init__(self, problem: Problem, e: Evaluation, streams: StreamOf, is_once: bool, order: StepOrder, phase: str):
         self.problem, self.e, self.streams, self.is_once, self.phase = problem, e, streams, is_once, phase
-        self.copies, self.passes = problem.copies(e.first), e.passes
+        self.copies, self.micro_batches = problem.copies(e.first), e.micro_batches
         own = [i for i, run in enumerate(order.runs) if run.phase == phase]
         self.begin, self.end = (own[0], own[-1] + 1) if own else (len(order.runs), len(order.runs))
         self.runs, self.blocks = order.runs[self.begin : self.end], order.blocks[self.begin : self.end]
@@ -195,6 +197,6 @@ class _Writer:
 
     def _seconds(self, t: Transfer) -> float:
         """Return the seconds of a transfer in all its copies, in the pass that is written down."""
-        if t.times == self.passes:
+        if t.times == self.micro_batches:
             return t.seconds * t.copies
-        return t.seconds * t.copies * self.passes if self.is_once else 0.0
+        return t.seconds * t.copies * self.micro_batches if self.is_once else 0.0

@@ -44,6 +44,7 @@ class Event:
 
     @property
     def end_seconds(self) -> float:
+        """Return when the event ends, in seconds of the step."""
         return self.start_seconds + self.duration_seconds
 
 
@@ -113,5 +114,17 @@ class _Writer:
         else:
             kind = step.move.kind
             streams = tuple(a for a in step.move.axes if self.class_of[a] == piece.stream - 1)
-        return Event(streams, v.name, kind, module_of(v), self.phase, start, seconds, step.wire_fraction * t.bytes_,
-                     t.producer, t.output, step, travel.recomputed)  # fmt: skip
+        return Event(
+            streams,
+            v.name,
+            kind,
+            module_of(v),
+            self.phase,
+            start,
+            seconds,
+            step.wire_fraction * t.bytes_,
+            t.producer,
+            t.output,
+            step,
+            travel.recomputed,
+        )

@@ -35,8 +35,9 @@ class StagedRow:
     planned: Planned | AutoparError
 
 
-def staged_rows(captured: Captured, mesh: Mesh, options: PlanOptions, name: str,
-                report: Callable[[str], None]) -> tuple[StagedRow, ...]:  # fmt: skip
+def staged_rows(
+    captured: Captured, mesh: Mesh, options: PlanOptions, name: str, report: Callable[[str], None]
+) -> tuple[StagedRow, ...]:
     """Plan the experts' pipelines beside a plan of the captured call of a whole batch; none if something of the
     sharding was asked for, and those alone that the model has blocks and the batch samples enough for."""
     if options.strategy is not None or options.pin or options.forbid or options.recompute != AUTO:
@@ -51,8 +52,16 @@ def staged_rows(captured: Captured, mesh: Mesh, options: PlanOptions, name: str,
         asked = replace(options, strategy=strategy, baselines=False, refuses=False, micro_batches=1)
         planned: Planned | AutoparError
         try:
-            planned = plan_pipeline(captured, staged, asked, name, schedule=SCHEDULE, micro_batches=micro_batches,
-                                    stages_per_rank=1, report=report)  # fmt: skip
+            planned = plan_pipeline(
+                captured,
+                staged,
+                asked,
+                name,
+                schedule=SCHEDULE,
+                micro_batches=micro_batches,
+                stages_per_rank=1,
+                report=report,
+            )
         except StageError:  # fewer blocks than stages
             continue
         except Exception as error:

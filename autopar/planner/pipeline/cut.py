@@ -26,8 +26,14 @@ FIRST_REACH = 2.0  # stages of up to so many times the mean seconds are looked a
 SAME = 1e-12  # two steps that differ by less of them are equal
 
 
-def cut_stages(segments: Sequence[Segment], stages: int, micro_batches: int, limit_bytes: float, timing: Timing,
-               shared: Sequence[Shared] = ()) -> StageCut:  # fmt: skip
+def cut_stages(
+    segments: Sequence[Segment],
+    stages: int,
+    micro_batches: int,
+    limit_bytes: float,
+    timing: Timing,
+    shared: Sequence[Shared] = (),
+) -> StageCut:
     """Return the cut with the shortest step in which every stage fits `limit_bytes`.
 
     Raise StrategyError where there are fewer boundaries than stages need, or for segments of one kind with different
@@ -68,13 +74,17 @@ def check(segments: Sequence[Segment], stages: int, micro_batches: int, timing: 
         )
     most = len(segments) and 1 + sum(segment.may_cut_after for segment in segments[:-1])
     if stages > most:
-        raise StrategyError(f"{len(segments)} segments that may be cut into {most} stages are too few for {stages}",
-                            fix=f"use {most} stages or less")  # fmt: skip
+        raise StrategyError(
+            f"{len(segments)} segments that may be cut into {most} stages are too few for {stages}",
+            fix=f"use {most} stages or less",
+        )
     by_kind: dict[str, Segment] = {}
     for segment in segments:
         if not segment.levels or by_kind.setdefault(segment.kind, segment).levels != segment.levels:
-            raise StrategyError(f"segments of kind {segment.kind!r} have no level, or not the same ones",
-                                fix="give segments with different levels different kinds")  # fmt: skip
+            raise StrategyError(
+                f"segments of kind {segment.kind!r} have no level, or not the same ones",
+                fix="give segments with different levels different kinds",
+            )
 
 
 class Spans:
@@ -213,6 +223,7 @@ def infeasible(spans: Spans, flight: np.ndarray, limit: float, timing: Timing) -
         f"no cut into {len(path)} stages fits {size(limit)} with {timing.name}: stage {stage}, "
         f"segments {spans.first[x]} "
         f"to {spans.end[x] - 1}, needs {size(need)}, {size(missing)} more than there are",
-        missing_bytes=missing, breakdown=bytes_,
+        missing_bytes=missing,
+        breakdown=bytes_,
         fix="use more stages, smaller micro-batches, or a schedule with fewer in flight",
-    )  # fmt: skip
+    )

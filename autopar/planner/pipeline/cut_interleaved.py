@@ -23,8 +23,15 @@ from .pareto import Levels
 DOUBT = 1e-7  # of the linear program's optimum
 
 
-def cut_looped(segments: Sequence[Segment], ranks: int, micro_batches: int, limit_bytes: float, timing: Timing,
-               shared: Sequence[Shared] = (), is_rough: bool = False) -> StageCut:  # fmt: skip
+def cut_looped(
+    segments: Sequence[Segment],
+    ranks: int,
+    micro_batches: int,
+    limit_bytes: float,
+    timing: Timing,
+    shared: Sequence[Shared] = (),
+    is_rough: bool = False,
+) -> StageCut:
     """Return a cut into `timing.looped` stages a rank, that of `cut_stages` where that is one: how far its step is from
     the shortest at most, `bound_seconds` says. `is_rough`: where a cut of stages that stand alone fits, none that is
     better is looked for.
@@ -57,8 +64,15 @@ def cut_looped(segments: Sequence[Segment], ranks: int, micro_batches: int, limi
 class Loops:
     """The search. A path is a span for each stage, in the order of the model."""
 
-    def __init__(self, segments: Sequence[Segment], ranks: int, micro_batches: int, limit: float, timing: Timing,
-                 shared: Sequence[Shared]):  # fmt: skip
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        ranks: int,
+        micro_batches: int,
+        limit: float,
+        timing: Timing,
+        shared: Sequence[Shared],
+    ):
         self.ranks, self.micro_batches, self.limit, self.timing, self.shared = (
             ranks,
             micro_batches,
@@ -169,14 +183,22 @@ class Loops:
         stage, missing = self.stage(rank, path), math.ceil(self.cost(rank, path)[0])
         return MemoryInfeasibleError(
             f"no cut was found that fits {size(self.limit)} with {self.timing.name}: in the emptiest, rank {rank} "
-            f"needs {size(stage.total_bytes)}, {size(missing)} more than there are", missing_bytes=missing,
-            breakdown=stage.bytes_, fix="use more ranks, smaller micro-batches, or a schedule with fewer in flight",
-        )  # fmt: skip
+            f"needs {size(stage.total_bytes)}, {size(missing)} more than there are",
+            missing_bytes=missing,
+            breakdown=stage.bytes_,
+            fix="use more ranks, smaller micro-batches, or a schedule with fewer in flight",
+        )
 
 
-def fractional_step(segments: Sequence[Segment], levels: Levels, flight: Sequence[float], micro_batches: int,
-                    limit: float,
-                    timing: Timing, shared: Sequence[Shared]) -> float:  # fmt: skip
+def fractional_step(
+    segments: Sequence[Segment],
+    levels: Levels,
+    flight: Sequence[float],
+    micro_batches: int,
+    limit: float,
+    timing: Timing,
+    shared: Sequence[Shared],
+) -> float:
     """Bound the step of every cut from below: segments may be divided and be on any rank, with no shared parameter
     twice, the least transient of all and the cheapest cuts around every stage."""
     from ortools.math_opt.python import mathopt

@@ -85,8 +85,15 @@ class PipelineCost:
         return sum(part.parameter_seconds for part in self.parts) / self.pipeline.ranks
 
 
-def evaluate_pipeline(problem: Problem, e: Evaluation, pricer: Pricer, pipeline: Pipeline, send: Send,
-          live: LiveBytes | None = None, keeps_outputs: bool = True) -> PipelineCost:  # fmt: skip
+def evaluate_pipeline(
+    problem: Problem,
+    e: Evaluation,
+    pricer: Pricer,
+    pipeline: Pipeline,
+    send: Send,
+    live: LiveBytes | None = None,
+    keeps_outputs: bool = True,
+) -> PipelineCost:
     """Evaluate what a pipeline without costs costs under a plan of one of its micro-batches. `send`: seconds of a
     tensor of so many bytes of a device from one stage to the next; `live`: the memory of the whole plan, if it is
     known; `keeps_outputs`: of all micro-batches. Raise StageError as StagePlacement does."""
@@ -101,9 +108,15 @@ def evaluate_pipeline(problem: Problem, e: Evaluation, pricer: Pricer, pipeline:
             tied_seconds[rank] += 2 * send(tied.gradient_bytes) if len(ranks) > 1 else 0.0
             memory[rank] -= Counter({kind: bytes_ * (times - 1) for kind, bytes_ in tied.kinds.items()})
     transfers = [max(sum(map(send, part.sent)), sum(map(send, part.returned))) for part in parts]
-    played = play(orders, [p.forward_seconds for p in parts], [p.input_seconds for p in parts],
-                  [p.weight_seconds for p in parts], transfers[:-1], [p.saved_bytes for p in parts],
-                  pipeline.shares)  # fmt: skip
+    played = play(
+        orders,
+        [p.forward_seconds for p in parts],
+        [p.input_seconds for p in parts],
+        [p.weight_seconds for p in parts],
+        transfers[:-1],
+        [p.saved_bytes for p in parts],
+        pipeline.shares,
+    )
     unmade_bytes = 0.0
     for rank, held in enumerate(memory):
         held[SAVED] += played.peak(rank)
@@ -115,14 +128,25 @@ def evaluate_pipeline(problem: Problem, e: Evaluation, pricer: Pricer, pipeline:
         held[RESERVE] += problem.reserve_bytes
     peaks = [sum(held.values()) for held in memory]
     costs = tuple(
-        StageCost(p.forward_seconds, p.input_seconds, p.weight_seconds, t, sum(p.sent) + sum(p.returned), p.state_bytes,
-                  p.saved_bytes, peaks[rank_of[s]], p.parameters, p.name)
+        StageCost(
+            p.forward_seconds,
+            p.input_seconds,
+            p.weight_seconds,
+            t,
+            sum(p.sent) + sum(p.returned),
+            p.state_bytes,
+            p.saved_bytes,
+            peaks[rank_of[s]],
+            p.parameters,
+            p.name,
+        )
         for s, (p, t) in enumerate(zip(parts, transfers))
-    )  # fmt: skip
+    )
     kinds = tuple({kind: bytes_ for kind, bytes_ in held.items() if bytes_ > 0.5} for held in memory)
     once = tuple(t + sum(parts[s].once_seconds for s in orders.stages_of(rank)) for rank, t in enumerate(tied_seconds))
-    return PipelineCost(replace(pipeline, costs=costs), played, once, tuple(tied_seconds), kinds, tuple(parts),
-                        unmade_bytes)  # fmt: skip
+    return PipelineCost(
+        replace(pipeline, costs=costs), played, once, tuple(tied_seconds), kinds, tuple(parts), unmade_bytes
+    )
 
 
 def _memory(parts: Sequence[Part], stages: Sequence[int]) -> Counter:

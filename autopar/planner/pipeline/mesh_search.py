@@ -45,12 +45,15 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Combination:
+    """A mesh with stages, and what a replica computes at once."""
+
     mesh: Mesh
     samples: int  # of a replica at once
     micro_batches: int
 
     @property
     def stages(self) -> int:
+        """Return the ranks along the pipeline."""
         return self.mesh.size(AXIS)
 
 
@@ -128,9 +131,16 @@ class Point:
         return best
 
 
-def search(captured: Captured, devices: int, options: PlanOptions, name: str = "model", schedule: str | Schedule = AUTO,
-           stages_per_rank: int | None = None, report: Report = lambda text: None,
-           is_free: bool = False) -> Planned:  # fmt: skip
+def search(
+    captured: Captured,
+    devices: int,
+    options: PlanOptions,
+    name: str = "model",
+    schedule: str | Schedule = AUTO,
+    stages_per_rank: int | None = None,
+    report: Report = lambda text: None,
+    is_free: bool = False,
+) -> Planned:
     """Return the best plan over all meshes that are tried, with stages (alone, if a schedule is asked for) and without,
     which its `meshes` list; with `is_free` several micro-batches without stages are tried too. Raise what planning
     raises, if there is no plan for any."""
@@ -159,16 +169,25 @@ def search(captured: Captured, devices: int, options: PlanOptions, name: str = "
     if staged and (flat is None or staged.plan.step_seconds < flat.plan.step_seconds):
         return replace(staged, staged=replace(staged.stages, plan=replace(staged.plan, meshes=candidates)))
     if flat is None:
-        raise refusal or StageError(f"no mesh of {devices} devices was found with stages that fit this model and batch",
-                                    fix="use another batch, more devices, or leave the schedule out")  # fmt: skip
+        raise refusal or StageError(
+            f"no mesh of {devices} devices was found with stages that fit this model and batch",
+            fix="use another batch, more devices, or leave the schedule out",
+        )
     return replace(flat, meshes=candidates)
 
 
 class _MeshSearch:
     """Searches of combinations, and the best estimates so far."""
 
-    def __init__(self, captured: Captured, devices: int, options: PlanOptions, name: str, kinds: list[tuple[str, int]],
-                 report: Report):  # fmt: skip
+    def __init__(
+        self,
+        captured: Captured,
+        devices: int,
+        options: PlanOptions,
+        name: str,
+        kinds: list[tuple[str, int]],
+        report: Report,
+    ):
         self.captured, self.options, self.name, self.report = captured, replace(options, baselines=False), name, report
         self.kinds, self.batch = kinds, samples_of(captured.signature)
         self.room = float(options.memory_bytes or options.hardware.memory_bytes) - options.hardware.reserve_bytes

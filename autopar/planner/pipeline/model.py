@@ -38,6 +38,7 @@ class RecomputeOption:
 
     @property
     def seconds(self) -> float:
+        """Return the seconds of forward and backward, what runs again included."""
         return self.forward_seconds + self.backward_seconds
 
 
@@ -121,6 +122,7 @@ class RankSegments:
 
     @property
     def total_bytes(self) -> float:
+        """Return the bytes of all kinds that a device of the rank holds."""
         return sum(self.bytes_.values())
 
 

@@ -30,8 +30,12 @@ class Work:
         return cls(Load.empty(streams), Load.empty(streams))
 
     def __add__(self, other: Work) -> Work:
-        return Work(self.every + other.every, self.once + other.once, self.compute + other.compute,
-                    self.recompute + other.recompute)  # fmt: skip
+        return Work(
+            self.every + other.every,
+            self.once + other.once,
+            self.compute + other.compute,
+            self.recompute + other.recompute,
+        )
 
     @property
     def moved(self) -> float:
@@ -85,14 +89,17 @@ class Part:
 
     @property
     def forward_seconds(self) -> float:
+        """Return the seconds of a micro-batch's forward."""
         return self.stretch * self.work[FORWARD].seconds(self.overlap)
 
     @property
     def backward_seconds(self) -> float:
+        """Return the seconds of a micro-batch's whole backward."""
         return self.stretch * (self.work[INPUT] + self.work[WEIGHT]).seconds(self.overlap)
 
     @property
     def weight_seconds(self) -> float:
+        """Return those seconds of the backward that make gradients of weights."""
         return min(self.stretch * self.work[WEIGHT].seconds(self.overlap), self.backward_seconds)
 
     @property
@@ -115,10 +122,12 @@ class Part:
 
     @property
     def input_seconds(self) -> float:
+        """Return those seconds of the backward that the part before waits for."""
         return self.backward_seconds - self.weight_seconds
 
     @property
     def resident_bytes(self) -> float:
+        """Return the bytes of parameters, optimizer state and buffers."""
         return sum(self.staying.values())
 
     @property

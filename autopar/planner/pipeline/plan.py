@@ -47,9 +47,17 @@ class Staged:
     best: Candidate
 
 
-def plan_pipeline(captured: Captured, mesh: Mesh, options: PlanOptions, name: str = "model", *,
-                  schedule: str | Schedule = AUTO, micro_batches: int | None = None, stages_per_rank: int | None = None,
-                  report: Report = lambda text: None) -> Planned:  # fmt: skip
+def plan_pipeline(
+    captured: Captured,
+    mesh: Mesh,
+    options: PlanOptions,
+    name: str = "model",
+    *,
+    schedule: str | Schedule = AUTO,
+    micro_batches: int | None = None,
+    stages_per_rank: int | None = None,
+    report: Report = lambda text: None,
+) -> Planned:
     """Find the best pipeline for the captured graph of a whole batch, over the axis pp of a mesh; `options` are those
     of the rest of the mesh. None and "auto" leave a choice to the search. Raise MeshError, PipelineError,
     MicroBatchError, StageError, StrategyError, and MemoryInfeasibleError with the fullest rank of what came closest."""
@@ -131,8 +139,9 @@ def kinds_of(schedule: str | Schedule, stages_per_rank: int | None) -> list[tupl
 def check_solver(options: PlanOptions) -> None:
     """Raise StrategyError for a solver that knows no stages."""
     if options.search.solver == ILP:
-        raise StrategyError(f"solver {ILP} finds plans for one mesh without stages",
-                            fix=f"leave it out, or name a mesh without {AXIS}")  # fmt: skip
+        raise StrategyError(
+            f"solver {ILP} finds plans for one mesh without stages", fix=f"leave it out, or name a mesh without {AXIS}"
+        )
 
 
 def _check_options(options: PlanOptions, axis: str) -> None:
@@ -140,13 +149,22 @@ def _check_options(options: PlanOptions, axis: str) -> None:
     for what, texts in (("pin", options.pin.values()), ("forbidden layout", (layout for _, layout in options.forbid))):
         for text in texts:
             if f"{axis}:" in text.replace(" ", ""):
-                raise StrategyError(f"the {what} {text!r} shards over {axis}, which carries stages",
-                                    fix=f"name the other axes, or call {axis} something else")  # fmt: skip
+                raise StrategyError(
+                    f"the {what} {text!r} shards over {axis}, which carries stages",
+                    fix=f"name the other axes, or call {axis} something else",
+                )
 
 
-def _searches(captured: Captured, batch: int, mesh: Mesh, options: PlanOptions, micro_batches: int | None,
-              kinds: list[tuple[str, int]], name: str,
-              report: Report) -> tuple[list[PipelineSearch], list[str]]:  # fmt: skip
+def _searches(
+    captured: Captured,
+    batch: int,
+    mesh: Mesh,
+    options: PlanOptions,
+    micro_batches: int | None,
+    kinds: list[tuple[str, int]],
+    name: str,
+    report: Report,
+) -> tuple[list[PipelineSearch], list[str]]:
     """Return a search for each number of micro-batches to try, and what is to be said of them. Raise PipelineError or
     MicroBatchError for a number that was asked for and cannot be."""
 
@@ -179,10 +197,12 @@ def _refusal(closest: Candidate, limit: float) -> MemoryInfeasibleError:
     return MemoryInfeasibleError(
         f"no pipeline was found that fits {size(limit)} a device: in the smallest ({label}) rank {rank} with "
         f"stage{several} {stages} needs {size(evaluated.peak_bytes)}, {size(missing)} "
-        "more", missing_bytes=math.ceil(missing),
-        breakdown=evaluated.memory[rank], mesh=closest.inner.options.within,
+        "more",
+        missing_bytes=math.ceil(missing),
+        breakdown=evaluated.memory[rank],
+        mesh=closest.inner.options.within,
         fix="use more ranks along pp, more devices on its other axes, or more micro-batches",
-    )  # fmt: skip
+    )
 
 
 def _label(evaluated: PipelineCost) -> str:
@@ -191,9 +211,15 @@ def _label(evaluated: PipelineCost) -> str:
     return f"{p.schedule}, {p.micro_batches} micro-batch{'es' if p.micro_batches > 1 else ''}{several}"
 
 
-def described(best: Candidate, candidates: list[Candidate], captured: Captured, mesh: Mesh,
-              warnings: list[str], batch: int, others: Mapping[str, Estimate | Candidate | AutoparError] | None = None
-              ) -> Planned:  # fmt: skip
+def described(
+    best: Candidate,
+    candidates: list[Candidate],
+    captured: Captured,
+    mesh: Mesh,
+    warnings: list[str],
+    batch: int,
+    others: Mapping[str, Estimate | Candidate | AutoparError] | None = None,
+) -> Planned:
     """Describe the best pipeline as a plan, with the other candidates as its alternatives. `others`: strategies of
     experts, as they are told beside the plan."""
     evaluated, pipeline = best.evaluated, best.evaluated.pipeline
@@ -206,26 +232,38 @@ def described(best: Candidate, candidates: list[Candidate], captured: Captured, 
     by_label = {_label(t.evaluated): t for t in reversed(candidates)}  # of equal names the fastest that fits
     alternatives = [
         Alternative(label, t.evaluated.step_seconds, t.evaluated.communication_seconds, t.evaluated.peak_bytes, t.fits)
-        for label, t in sorted(by_label.items(),
-                               key=lambda pair: pair[1].evaluated.step_seconds) if label != _label(evaluated)
-    ]  # fmt: skip
+        for label, t in sorted(by_label.items(), key=lambda pair: pair[1].evaluated.step_seconds)
+        if label != _label(evaluated)
+    ]
     alternatives += [_alternative(name, one) for name, one in (others or {}).items()]
     bound = min(best.bound, step)
     plan = replace(
-        inner, mesh=mesh, pipeline=pipeline, reduces_once=m > 1, samples=batch,
-        fingerprint=fingerprint(captured.graph), memory_limit_bytes=best.limit,
-        step_seconds=step, bound=bound, gap=1 - bound / step if step else 0.0,
+        inner,
+        mesh=mesh,
+        pipeline=pipeline,
+        reduces_once=m > 1,
+        samples=batch,
+        fingerprint=fingerprint(captured.graph),
+        memory_limit_bytes=best.limit,
+        step_seconds=step,
+        bound=bound,
+        gap=1 - bound / step if step else 0.0,
         compute_seconds=inner.compute_seconds * best.search.share / ranks,
         recompute_seconds=inner.recompute_seconds * best.search.share / ranks,
-        update_seconds=evaluated.parameter_seconds, routing=_routing(inner.routing, ranks),
+        update_seconds=evaluated.parameter_seconds,
+        routing=_routing(inner.routing, ranks),
         flops=replace(inner.flops, model=inner.flops.model * sum(pipeline.shares) / sum(inner.pipeline.shares)),
         outputs=outputs_in(inner.sharding, best.inner.whole[0], best.inner.pricer, captured),
         unmade_bytes=evaluated.unmade_bytes,
-        communication_seconds=evaluated.communication_seconds, exposed_seconds=_exposed(evaluated),
-        peak_bytes=evaluated.peak_bytes, memory=evaluated.memory[rank], at_peak=evaluated.memory[rank],
-        alternatives=tuple(alternatives), warnings=(*warnings, *inner.warnings),
+        communication_seconds=evaluated.communication_seconds,
+        exposed_seconds=_exposed(evaluated),
+        peak_bytes=evaluated.peak_bytes,
+        memory=evaluated.memory[rank],
+        at_peak=evaluated.memory[rank],
+        alternatives=tuple(alternatives),
+        warnings=(*warnings, *inner.warnings),
         planning_seconds=sum({t.inner: t.inner.seconds for t in candidates}.values()),
-    )  # fmt: skip
+    )
     staged = Staged(plan, evaluated, tuple(t.evaluated for t in candidates), best)
     return replace(best.inner, captured=captured, micro=best.micro, staged=staged)
 

@@ -39,15 +39,22 @@ def plan_same_stages(captured: Captured, first: Plan, options: PlanOptions, mode
         return make_plan(captured, first.mesh, options, model)
     inputs = {n.name for n in captured.graph.nodes if n.op == "placeholder" and n.meta["role"].kind == "input"}
     options = replace(
-        options, micro_batches=micro.micro_batches, overlay=micro.smaller and micro.smaller.graph,
+        options,
+        micro_batches=micro.micro_batches,
+        overlay=micro.smaller and micro.smaller.graph,
         fixed={name: layout for name, layout in options.fixed.items() if name not in inputs},
-    )  # fmt: skip
+    )
     planned = search(micro.captured, first.sharding.mesh, options, model)
     cuts = cuts_of(micro.captured.graph, pipeline.owners)
     samples = micro.samples if micro.smaller is not None else 0
     pipeline = replace(pipeline, micro_batches=micro.micro_batches, cuts=cuts, costs=(), owners=(), samples=samples)
-    plan = replace(planned.plan, mesh=first.mesh, pipeline=pipeline,
-                   fingerprint=fingerprint(captured.graph), samples=samples_of(captured.signature))  # fmt: skip
+    plan = replace(
+        planned.plan,
+        mesh=first.mesh,
+        pipeline=pipeline,
+        fingerprint=fingerprint(captured.graph),
+        samples=samples_of(captured.signature),
+    )
     plan = with_owners(captured, plan)
     for stage, (theirs, mine) in enumerate(zip(first.pipeline.owners, plan.pipeline.owners)):
         if moved := sorted({*mine} - {*theirs}):
@@ -83,6 +90,8 @@ def cuts_of(graph: fx.Graph, owners: Sequence[Sequence[str]]) -> tuple[str, ...]
         while read and max(read) > len(cuts):
             cuts.append(node.name)
     if len(cuts) + 1 != len(owners) or len(set(cuts)) != len(cuts):
-        raise StageError(f"this call has no op for {len(owners) - len(set(cuts)) - 1} of the {len(owners)} stages",
-                         fix="compile with example_inputs of the call that does most")  # fmt: skip
+        raise StageError(
+            f"this call has no op for {len(owners) - len(set(cuts)) - 1} of the {len(owners)} stages",
+            fix="compile with example_inputs of the call that does most",
+        )
     return tuple(cuts)

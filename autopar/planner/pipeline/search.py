@@ -83,18 +83,22 @@ class Candidate:
 
     @property
     def micro(self) -> MicroBatched:
+        """Return the batch cut into micro-batches."""
         return self.search.micro
 
     @property
     def bound(self) -> float:
+        """Return the seconds that no pipeline with as many micro-batches falls below."""
         return self.search.bound
 
     @property
     def limit(self) -> float:
+        """Return the bytes that a device may take."""
         return self.search.limit
 
     @property
     def fits(self) -> bool:
+        """Return whether the fullest rank fits."""
         return self.evaluated.peak_bytes <= self.limit
 
 
@@ -102,8 +106,16 @@ class PipelineSearch:
     """All that is tried of a captured graph of the whole batch with one number of micro-batches. `kinds`: schedules
     with their stages a rank. Raises MicroBatchError if the batch cannot be cut so."""
 
-    def __init__(self, captured: Captured, micro_batches: int, mesh: Mesh, options: PlanOptions, name: str,
-                 kinds: Sequence[tuple[str, int]], report: Report):  # fmt: skip
+    def __init__(
+        self,
+        captured: Captured,
+        micro_batches: int,
+        mesh: Mesh,
+        options: PlanOptions,
+        name: str,
+        kinds: Sequence[tuple[str, int]],
+        report: Report,
+    ):
         axis = axis_of(mesh)
         self.captured, self.micro_batches, self.axis, self.whole_mesh = captured, micro_batches, axis, mesh
         self.name, self.kinds, self.report = name, kinds, report
@@ -272,8 +284,11 @@ class PipelineSearch:
         state = sum(segment.state_bytes for segment in segments.segments) - sum(one.bytes_ for one in segments.shared)
         if state / self.ranks > room:
             missing = state / self.ranks - room
-            raise MemoryInfeasibleError(f"parameters and optimizer state need {size(missing)} more a device",
-                                        missing_bytes=math.ceil(missing), fix="use more devices")  # fmt: skip
+            raise MemoryInfeasibleError(
+                f"parameters and optimizer state need {size(missing)} more a device",
+                missing_bytes=math.ceil(missing),
+                fix="use more devices",
+            )
 
     def _cut(self, segments: Chain, kind: str, v: int, room: float, is_rough: bool = False) -> StageCut:
         """Cut the segments for a schedule. Raise MemoryInfeasibleError if no cut fits in the `room`."""

@@ -67,8 +67,15 @@ class Chain:
         return sum(part.once_seconds for part in self.parts)
 
 
-def chain(problem: Problem, e: Evaluation, pricer: Pricer, stages: int, send: Send, live: LiveBytes | None = None,
-          prices: Prices | None = None) -> Chain:  # fmt: skip
+def chain(
+    problem: Problem,
+    e: Evaluation,
+    pricer: Pricer,
+    stages: int,
+    send: Send,
+    live: LiveBytes | None = None,
+    prices: Prices | None = None,
+) -> Chain:
     """Return the segments of a plan; `live`: its memory, if it is known. `prices`: of what may be computed again
     besides, None if nothing may. Raise StageError if the segments are too few for so many stages."""
     compact, first, seconds = problem.compact, e.first, e.compute["forward"]
@@ -89,8 +96,9 @@ def chain(problem: Problem, e: Evaluation, pricer: Pricer, stages: int, send: Se
     index_of = {i: at for at, i in reversed([*enumerate(order)])}
     shared = [
         Shared(index_of[a], index_of[b], int(tied.state_bytes), 2 * send(tied.gradient_bytes))
-        for tied in found.tied for a, b in zip(tied.parts, tied.parts[1:])
-    ]  # fmt: skip
+        for tied in found.tied
+        for a, b in zip(tied.parts, tied.parts[1:])
+    ]
     more = [0.0] * len(found.found)  # each part but the first has a tied parameter as well
     for tied in found.tied:
         for at in tied.parts[1:]:
@@ -150,15 +158,22 @@ def _segments(
         )
         kind = known.setdefault(key, (f"{part.name} {len(known)}", found))
         ahead, back = (min(sum(map(send, passing)), send(most)) for passing in (part.sent, part.returned))
-        segments.append(Segment(
-            *kind, round(part.state_bytes + tied), round(max(p.transient_bytes for p in levels)),
-            round(min(sum(part.sent), most) + min(sum(part.returned), most)), (ahead, back), True,
-        ))  # fmt: skip
+        segments.append(
+            Segment(
+                *kind,
+                round(part.state_bytes + tied),
+                round(max(p.transient_bytes for p in levels)),
+                round(min(sum(part.sent), most) + min(sum(part.returned), most)),
+                (ahead, back),
+                True,
+            )
+        )
     return segments
 
 
-def cut_positions(problem: Problem, e: Evaluation, pricer: Pricer, stages: int, stage_seconds: float,
-                  copies: Mapping[fx.Node, int]) -> dict[str, float]:  # fmt: skip
+def cut_positions(
+    problem: Problem, e: Evaluation, pricer: Pricer, stages: int, stage_seconds: float, copies: Mapping[fx.Node, int]
+) -> dict[str, float]:
     """Return the forward ops at which a segment may begin, in order, with the bytes of a device that pass a cut there,
     for stages whose forward takes so long in the mean; `copies`: of ops that stand for several. Raise StageError if
     there are fewer than the stages need."""

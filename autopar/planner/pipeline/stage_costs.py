@@ -58,6 +58,7 @@ class SharedParameter:
 
     @property
     def state_bytes(self) -> float:
+        """Return the bytes of all kinds that a copy of the parameter takes."""
         return sum(self.kinds.values())
 
 
@@ -65,8 +66,16 @@ class Parts:
     """The costs of a plan cut at forward ops: `found`, a Part for each stretch between cuts, and `tied` parameters.
     `live`: the memory of the whole plan, if it is known."""
 
-    def __init__(self, problem: Problem, e: Evaluation, pricer: Pricer, cuts: Sequence[str], repeated: bool = False,
-                 live: LiveBytes | None = None, stretch: float = 1.0):  # fmt: skip
+    def __init__(
+        self,
+        problem: Problem,
+        e: Evaluation,
+        pricer: Pricer,
+        cuts: Sequence[str],
+        repeated: bool = False,
+        live: LiveBytes | None = None,
+        stretch: float = 1.0,
+    ):
         self.problem, self.e, self.pricer, self.repeated = problem, e, pricer, repeated
         self.placement = StagePlacement(problem.graph, cuts)
         self.found = [Part(no_work(e.streams), e.overlap, stretch) for _ in range(self.placement.count)]
@@ -115,7 +124,7 @@ class Parts:
         return self.problem.choices(vertex).strategies[self.e.choice[vertex]]
 
     def _vertices(self) -> None:
-        passes = self.pricer.micro_batches
+        micro_batches = self.pricer.micro_batches
         whole = self._whole_bytes()
         for v in self.problem.vertices:
             if v.kind == "output":
@@ -138,7 +147,7 @@ class Parts:
                     ):
                         part.modules.append(module)
                 else:
-                    part.parameter_seconds += seconds * passes
+                    part.parameter_seconds += seconds * micro_batches
                 part.staying.update(staying)
                 part.gradient_bytes += gradient
                 part.whole_bytes += waiting
@@ -190,13 +199,13 @@ class Parts:
         return mask or self.where.get(vertices[t.producer].node, 0)
 
     def _transfer(self, t: Transfer, mask: int) -> None:
-        seconds, passes = t.seconds * t.copies, self.pricer.micro_batches
+        seconds, micro_batches = t.seconds * t.copies, self.pricer.micro_batches
         kinds = {self._kind(v.node) for c in t.consumers if (v := self.problem.vertices[c]).kind == "op"}
         kind = FORWARD if t.phase == "forward" else INPUT if kinds - {WEIGHT} else WEIGHT
         for part in self._charged(mask):
             work = part.work[kind]
-            if t.times < passes:
-                work.once.add(t.split, seconds * passes, t.is_hidden)
+            if t.times < micro_batches:
+                work.once.add(t.split, seconds * micro_batches, t.is_hidden)
             else:
                 work.every.add(t.split, seconds, t.is_hidden)
 

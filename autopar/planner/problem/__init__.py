@@ -54,7 +54,7 @@ Who solves it
     objective:
     solver/dual.py bounds that, solver/minimize.py rounds and improves it, solver/ilp.py is the program of what is left
     solver/cutting_planes.py finds the prices; solver/memory_limit.py makes plans fit
-    solver/last_word.py gives OR-tools what the bounds leave open, memory and streams as rows, on every plan
+    solver/last_word.py gives OR-tools what the bounds leave open, memory and streams as rows; not for a recipe's plan
     solver/squeeze.py changes what is near the peak where no plan fits, and small plans that do
     solver/full_program.py gives all of it to OR-tools at once, as a cross-check
     objective/evaluate.py computes the same cost on the unfolded graph: it must equal the solver's, for every plan

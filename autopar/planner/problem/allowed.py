@@ -39,7 +39,6 @@ from .recipes import (
 )
 from .vertices import Vertex
 
-aten = torch.ops.aten
 LEAVES = ("parameter", "input", "buffer")  # which globs name
 TENSOR_ROLES = (TENSOR, TENSOR_SEQUENCE)
 ATTENTION_OPS = {autopar.attention.default, autopar.attention_bw.default}
@@ -103,7 +102,8 @@ def allowed_strategies(
             mask = _input_mask(options.strategies, restriction, fits)
         masks[cls] = mask.copy()
     for pattern, text, wanted in restriction.own:
-        for v, fits in _named(problem, pattern, text, f"{restriction.name}'s {'pin' if wanted else 'forbidden'}", True):
+        what = f"{'pin' if wanted else 'forbidden layout'} of strategy {restriction.name},"
+        for v, fits in _named(problem, pattern, text, what, True):
             fits = fits if wanted else ~fits
             masks[v.cls] = masks[v.cls] & fits if (masks[v.cls] & fits).any() else fits
     for pattern, text in (pins or {}).items():
@@ -122,9 +122,12 @@ def allowed_strategies(
 def _nothing_left(problem: Problem, v: Vertex, restriction: Restriction) -> StrategyError:
     what = describe(v.node) if v.kind == "op" else f"the {v.kind} {v.node.meta['role'].name}"
     return StrategyError(
-        f"{what} has no way to be sharded that {restriction.name} and the pins allow together", node=v.name,
-        source=v.node.meta.get("source") or None, mesh=problem.mesh, fix="use strategy auto, or leave out a pin",
-    )  # fmt: skip
+        f"{what} has no way to be sharded that {restriction.name} and the pins allow together",
+        node=v.name,
+        source=v.node.meta.get("source") or None,
+        mesh=problem.mesh,
+        fix="use strategy auto, or leave out a pin",
+    )
 
 
 def _check_heads(v: Vertex, strategies, restriction: Restriction, mesh: Mesh, fits: np.ndarray) -> None:
@@ -137,9 +140,12 @@ def _check_heads(v: Vertex, strategies, restriction: Restriction, mesh: Mesh, fi
     where = ", ".join(f"{mesh.names[i]}={mesh.sizes[i]}" for i in axes)
     raise StrategyError(
         f"{restriction.name} shares the heads of an attention among {where}: {heads} of queries and {kv_heads} of keys "
-        "cannot be", node=v.name, source=v.node.meta.get("source") or None, mesh=mesh,
+        "cannot be",
+        node=v.name,
+        source=v.node.meta.get("source") or None,
+        mesh=mesh,
         fix="use all_gather_kv, or sizes whose product divides the heads of queries",
-    )  # fmt: skip
+    )
 
 
 def _check_ring(v: Vertex, strategies, restriction: Restriction, mesh: Mesh, fits: np.ndarray) -> None:
@@ -152,14 +158,23 @@ def _check_ring(v: Vertex, strategies, restriction: Restriction, mesh: Mesh, fit
     raise StrategyError(
         f"{v.name} cannot have its keys go round "
         + ("with a mask that is added to its scores" if is_added else "in blocks, one for each device"),
-        node=v.name, source=v.node.meta.get("source") or None, mesh=mesh,
+        node=v.name,
+        source=v.node.meta.get("source") or None,
+        mesh=mesh,
         fix="use all_gather_kv or ulysses, or "
         + ("a mask that says what to keep" if is_added else "fewer devices for so short a sequence"),
-    )  # fmt: skip
+    )
 
 
-def _op_mask(strategies, roles: dict[str, str], mesh: Mesh, of: Factors, must_cut: bool, fits: np.ndarray,
-             cuts_rows: bool = False) -> np.ndarray:  # fmt: skip
+def _op_mask(
+    strategies,
+    roles: dict[str, str],
+    mesh: Mesh,
+    of: Factors,
+    must_cut: bool,
+    fits: np.ndarray,
+    cuts_rows: bool = False,
+) -> np.ndarray:
     """Return a mask over the strategies of an op: those that keep to the roles of the axes. With `must_cut` a tensor
     axis shards a factor of the weight where it can, as Megatron cuts every linear and the heads; what runs between
     blocks it leaves whole, or adds up partial sums there. One that takes the sequence too cuts that along it, and with
@@ -213,9 +228,11 @@ def _expert_mask(strategies, axis: int, factors: Collection[str | int], v: Verte
     mask = np.array([bool(s.choice) and s.choice[axis] in factors for s in strategies])
     if not mask.any():
         raise StrategyError(
-            f"{v.name} has no expert for every device", node=v.name, source=v.node.meta.get("source") or None,
+            f"{v.name} has no expert for every device",
+            node=v.name,
+            source=v.node.meta.get("source") or None,
             fix="make the axis of the experts smaller",
-        )  # fmt: skip
+        )
     return mask
 
 
@@ -296,9 +313,10 @@ def _pin(problem: Problem, masks: dict[int, np.ndarray], pattern: str, text: str
         if not (masks[v.cls] & fits).any():
             raise StrategyError(
                 f"no layout of {v.node.meta['role'].name} follows the pin {pattern}: {text}",
-                shape=tuple(v.node.meta["val"].shape), mesh=problem.mesh,
+                shape=tuple(v.node.meta["val"].shape),
+                mesh=problem.mesh,
                 fix="pin a dim that the axis divides, or leave the parameter to the planner",
-            )  # fmt: skip
+            )
         masks[v.cls] &= fits
 
 
@@ -311,9 +329,10 @@ def _forbid(problem: Problem, masks: dict[int, np.ndarray], pattern: str, text: 
             ]
             raise StrategyError(
                 f"{v.node.meta['role'].name} has no layout left when {text} is forbidden to {pattern}",
-                shape=tuple(v.node.meta["val"].shape), mesh=problem.mesh,
+                shape=tuple(v.node.meta["val"].shape),
+                mesh=problem.mesh,
                 fix=f"forbid less: it may only be {', '.join(layouts[:3])}",
-            )  # fmt: skip
+            )
         masks[v.cls] = left
 
 

@@ -35,15 +35,16 @@ class Prices:
     """`byte_seconds`: of a byte that is held when memory peaks. `saved`: whether activations are priced too, or
     resident bytes alone. `gradients`: whether gradients are held then (1) or not yet made (0). `overlap`: share of a
     second that is gained when communication (parameters gathered, gradients reduced) runs beside compute. `links`: the
-    weight of every class of links in the spans of a step: the forward and the backward of most of its `passes`, and, if
-    those are several, the forward of the first and the backward of the last, which carry what is moved once a step."""
+    weight of every class of links in the spans of a step: the forward and the backward of most of its `micro_batches`,
+    and, if those are several, the forward of the first and the backward of the last, which carry what is moved once a
+    step."""
 
     byte_seconds: float = 0.0
     saved: bool = False
     gradients: float = 1.0
     overlap: float = 0.0
     links: tuple[tuple[float, ...], ...] = ()
-    passes: int = 1
+    micro_batches: int = 1
 
     def at(self, point: np.ndarray) -> Prices:
         """Return the prices with the weights of a point of the cutting planes."""
@@ -65,8 +66,9 @@ class Prices:
         is moved in one pass of a step alone."""
         return _weights(self)[1 + is_once][phase]
 
-    def weighted(self, seconds: float, split: tuple[float, ...], phase: str, is_hidden: bool,
-                 is_once: bool = False) -> float:  # fmt: skip
+    def weighted(
+        self, seconds: float, split: tuple[float, ...], phase: str, is_hidden: bool, is_once: bool = False
+    ) -> float:
         """Return the priced seconds of a redistribution that spends these shares of them on the streams."""
         if not self.links:
             return seconds
@@ -74,13 +76,16 @@ class Prices:
         return seconds * sum(w * share for w, share in zip(weights, split) if share)
 
 
-def spans_of(passes: int) -> list[tuple[str, float, bool]]:
+def spans_of(micro_batches: int) -> list[tuple[str, float, bool]]:
     """Return the spans of an average pass: the phase, the share of the passes, and whether the span carries what is
     moved once a step."""
-    if passes == 1:
+    if micro_batches == 1:
         return [(phase, 1.0, True) for phase in PHASES]
-    return [(phase, share, is_once) for share, is_once in ((1 - 1 / passes, False), (1 / passes, True))
-            for phase in PHASES]  # fmt: skip
+    return [
+        (phase, share, is_once)
+        for share, is_once in ((1 - 1 / micro_batches, False), (1 / micro_batches, True))
+        for phase in PHASES
+    ]
 
 
 @lru_cache(256)
@@ -88,7 +93,7 @@ def _weights(prices: Prices) -> tuple[dict[str, tuple[float, ...]], ...]:
     """Return by phase the weights by stream of blocking communication, of hidden, and of hidden once a step."""
     streams, loss = 1 + len(prices.links[0]), drag(prices.overlap, len(prices.links[0]))
     blocking, hidden, once = ({phase: np.zeros(streams) for phase in PHASES} for _ in range(3))
-    for links, (phase, share, is_once) in zip(prices.links, spans_of(prices.passes)):
+    for links, (phase, share, is_once) in zip(prices.links, spans_of(prices.micro_batches)):
         own = np.array([0.0, *links])
         main = 1.0 - own.sum()
         beside = np.where(np.arange(streams) > 0, loss * main, main) + own

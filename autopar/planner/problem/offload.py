@@ -83,15 +83,17 @@ def offloaded(problem: Problem, e: Evaluation) -> Offloaded:
         elements = float(largest_local_numel(v.node.meta["val"].shape, strategy.outputs[0], problem.mesh))
         parameters += times
         bytes_ += times * elements * (state.master + (state.gradient + state.optimizer if trainable else 0))
-        copies += times * cost.copy_seconds(elements, state, trainable) * cost.passes
+        copies += times * cost.copy_seconds(elements, state, trainable) * cost.micro_batches
         steps += times * cost.optimizer_seconds(elements, state, trainable)
     return Offloaded(parameters, bytes_, copies, steps)
 
 
 def update_seconds(problem: Problem, e: Evaluation) -> float:
     """Return the seconds of a pass that the optimizer takes on the device."""
-    chosen = ((problem.choices(v.index), e.choice[v.index], times, v.kind)
-              for v, times in zip(problem.vertices, problem.copies(e.first)))  # fmt: skip
+    chosen = (
+        (problem.choices(v.index), e.choice[v.index], times, v.kind)
+        for v, times in zip(problem.vertices, problem.copies(e.first))
+    )
     return sum(
         times * float(options.seconds[k])
         for options, k, times, kind in chosen
@@ -107,6 +109,7 @@ def check_host(problem: Problem, e: Evaluation) -> None:
         raise MemoryInfeasibleError(
             f"the plan keeps {need / 2**30:.3g} GiB on the host for each device, {missing / 2**30:.3g} GiB more than "
             f"there are",
-            missing_bytes=int(missing), mesh=problem.mesh,
+            missing_bytes=int(missing),
+            mesh=problem.mesh,
             fix='use more devices or hosts with more memory, or offload="none"',
-        )  # fmt: skip
+        )

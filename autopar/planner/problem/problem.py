@@ -125,16 +125,16 @@ def build(
     fixed: dict[str, Layout] | None = None,
     pins: dict[str, str] | None = None,
     offload: Offload = Offload(),
-    passes: int = 1,
+    micro_batches: int = 1,
     orthogonalize: OrthogonalizeCost | None = None,
     execution: str = EAGER,
     zigzag: bool = False,
     expert_load: float = 1.0,
 ) -> Problem:
-    """Return the problem of a captured joint graph, of a step of so many `passes`. `fixed` gives layouts by placeholder
-    name; `orthogonalize`: the price of Muon's updates of matrices; `execution`: how the graph runs; `zigzag`:
-    whether sequences may be cut so; `expert_load` as in `ComputeCost`. `fold` gives the classes; leaves that different
-    `pins` name do not share one."""
+    """Return the problem of a captured joint graph, of a step of so many `micro_batches`. `fixed` gives layouts by
+    placeholder name; `orthogonalize`: the price of Muon's updates of matrices; `execution`: how the graph runs;
+    `zigzag`: whether sequences may be cut so; `expert_load` as in `ComputeCost`. `fold` gives the classes; leaves that
+    different `pins` name do not share one."""
     compact = captured.compact
     graph = compact.graph if compact else captured.graph
     vertices, uses = vertices_of(graph)
@@ -161,9 +161,9 @@ def build(
             v.signature = (*v.signature, str((fixed or {}).get(v.name)), v.name in offload.on_host, tuple(named))
     for v, cls in zip(vertices, fold(vertices, uses)):
         v.cls = cls
-    _couple(vertices, uses)
+    _couple(vertices)
     cost = ComputeCost(hardware, execution, expert_load)
-    update = UpdateCost(hardware.reached_memory_bytes_per_second, passes)
+    update = UpdateCost(hardware.reached_memory_bytes_per_second, micro_batches)
     classes: dict[int, Choices] = {}
     for v in vertices:
         if v.cls not in classes:
@@ -182,9 +182,8 @@ def build(
             )
         classes[v.cls].members.append(v.index)
     tensor_bytes = {
-        (v.index, i): bytes_of(value) for v in vertices if v.kind != "output"
-        for i, value in enumerate(v.values)
-    }  # fmt: skip
+        (v.index, i): bytes_of(value) for v in vertices if v.kind != "output" for i, value in enumerate(v.values)
+    }
     outputs = uses[len(uses) - len(output_node(graph).args[0]) :]
     problem = Problem(
         mesh,
@@ -214,13 +213,14 @@ def with_offload(problem: Problem, offload: Offload, update: UpdateCost) -> Prob
     """Return the problem with parameters in the kinds of memory that another `offload` says, and all else as it is."""
     classes = {
         cls: in_memory(problem.vertices[cls], options, problem.mesh, problem.optimizer, offload, update)
-        if problem.vertices[cls].kind == "parameter" else options
+        if problem.vertices[cls].kind == "parameter"
+        else options
         for cls, options in problem.classes.items()
-    }  # fmt: skip
+    }
     return replace(problem, classes=classes, offload=offload)
 
 
-def _couple(vertices: list[Vertex], uses: list[Use]) -> None:
+def _couple(vertices: list[Vertex]) -> None:
     """Name each class after its first member, so that the representative's index is the class."""
     first: dict[int, int] = {}
     for v in vertices:

@@ -68,7 +68,7 @@ class Recipe:
                 f"roles={dict(self.roles)} and shard={self.shard!r} as a recipe",
                 fix=f'give one of data=True, tensor="tensor", sequence="sequence" and roles={{"dp": "data", ...}} with '
                 f'roles {", ".join(ROLES)}; shard is "none", "last" or "all"',
-            )  # fmt: skip
+            )
 
     def roles_on(self, name: str, mesh: Mesh) -> dict[str, str]:
         """Return the role of every axis. Without roles by name, an axis named tp carries the tensors if one named dp
@@ -76,8 +76,11 @@ class Recipe:
         axes."""
         if self.roles:
             if missing := [axis for axis in mesh.names if axis not in self.roles]:
-                raise StrategyError(f"{name} gives no role to the axis {missing[0]}", mesh=mesh,
-                                    fix=f"name the axes {', '.join(self.roles)}")  # fmt: skip
+                raise StrategyError(
+                    f"{name} gives no role to the axis {missing[0]}",
+                    mesh=mesh,
+                    fix=f"name the axes {', '.join(self.roles)}",
+                )
             return {axis: self.roles[axis] for axis in mesh.names}
         if self.sequence:
             return dict.fromkeys(mesh.names, DATA) | {sequence_axis(mesh): self.sequence}
@@ -93,15 +96,19 @@ class Recipe:
         if self.replicates and len(data) < 2:
             raise StrategyError(
                 f"{name} replicates over one axis and shards over another, the mesh has {len(mesh.names)}",
-                mesh=mesh, fix="give the mesh two axes, such as dp_replicate=2,dp_shard=4, or use fsdp",
-            )  # fmt: skip
+                mesh=mesh,
+                fix="give the mesh two axes, such as dp_replicate=2,dp_shard=4, or use fsdp",
+            )
         stored = {"none": (), "last": data[-1:], "all": data}[self.shard]
         kept = *data, *(axis for axis, role in roles.items() if role in SEQUENCE_ROLES)
         return Restriction(
-            name, roles, tuple(a for a, role in roles.items() if a in stored or role in (TENSOR, TENSOR_SEQUENCE)),
-            tuple(a for a in kept if a not in stored), self.keep,
+            name,
+            roles,
+            tuple(a for a, role in roles.items() if a in stored or role in (TENSOR, TENSOR_SEQUENCE)),
+            tuple(a for a in kept if a not in stored),
+            self.keep,
             own=(*((g, x, True) for g, x in self.pin.items()), *((g, x, False) for g, x in self.forbid.items())),
-        )  # fmt: skip
+        )
 
 
 def sequence_axis(mesh: Mesh) -> str:
@@ -231,9 +238,12 @@ def required_globs(strategy: str | None) -> dict[str, str]:
     """Return the globs of a strategy that must match a parameter of the model, each with what it is."""
     recipes = _recipes((strategy or "").split("+"))
     return {
-        glob: what for r in recipes for what, globs in (("pin", r.pin), ("forbidden", r.forbid)) for glob in globs
+        glob: what
+        for r in recipes
+        for what, globs in (("pin", r.pin), ("forbidden", r.forbid))
+        for glob in globs
         if glob not in r.optional
-    }  # fmt: skip
+    }
 
 
 def _recipes(names: Sequence[str]) -> list[Recipe]:
@@ -283,13 +293,18 @@ def _beside_sequence(outer: Recipe, strategy: str, mesh: Mesh) -> Restriction:
     if sizes:
         other = Restriction.of(rest, Mesh(tuple(sizes), tuple(sizes.values())))
         roles = {name: other.roles.get(name, role) for name, role in restriction.roles.items()}
-        restriction = replace(other, name=strategy, roles=roles, whole_axes=(*other.whole_axes, axis),
-                              own=(*restriction.own, *other.own))  # fmt: skip
+        restriction = replace(
+            other, name=strategy, roles=roles, whole_axes=(*other.whole_axes, axis), own=(*restriction.own, *other.own)
+        )
     if data.shard != "all":
         return restriction
     stored = {*restriction.sharded_axes, axis}
-    return replace(restriction, keep=data.keep, sharded_axes=tuple(name for name in mesh.names if name in stored),
-                   whole_axes=tuple(name for name in restriction.whole_axes if name != axis))  # fmt: skip
+    return replace(
+        restriction,
+        keep=data.keep,
+        sharded_axes=tuple(name for name in mesh.names if name in stored),
+        whole_axes=tuple(name for name in restriction.whole_axes if name != axis),
+    )
 
 
 def _not_together(strategy: str) -> StrategyError:

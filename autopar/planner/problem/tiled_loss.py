@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,9 +23,11 @@ from ...ops.linear_loss import summed_bytes
 from ...plans.tiled import TiledLoss
 from ...rules import Strategy
 from ...rules.loss_regions import LossRegion, loss_regions, unmade_outputs
-from ..objective.evaluate import Evaluation
 from .multipliers import Prices
 from .problem import Problem
+
+if TYPE_CHECKING:
+    from ..objective.evaluate import Evaluation
 
 AUTO, NONE, LOSS = TILINGS = ("auto", "none", "loss")
 NEVER_BYTES = 2**44  # as whose redistribution that of logits is priced: none is made
@@ -90,7 +93,7 @@ class _Price:
         return product + moved / self.hardware.reached_memory_bytes_per_second
 
 
-def told(problem: Problem, evaluation: Evaluation, hardware: Hardware) -> tuple[TiledLoss, ...]:
+def tiled_losses(problem: Problem, evaluation: Evaluation, hardware: Hardware) -> tuple[TiledLoss, ...]:
     """Return what a plan says of the losses that it computes in blocks."""
     vertex_of, found, price = {v.node: v.index for v in problem.vertices}, [], _Price(problem, hardware)
     for region in problem.tiled:

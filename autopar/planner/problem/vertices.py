@@ -95,8 +95,13 @@ def vertices_of(graph: fx.Graph) -> tuple[list[Vertex], list[Use]]:
             if not isinstance(value, torch.Tensor):
                 continue
             key = role.name if role.kind in ("input", "tangent", "constant") else _no_digits(role.name)
-            v = add(node.name, role.kind, node, node.meta["phase"],
-                    (role.kind, key, tuple(value.shape), str(value.dtype), role.trainable))  # fmt: skip
+            v = add(
+                node.name,
+                role.kind,
+                node,
+                node.meta["phase"],
+                (role.kind, key, tuple(value.shape), str(value.dtype), role.trainable),
+            )
             where[node] = v.index
             v.is_matrix = node in hidden
             if node in casts:

@@ -63,11 +63,17 @@ class Dual:
     A class chooses an option: a strategy k of its n, or, if its ops may run again in the backward, n + k, which is
     strategy k run twice. `choice` maps classes to options."""
 
-    def __init__(self, problem: Problem, hyperedges: Sequence[HyperedgePrices], allowed: dict[int, np.ndarray],
-                 prices: Prices,
-                 keep_parameters: bool | None = None, reruns: Collection[int] = (),
-                 options: Sequence[np.ndarray] | None = None,
-                 served: dict[HyperedgePrices, list[PricedMode]] | None = None):  # fmt: skip
+    def __init__(
+        self,
+        problem: Problem,
+        hyperedges: Sequence[HyperedgePrices],
+        allowed: dict[int, np.ndarray],
+        prices: Prices,
+        keep_parameters: bool | None = None,
+        reruns: Collection[int] = (),
+        options: Sequence[np.ndarray] | None = None,
+        served: dict[HyperedgePrices, list[PricedMode]] | None = None,
+    ):
         """Build the dual at these prices. `reruns` are classes whose ops may run again in the backward, so that what
         they make need not be saved; with them the bound also holds for plans that recompute. `options`: those of every
         class in order that are left, by default all that are allowed. `served`: the modes of every hyperedge, if they
@@ -137,8 +143,16 @@ class Dual:
     def restricted(self, keep: Sequence[np.ndarray]) -> Dual:
         """Return the dual of those options of every class alone that a mask keeps, with all that was learned of
         them."""
-        few = Dual(self.problem, self.hyperedges, self.allowed, self.prices, self.keep_parameters, self.reruns,
-                   [index[mask] for index, mask in zip(self.index, keep)], self.served)  # fmt: skip
+        few = Dual(
+            self.problem,
+            self.hyperedges,
+            self.allowed,
+            self.prices,
+            self.keep_parameters,
+            self.reruns,
+            [index[mask] for index, mask in zip(self.index, keep)],
+            self.served,
+        )
         learned = {id(mine): known for mine, known in zip(few.every_factor, self.every_factor)}
         for mine in few.factors:
             known = learned[id(mine)]

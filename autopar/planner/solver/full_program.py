@@ -47,6 +47,9 @@ def solve(run: Run, is_limited: bool) -> Solution | None:
         limit_peaks(program, costs[count:] - costs[0], 1.0)
     found = program.solve(MOST_SECONDS, GAP, costs=program.busiest(costs[0], costs[:count] - costs[0], spans))
     if found is None and not is_limited:
-        raise StrategyError(f"the integer program found no plan in {MOST_SECONDS:.0f} s", mesh=run.problem.mesh,
-                            fix='use solver="dual", or a smaller model')  # fmt: skip
+        raise StrategyError(
+            f"the integer program found no plan in {MOST_SECONDS:.0f} s",
+            mesh=run.problem.mesh,
+            fix='use solver="dual", or a smaller model',
+        )
     return found

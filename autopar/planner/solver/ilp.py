@@ -261,8 +261,11 @@ class Program:
         shared = [(paid[pair][0], reader) for pair, own in readers.items() if len(own) > 1 for reader in own]
         rows = self._new_rows(len(shared), 0.0, np.inf)
         self._entries(rows, np.array([payment for payment, _ in shared], int), 1.0)
-        self._entries(np.repeat(rows, [len(reader) for _, reader in shared]),
-                      np.array([v for _, reader in shared for v in reader], int), -1.0)  # fmt: skip
+        self._entries(
+            np.repeat(rows, [len(reader) for _, reader in shared]),
+            np.array([v for _, reader in shared for v in reader], int),
+            -1.0,
+        )
         alone = [(v, i) for i, own in enumerate(readers.values()) if len(own) == 1 for v in own[0]]
         self._extra.append((np.array([v for v, _ in alone], int), prices[:, [i for _, i in alone]]))
         return paid
@@ -292,8 +295,14 @@ class Program:
                 self._entries(row, columns, -beyond[stream][columns])
         return np.concatenate([base, np.ones(len(spans))])
 
-    def solve(self, seconds_limit: float, relative_gap: float = 1e-4, relax: bool = False,
-              costs: np.ndarray | None = None, most_nodes: int | None = None) -> Solution | None:  # fmt: skip
+    def solve(
+        self,
+        seconds_limit: float,
+        relative_gap: float = 1e-4,
+        relax: bool = False,
+        costs: np.ndarray | None = None,
+        most_nodes: int | None = None,
+    ) -> Solution | None:
         """Minimize `costs`, by default those at the first prices: return what is optimal within `relative_gap`, or the
         best found in the time or with so many nodes of the branching; None if nothing was found. The result is
         deterministic but for the time limit: one thread, fixed seed."""

@@ -52,8 +52,9 @@ class Room:
     accumulates: bool
 
 
-def last_word(run: Run, dual: Dual, prices: Prices, best: Evaluation, joint: dict[int, int],
-              room: Room | None = None) -> LastWord:  # fmt: skip
+def last_word(
+    run: Run, dual: Dual, prices: Prices, best: Evaluation, joint: dict[int, int], room: Room | None = None
+) -> LastWord:
     """Return what the program decides among the options that can be in a plan faster than `best`, whose own options by
     class are `joint`. The dual has what was learned at prices near these; with `room` the plan has to fit it."""
     dual.price(prices)
@@ -86,8 +87,9 @@ def last_word(run: Run, dual: Dual, prices: Prices, best: Evaluation, joint: dic
     return LastWord(found.choice if found is not None else None, said)
 
 
-def _program(run: Run, dual: Dual, options: dict[int, np.ndarray], room: Room | None,
-             best: Evaluation) -> tuple[Program, np.ndarray]:  # fmt: skip
+def _program(
+    run: Run, dual: Dual, options: dict[int, np.ndarray], room: Room | None, best: Evaluation
+) -> tuple[Program, np.ndarray]:
     """Return the program with its rows, and its costs."""
     solver = run.solver
     free = replace(dual.prices, byte_seconds=0.0)
@@ -98,8 +100,9 @@ def _program(run: Run, dual: Dual, options: dict[int, np.ndarray], room: Room | 
         prices += [replace(unit, gradients=float(room.accumulates)), replace(unit, gradients=1.0)]
     else:
         prices.append(replace(prices[0], byte_seconds=solver.free.byte_seconds))  # the smaller of equal plans
-    program = Program(run.problem, dual.hyperedges, run.allowed, prices, run.restriction.keep, dual.reruns,
-                      options=options)  # fmt: skip
+    program = Program(
+        run.problem, dual.hyperedges, run.allowed, prices, run.restriction.keep, dual.reruns, options=options
+    )
     costs = program.costs()
     if room is not None:
         passing = (best.passing_bytes + best.transient_bytes) / room.bytes_

@@ -90,12 +90,12 @@ class LocalSearch:
         return np.array(values)
 
     def improve(
-        self, choice: dict[int, int], passes: int = 8, among: Mapping[int, np.ndarray] | None = None
+        self, choice: dict[int, int], sweeps: int = 8, among: Mapping[int, np.ndarray] | None = None
     ) -> dict[int, int]:
-        """Change one class at a time for the better until nothing improves, in at most `passes` passes. `among`: the
+        """Change one class at a time for the better until nothing improves, in at most so many sweeps. `among`: the
         options that some classes may take, the others all that are allowed."""
         choice = dict(choice)
-        for _ in range(passes):
+        for _ in range(sweeps):
             changed = False
             for i, cls in enumerate(self.dual.classes):
                 options = (among or {}).get(cls, self.dual.index[i])

@@ -89,8 +89,14 @@ class WithinLimit:
     @property
     def last(self) -> Outcome:
         """Return the outcome of the search, with the first half's plan."""
-        return replace(self.first, bound_seconds=self.bound, fits=True, found=tuple(self.run.found),
-                       program=self.program, proved_at=self.proved_at)  # fmt: skip
+        return replace(
+            self.first,
+            bound_seconds=self.bound,
+            fits=True,
+            found=tuple(self.run.found),
+            program=self.program,
+            proved_at=self.proved_at,
+        )
 
     def _try_program(self) -> None:
         """Try what the full integer program chooses, at several prices of what it keeps and computes again."""
@@ -136,8 +142,9 @@ class WithinLimit:
             dual.price(prices)
             starts = [*self.run.found, *([] if self.best is None else [self._joint(dual, self.best)])]
             room = prices.byte_seconds * self.solver.room_bytes
-            search = replace(run.search, gap=max(run.search.gap, min(doubt / 4, BOUND_GAP)),
-                             floor_objective=self.bound + room)  # fmt: skip
+            search = replace(
+                run.search, gap=max(run.search.gap, min(doubt / 4, BOUND_GAP)), floor_objective=self.bound + room
+            )
             solution = minimize(dual, starts, search)
             here = solution.bound - room
             failures = 0 if here > proved else failures + 1
@@ -265,7 +272,6 @@ class WithinLimit:
             if fitted is None:
                 break
             if dearest == 0.0:
-                fitted = between(self.problem, fitted, self.fast, evaluate, limit)
                 fitted = mix(self.problem, fitted, self.fast, limit, evaluate)
             if self.run.restriction.keep is None:
                 fitted = keep_copies(self.problem, fitted, limit, self.solver.pricer)

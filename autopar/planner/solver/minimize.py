@@ -178,5 +178,6 @@ def _program(dual: Dual, best: Solution, keep: list[np.ndarray], most_variables:
         mask[index[chosen]] = True
         mask[best.choice[cls]] = True
         remaining[cls] = mask
-    return Program(dual.problem, dual.hyperedges, remaining, [dual.prices], dual.keep_parameters,
-                   most_variables=most_variables)  # fmt: skip
+    return Program(
+        dual.problem, dual.hyperedges, remaining, [dual.prices], dual.keep_parameters, most_variables=most_variables
+    )

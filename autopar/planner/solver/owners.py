@@ -14,8 +14,7 @@ import numpy as np
 from .dual import Dual
 from .local_search import LocalSearch
 
-PASSES = 3
-Options = dict[int, np.ndarray]  # by class
+SWEEPS = 3
 
 
 def with_owners(dual: Dual, tied: LocalSearch, choice: dict[int, int]) -> list[dict[int, int]]:
@@ -28,7 +27,7 @@ def with_owners(dual: Dual, tied: LocalSearch, choice: dict[int, int]) -> list[d
         if options is None:
             continue
         start = choice | {cls: int(some[0]) for cls, some in options.items() if choice[cls] not in some}
-        found.append(tied.improve(tied.improve(start, PASSES, options)))
+        found.append(tied.improve(tied.improve(start, SWEEPS, options)))
     return found
 
 

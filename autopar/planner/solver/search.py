@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,7 +26,6 @@ from ..problem.recipes import Restriction
 from . import full_program
 from .cutting_planes import Cuts
 from .dual import Dual
-from .interpolate import between
 from .last_word import last_word
 from .minimize import ILP, Search, minimize
 
@@ -87,8 +86,14 @@ class Run:
     """One search: the allowed strategies of one restriction at changing prices. Each minimization does at least as well
     as `starts` and all choices found before."""
 
-    def __init__(self, solver: Solver, restriction: Restriction, allowed: dict[int, np.ndarray], search: Search,
-                 starts: Starts = ()):  # fmt: skip
+    def __init__(
+        self,
+        solver: Solver,
+        restriction: Restriction,
+        allowed: dict[int, np.ndarray],
+        search: Search,
+        starts: Starts = (),
+    ):
         self.found = list(starts)
         self.solver, self.restriction, self.allowed, self.search = solver, restriction, allowed, search
         self.problem, self.limit_bytes = solver.problem, solver.limit_bytes
@@ -113,11 +118,10 @@ class Run:
             self._cut(candidate.evaluation)
             if not self.prices.overlap or self.is_near(best.evaluation, bound):
                 break
-            point, doubt, met = self.cuts.highest(bound)
+            point, doubt, _ = self.cuts.highest(bound)
             if is_limited and self._far_from_limit(doubt):
                 break
             if doubt <= self.search.gap or self.cuts.is_known(point):
-                best = self._mixed(best, met)
                 break
             self.prices = self.prices.at(point)
         assert best is not None
@@ -176,14 +180,6 @@ class Run:
     def is_near(self, e: Evaluation, bound: float) -> bool:
         """Return whether a plan's seconds are within the search's gap of a bound."""
         return e.seconds - bound <= self.search.gap * e.seconds
-
-    def _mixed(self, best: Outcome, plans: list[Evaluation]) -> Outcome:
-        """Return the best of all mixtures of two of the plans, or what there is."""
-        for one, other in itertools.combinations(plans, 2):
-            mixed = self.solver.with_peak(between(self.problem, one, other, partial(self.evaluate, self.prices)))
-            if mixed.seconds < best.evaluation.seconds:
-                best = replace(best, evaluation=mixed, fits=mixed.bytes_ <= self.limit_bytes)
-        return best
 
     def at(self, prices: Prices, search: Search | None = None) -> Outcome:
         """Return the plan that costs least at these prices, as exactly as a search goes, by default the run's own."""

@@ -36,17 +36,26 @@ class Solver:
     """Searches one problem under one memory limit. `overlap`: share of a second that is gained when communication runs
     beside compute. `report(text)` is told what is being done."""
 
-    def __init__(self, problem: Problem, pricer: Pricer, limit_bytes: float, search: Search = Search(),
-                 report: Callable[[str], None] = lambda text: None, overlap: float = 0.0,
-                 alike: Solver | None = None):  # fmt: skip
+    def __init__(
+        self,
+        problem: Problem,
+        pricer: Pricer,
+        limit_bytes: float,
+        search: Search = Search(),
+        report: Callable[[str], None] = lambda text: None,
+        overlap: float = 0.0,
+        alike: Solver | None = None,
+    ):
         """Make a solver; `alike`: one of the same problem and pricer."""
         self.problem, self.pricer, self.limit_bytes = problem, pricer, limit_bytes
         self.room_bytes = limit_bytes - problem.reserve_bytes  # for tensors
         self.search, self.report = search, report
         self.blocks: Blocks = alike.blocks if alike else Blocks(problem, pricer)
-        self.hyperedges: list[HyperedgePrices] = alike.hyperedges if alike else [
-            HyperedgePrices(problem, pricer, hyperedge) for hyperedge in hyperedges_of(problem)
-        ]  # fmt: skip
+        self.hyperedges: list[HyperedgePrices] = (
+            alike.hyperedges
+            if alike
+            else [HyperedgePrices(problem, pricer, hyperedge) for hyperedge in hyperedges_of(problem)]
+        )
         fastest = sum(float(c.seconds.min()) * c.copies for c in problem.classes.values())
         room = self.room_bytes if self.room_bytes > 0 else limit_bytes
         self.unit_price = max(fastest, 1e-6) / room  # at which the whole memory costs as much as all compute
@@ -55,7 +64,7 @@ class Solver:
         self.weights = spans * classes if overlap else 0  # of links
         # among equally fast plans the smaller one
         self.free = Prices(
-            self.unit_price * 1e-5, gradients=0.0, overlap=overlap, links=links, passes=pricer.micro_batches
+            self.unit_price * 1e-5, gradients=0.0, overlap=overlap, links=links, micro_batches=pricer.micro_batches
         )
 
     def run(self, restriction: Restriction, pins: dict[str, str] | None = None, starts: Starts = ()) -> Run:
@@ -105,10 +114,12 @@ class Solver:
         devices = f"about {times}x the devices, a smaller batch, or " if self.room_bytes > 0 else ""
         return MemoryInfeasibleError(
             f"{message} {size(need)}, {size(missing)} more",
-            missing_bytes=math.ceil(missing), mesh=self.problem.mesh, micro_batches=self.pricer.micro_batches,
+            missing_bytes=math.ceil(missing),
+            mesh=self.problem.mesh,
+            micro_batches=self.pricer.micro_batches,
             breakdown=live_bytes(self.problem, smallest, self.pricer).at_peak,
             fix=f"{devices}memory={enough} would fit",
-        )  # fmt: skip
+        )
 
     def made_to_fit(self, e: Evaluation) -> Evaluation | None:
         """Return the same sharding with as much computed again as the memory demands, None if that is of no use."""

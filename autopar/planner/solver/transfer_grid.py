@@ -30,9 +30,13 @@ class TransferGrid:
 
     @classmethod
     def of(
-        cls, pricer: Pricer, tensor: tuple[int, int], slots: Sequence[int], sources: Sequence[Layout],
+        cls,
+        pricer: Pricer,
+        tensor: tuple[int, int],
+        slots: Sequence[int],
+        sources: Sequence[Layout],
         targets: Sequence[Layout],
-    ) -> TransferGrid:  # fmt: skip
+    ) -> TransferGrid:
         """Return the grid of a tensor that is read in these slots."""
         whole = pricer.problem.tensor_bytes[tensor]
         moved = [pricer.moved_bytes(*tensor, slots, p) for p in sources]
