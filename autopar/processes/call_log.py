@@ -9,8 +9,8 @@ compare beside the steps (comparison.py) and when a collective fails.
 from __future__ import annotations
 
 import zlib
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 KEPT = 64  # calls of a group: ranks of one are never that far from each other
 ALL_KEPT = 1000  # calls of a rank: those of two seconds, where a step takes ten milliseconds
@@ -35,33 +35,36 @@ class GroupLog:
 
 
 class CallLogs:
-    """The logs of a rank."""
+    """The logs of a rank, by mesh and group. What a rank calls on one mesh says nothing of groups that only another
+    mesh has: ranks of two pipeline stages run other graphs, and share groups of the mesh of a model beside."""
 
     def __init__(self) -> None:
-        self.groups: dict[tuple[int, ...], GroupLog] = {}
-        self.of_forwards: dict[tuple[int, ...], GroupLog] = {}
+        self.groups: dict[tuple[str, tuple[int, ...]], GroupLog] = {}
+        self.of_forwards: dict[str, dict[tuple[int, ...], GroupLog]] = defaultdict(dict)
 
-    def of(self, groups: Iterable[tuple[int, ...]], is_forward: bool) -> list[GroupLog]:
-        """Return the logs of the groups that a graph meets in."""
-        found = {ranks: self.groups.setdefault(ranks, GroupLog(ranks)) for ranks in groups}
+    def of(self, mesh: str, groups: Iterable[tuple[int, ...]], is_forward: bool) -> list[GroupLog]:
+        """Return the logs of the groups of a mesh that a graph meets in. `is_forward`: of a whole forward, not of a
+        stage's."""
+        found = {ranks: self.groups.setdefault((mesh, ranks), GroupLog(ranks)) for ranks in groups}
         if is_forward:
-            self.of_forwards |= found
+            self.of_forwards[mesh] |= found
         return [*found.values()]
 
-    def of_backward(self, own: Sequence[GroupLog]) -> list[GroupLog]:
-        """Return the logs that a backward counts in: those of its own graph, and of forwards. Who skips it met in its
-        forward, also where the backward has no collectives."""
-        return [*dict.fromkeys((*own, *self.of_forwards.values()))]
+    def of_backward(self, mesh: str, own: Sequence[GroupLog]) -> list[GroupLog]:
+        """Return the logs that a whole backward counts in: those of its own graph, and of the mesh's forwards. Who
+        skips it met in its forward, also where the backward has no collectives."""
+        return [*dict.fromkeys((*own, *self.of_forwards[mesh].values()))]
 
-    def step(self, has_gradients: bool) -> None:
-        """Add an optimizer's step to all logs: a rank that skips one has other parameters then, and one that skips a
-        backward may have nothing to step with."""
-        for log in self.groups.values():
-            log.add(STEP.encode() if has_gradients else IDLE_STEP)
+    def step(self, meshes: Container[str], has_gradients: bool) -> None:
+        """Add a step of an optimizer of parameters on these meshes to their logs: a rank that skips one has other
+        parameters then, and one that skips a backward may have nothing to step with."""
+        for (mesh, _), log in self.groups.items():
+            if mesh in meshes:
+                log.add(STEP.encode() if has_gradients else IDLE_STEP)
 
     def told(self) -> dict[str, list[tuple[int, int]]]:
         """Return what other ranks are told, as plain data: the last calls by group."""
-        return {f"{zlib.crc32(repr(ranks).encode()):x}": [*log.last] for ranks, log in self.groups.copy().items()}
+        return {f"{zlib.crc32(repr(group).encode()):x}": [*log.last] for group, log in self.groups.copy().items()}
 
 
 def differ(one: Sequence[tuple[int, int]], other: Sequence[tuple[int, int]]) -> bool:

@@ -21,17 +21,18 @@ if TYPE_CHECKING:
 
 
 FORWARDS = ("forward", "forward without gradients")  # phases, which share their groups
+BACKWARD = "backward"  # of a whole model; stages have phases of their own
 
 
 class Guarded:
     """A graph whose failing collectives are explained."""
 
-    def __init__(self, watch: Watch, module: fx.GraphModule, phase: str, run: Callable):
-        self.watch, self.module, self.phase, self.run = watch, module, phase, run
+    def __init__(self, watch: Watch, module: fx.GraphModule, phase: str, mesh: str, run: Callable):
+        self.watch, self.module, self.phase, self.mesh, self.run = watch, module, phase, mesh, run
         self.doing = " ".join(["the", *phase.partition(" ")[:1], "graph", *phase.split()[1:]])
         self.is_forward = phase in FORWARDS
         groups = (process_groups.members(n.args[-1]) for n in module.graph.nodes if is_collective(n))
-        self.logs = watch.logs.of((tuple(ranks) for ranks in groups if ranks), self.is_forward)
+        self.logs = watch.logs.of(mesh, (tuple(ranks) for ranks in groups if ranks), self.is_forward)
         self.name = self.doing.encode()
         self.code = module.forward.__code__ if run == module.forward else None  # None: compiled, lines say nothing
 
@@ -42,7 +43,7 @@ class Guarded:
         if self.is_forward:
             watch.begin_step()
         watch.count(self.doing)
-        logs = self.logs if self.is_forward else watch.logs.of_backward(self.logs)
+        logs = watch.logs.of_backward(self.mesh, self.logs) if self.phase == BACKWARD else self.logs
         for log in logs:
             log.add(self.name)
         watch.running = self

@@ -18,7 +18,7 @@ import time
 import traceback
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -299,10 +299,10 @@ def machines() -> tuple[int, ...]:
     return (0,) if _current is None else _current.peers.machines
 
 
-def guarded(module: fx.GraphModule, phase: str, run: Callable) -> Callable:
+def guarded(module: fx.GraphModule, phase: str, mesh: str, run: Callable) -> Callable:
     """Return `run`, the forward of a graph module or what it was compiled to, with its collectives watched: one that
     fails raises RankFailure or CollectiveTimeout."""
-    return run if _current is None else Guarded(_current, module, phase, run)
+    return run if _current is None else Guarded(_current, module, phase, mesh, run)
 
 
 @contextlib.contextmanager
@@ -346,11 +346,11 @@ def enter(module: str) -> None:
         _current.entered[module] += 1
 
 
-def stepped(has_gradients: bool) -> None:
+def stepped(meshes: Container[str], has_gradients: bool) -> None:
     """Note an optimizer's step, which all ranks make together."""
     if _current is not None:
         _current.count(STEP)
-        _current.logs.step(has_gradients)
+        _current.logs.step(meshes, has_gradients)
 
 
 def logged(message: dict) -> dict:

@@ -44,6 +44,7 @@ class LoadedGraph:
         self.module = bind_groups(module, groups.bind(group_names(module), lane)).to(device)
         if groups.are_gloo:
             gather_by_broadcasts(self.module)
+        self.mesh = str(groups.mesh)
         self.options: Mapping[str, object] | None = None  # of torch.compile, if the graph goes through it
         self.load(phase)
 
@@ -56,7 +57,7 @@ class LoadedGraph:
         module = boxed(_copy(self.module))  # torch.compile, and what follows sizes, takes the graph as it was
         buckets_in_place(module)
         compile_directly(module)
-        self.run = _without_autocast(watch.guarded(module, self.phase, module.forward))
+        self.run = _without_autocast(watch.guarded(module, self.phase, self.mesh, module.forward))
         return self.run(values)
 
     @classmethod
@@ -73,7 +74,8 @@ class LoadedGraph:
     def compile(self, options: Mapping[str, object]) -> None:
         """Run the graph through torch.compile, with these options of it, from the next call on; that call compiles."""
         self.options = options
-        self.run = watch.guarded(self.module, self.phase, _compiled(self.module, self.phase, options))
+        run = _compiled(self.module, self.phase, options)
+        self.run = watch.guarded(self.module, self.phase, self.mesh, run)
 
 
 def _without_autocast(run: Callable) -> Callable:

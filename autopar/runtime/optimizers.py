@@ -69,7 +69,7 @@ BY_ELEMENT = frozenset((ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 
 _modules: WeakSet[nn.Module] = WeakSet()
 # (form when it was checked, whether it steps on local parts, the type that its state is kept in if that is narrow,
-# whether it has parameters of compiled modules)
+# the meshes of the compiled modules whose parameters it has)
 _checked: WeakKeyDictionary[Optimizer, tuple] = WeakKeyDictionary()
 
 
@@ -88,17 +88,17 @@ def _before(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dic
     """Raise OptimizerError for an optimizer that cannot step; give one that needs local parts a stand-in that has
     them."""
     form = tuple((len(group["params"]), bool(group.get("fused"))) for group in optimizer.param_groups)
-    known, is_local, kept, is_ours = _checked.get(optimizer, (None, False, None, False))
+    known, is_local, kept, meshes = _checked.get(optimizer, (None, False, None, frozenset()))
     if known != form:
         owners = [m for m in _modules if _has_some_of(optimizer, m)]
         for module in owners:
             _check(optimizer, module)
         is_local = bool(owners) and _steps_on_local_parts(optimizer)
         kept = _kept_in(optimizer, owners, is_local)
-        is_ours = bool(owners)
-        _checked[optimizer] = form, is_local, kept, is_ours
-    if is_ours:
-        watch.stepped(any(p.grad is not None for p in parameters_of(optimizer)))
+        meshes = _meshes_of(owners)
+        _checked[optimizer] = form, is_local, kept, meshes
+    if meshes:
+        watch.stepped(meshes, any(p.grad is not None for p in parameters_of(optimizer)))
     if kept is not None:
         return step_narrow(optimizer, kept, args, kwargs)
     if is_local:
@@ -107,6 +107,10 @@ def _before(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dic
     if step is not None and (modules := [m for m in _modules if _has_some_of(optimizer, m)]):
         return step(optimizer, modules, args, kwargs)
     return None
+
+
+def _meshes_of(owners: Sequence[Any]) -> frozenset[str]:
+    return frozenset(str(module.plan.mesh) for module in owners)
 
 
 def _has_some_of(optimizer: Optimizer, module: nn.Module) -> bool:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from autopar.processes.call_log import KEPT, CallLogs, packed, unpacked
 from autopar.processes.unlike import disagreeing
 
-TP, DP = (0, 1), (0, 2)
+MESH, TP, DP = "dp=2,tp=2", (0, 1), (0, 2)
 
 
 def _logs(*calls: bytes) -> CallLogs:
     logs = CallLogs()
-    (log,) = logs.of([TP], is_forward=True)
+    (log,) = logs.of(MESH, [TP], is_forward=True)
     for call in calls:
         log.add(call)
     return logs
@@ -33,28 +33,37 @@ def test_ranks_disagree_from_the_first_other_call_on():
 
 def test_groups_that_a_rank_does_not_share_are_not_compared():
     mine, theirs = CallLogs(), CallLogs()
-    mine.of([TP], is_forward=True)[0].add(b"forward")
-    theirs.of([DP], is_forward=True)[0].add(b"another")
+    mine.of(MESH, [TP], is_forward=True)[0].add(b"forward")
+    theirs.of(MESH, [DP], is_forward=True)[0].add(b"another")
     assert not disagree(mine.told(), theirs.told())
 
 
 def test_a_call_that_is_taken_back_was_none():
     logs = _logs(b"forward", b"forward")
-    logs.groups[TP].take_back()
-    logs.groups[TP].add(b"backward")
+    logs.groups[MESH, TP].take_back()
+    logs.groups[MESH, TP].add(b"backward")
     assert logs.told() == _logs(b"forward", b"backward").told()
 
 
 def test_a_backward_counts_where_forwards_meet_and_a_step_everywhere():
     logs = CallLogs()
-    (forward,), (backward,) = logs.of([TP], is_forward=True), logs.of([DP], is_forward=False)
-    assert logs.of_backward([]) == [forward] and logs.of_backward([backward]) == [backward, forward]
-    assert logs.of_backward([forward]) == [forward]
+    (forward,), (backward,) = logs.of(MESH, [TP], is_forward=True), logs.of(MESH, [DP], is_forward=False)
+    assert logs.of_backward(MESH, []) == [forward] and logs.of_backward(MESH, [backward]) == [backward, forward]
+    assert logs.of_backward(MESH, [forward]) == [forward]
     other = CallLogs()
-    other.of([TP, DP], is_forward=True)
-    logs.step(has_gradients=True)
-    other.step(has_gradients=False)
+    other.of(MESH, [TP, DP], is_forward=True)
+    logs.step({MESH}, has_gradients=True)
+    other.step({MESH}, has_gradients=False)
     assert [log.last[-1][0] for log in logs.groups.values()] == [1, 1] and disagree(logs.told(), other.told())
+
+
+def test_what_is_called_on_one_mesh_says_nothing_of_another_ones_groups():
+    logs = CallLogs()
+    (flat,) = logs.of("dp=4", [(0, 1, 2, 3)], is_forward=True)
+    (stage,) = logs.of("pp=2,dp=2", [TP], is_forward=False)
+    assert logs.of_backward("pp=2,dp=2", [stage]) == [stage] and logs.of_backward("dp=4", []) == [flat]
+    logs.step({"pp=2,dp=2"}, has_gradients=True)
+    assert [log.last[-1][0] for log in (flat, stage)] == [0, 1]
 
 
 def test_packed_calls_come_back():

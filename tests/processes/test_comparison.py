@@ -49,7 +49,7 @@ class Ranks:
     def call(self, rank: int, *phases: str, run=lambda x: x) -> None:
         """Let a rank run graphs, of which `run` is what they do."""
         for phase in phases:
-            Guarded(self.watches[rank], self.module, phase, run)(torch.ones(2))
+            Guarded(self.watches[rank], self.module, phase, "dp=4", run)(torch.ones(2))
 
 
 @pytest.mark.parametrize(("alone", "skipped"), [
@@ -90,7 +90,7 @@ def test_a_call_that_fails_before_its_collectives_may_be_made_again(monkeypatch)
     def fails(x):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    fails_first = Guarded(ranks.watches[0], ranks.module, FORWARD, fails)
+    fails_first = Guarded(ranks.watches[0], ranks.module, FORWARD, "dp=4", fails)
     fails_first.code = fails.__code__
     with pytest.raises(torch.OutOfMemoryError):
         fails_first(torch.ones(2))

@@ -20,7 +20,7 @@ def _answers(programs: Sequence[Sequence[str]], pairs: bool = False) -> dict[int
     for rank, program in enumerate(programs):
         logs, calls, step = CallLogs(), [], 0
         ring = [tuple(sorted((r, (r + 1) % world))) for r in ((rank - 1) % world, rank)]
-        groups = logs.of(ring if pairs else [tuple(range(world))], is_forward=True)
+        groups = logs.of("dp", ring if pairs else [tuple(range(world))], is_forward=True)
         for number, what in enumerate(program, 1):
             step += what in (F, E)
             calls.append((number, step, what))

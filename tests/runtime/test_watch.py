@@ -224,7 +224,7 @@ def test_out_of_memory_is_told_as_that():
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     watch = _watch()
-    guarded = Guarded(watch, fx.GraphModule(torch.nn.Module(), graph), "backward", fails)
+    guarded = Guarded(watch, fx.GraphModule(torch.nn.Module(), graph), "backward", "dp=2", fails)
     guarded.code, guarded.at = fails.__code__, lambda line: (1, "all_reduce", started)
     with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
         guarded(torch.ones(2))
