@@ -71,7 +71,7 @@ def test_a_run_leaves_the_graph_as_it_was():
     aten, graph = torch.ops.aten, fx.Graph()
     x = graph.placeholder("x")
     graph.output((graph.call_function(aten.mul.Tensor, (x, x)),))
-    groups = SimpleNamespace(bind=lambda names, lane: {}, are_gloo=True)
+    groups = SimpleNamespace(bind=lambda names, lane: {}, are_gloo=True, mesh="dp=2")
     loaded = LoadedGraph(fx.GraphModule({}, graph), groups, torch.device("cpu"), "forward")
     before = loaded.module.code
     (found,) = loaded.run([torch.tensor(3.0)])
