@@ -1,9 +1,9 @@
-"""Measure what it costs that ranks compare their parameters and batches (`check_every` of autopar.compile).
+"""Measure the cost of ranks that compare parameters and batches (`check_every` of autopar.compile), and their calls.
 
     OMP_NUM_THREADS=1 python benchmarks/equal_ranks.py [--model gpt2] [--mesh dp=2] [--batch 4] [--seq 64]
 
-Prints seconds and CPU seconds of a step, of a check, and the share that checks take at the default interval; medians of
-rank 0.
+Prints seconds and CPU seconds of a step, of a check, of noting the calls of a step and of comparing them with another
+rank, and the shares that they take at the default intervals; medians of rank 0.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import autopar
 from autopar import models
 from autopar.ir.mesh import Mesh
+from autopar.processes import comparison, watch
 from autopar.runtime.equal_ranks import EVERY
 
 
@@ -54,13 +55,24 @@ def rank(args) -> None:
         optimizer.zero_grad()
 
     step()
+
+    def note() -> None:
+        for log in [*logs.groups.values()] * 2:  # of the forward and of the backward
+            log.add(b"the forward graph")
+        logs.step({mesh for mesh, _ in logs.groups}, has_gradients=True)
+
+    logs = watch._current.logs
     of_step, of_check = measured(step, 5), measured(lambda: check(model, calls[0]), 5)
+    of_notes, of_look = measured(note, 25), measured(lambda: comparison.look(watch._current), 25)
     if dist.get_rank() == 0:
         print(f"{args.model} on {args.mesh}, batch {args.batch} x {args.seq}: wall and CPU seconds of rank 0")
-        for what, (wall, cpu) in (("step", of_step), ("check", of_check)):
-            print(f"{what:6s} {wall:8.4f} {cpu:8.4f}")
+        rows = {"step": of_step, "check": of_check, "notes": of_notes, "comparison": of_look}
+        for what, (wall, cpu) in rows.items():
+            print(f"{what:10s} {wall:10.6f} {cpu:10.6f}")
         shares = [check / step / EVERY for check, step in zip(of_check, of_step)]
         print(f"every {EVERY} calls a check takes {shares[0]:.3%} of the steps, {shares[1]:.3%} of their CPU time")
+        print(f"noting a step's calls takes {of_notes[0] / of_step[0]:.3%} of it; a comparison every", end=" ")
+        print(f"{comparison.SECONDS:g} s takes {of_look[1] / comparison.SECONDS:.3%} of a core")
     dist.destroy_process_group()
 
 

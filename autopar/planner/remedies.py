@@ -259,14 +259,14 @@ def _micro_batches(error: MemoryInfeasibleError, request: Refused, times: int) -
     room = shrinking - error.missing_bytes
     factor = times * _power_of_two(shrinking / room) if room > 0 else math.inf
     if factor in _divisions(request):
-        yield _passes(request, factor)
+        yield _more_micro_batches(request, factor)
 
 
 def _together(request: Refused) -> Iterator[_Change]:
     """Yield a free strategy and recomputation with some micro-batches, then with as many as there can be."""
     possible = _divisions(request)
     for factor in dict.fromkeys((possible[len(possible) // 2], possible[-1]) if possible else ()):
-        yield _passes(
+        yield _more_micro_batches(
             request,
             factor,
             'strategy="auto", recompute="auto", ',
@@ -284,7 +284,7 @@ def _divisions(request: Refused) -> list[int]:
     return [k for k in powers if samples % k == 0 and (samples % ways or samples // k % ways == 0)]
 
 
-def _passes(request: Refused, factor: int, arguments: str = "", flags: str = "", **options) -> _Change:
+def _more_micro_batches(request: Refused, factor: int, arguments: str = "", flags: str = "", **options) -> _Change:
     """Return the change to `factor` times as many micro-batches with as many times fewer samples each."""
     micro_batches, samples = request.options.micro_batches * factor, request.samples // factor
     return request.change(

@@ -62,8 +62,8 @@ class CallLogs:
             if mesh in meshes:
                 log.add(STEP.encode() if has_gradients else IDLE_STEP)
 
-    def told(self) -> dict[str, list[tuple[int, int]]]:
-        """Return what other ranks are told, as plain data: the last calls by group."""
+    def last_calls(self) -> dict[str, list[tuple[int, int]]]:
+        """Return the last calls by group, as plain data that other ranks are sent."""
         return {f"{zlib.crc32(repr(group).encode()):x}": [*log.last] for group, log in self.groups.copy().items()}
 
 

@@ -41,7 +41,7 @@ def found(
 ) -> Cause | None:
     """Return why `me` waits, if the answers say it. `machines`: by rank, the number of its machine; `waited`: long
     enough that those who are behind are late."""
-    if (cause := told(answers)) is not None:
+    if (cause := found_by_another(answers)) is not None:
         return cause
     if gone := [rank for rank, answer in answers.items() if answer == GONE]:
         return Cause("gone", gone, f"{named(gone)} died: no process answers any more")
@@ -64,7 +64,7 @@ def found(
     return None
 
 
-def told(answers: Mapping[int, dict | str]) -> Cause | None:
+def found_by_another(answers: Mapping[int, dict | str]) -> Cause | None:
     """Return the cause that another rank has found."""
     return next((Cause(**a["cause"]) for a in answers.values() if isinstance(a, dict) and a.get("cause")), None)
 

@@ -29,7 +29,8 @@ class Guarded:
 
     def __init__(self, watch: Watch, module: fx.GraphModule, phase: str, mesh: str, run: Callable):
         self.watch, self.module, self.phase, self.mesh, self.run = watch, module, phase, mesh, run
-        self.doing = " ".join(["the", *phase.partition(" ")[:1], "graph", *phase.split()[1:]])
+        kind, of, rest = phase.partition(" ")
+        self.doing = f"the {kind} graph{of}{rest}"
         self.is_forward = phase in FORWARDS
         groups = (process_groups.members(n.args[-1]) for n in module.graph.nodes if is_collective(n))
         self.logs = watch.logs.of(mesh, (tuple(ranks) for ranks in groups if ranks), self.is_forward)

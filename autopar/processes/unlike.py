@@ -37,9 +37,10 @@ def disagreeing(answers: Mapping[int, Mapping | str]) -> tuple[int, int] | None:
 def found(answers: Mapping[int, Mapping | str]) -> Cause | None:
     """Return the cause "unlike" if two ranks did not call the same, None else. `answers`: also with the last calls (see
     call_log.packed)."""
-    pair = disagreeing(answers)
+    if (pair := disagreeing(answers)) is None:
+        return None
     known = {rank: unpacked(a) for rank, a in sorted(answers.items()) if not isinstance(a, str) and "calls" in a}
-    return who(known, pair) if pair is not None else None
+    return who(known, pair)
 
 
 def who(calls: Mapping[int, Calls], pair: tuple[int, int]) -> Cause:

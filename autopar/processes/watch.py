@@ -196,7 +196,7 @@ class Watch:
             for ranks, are_all in ((near, not far), (far, True)):
                 self.answers = answers = answers | self.peers.ask(ALL, ranks)
                 waited = timed_out or time.monotonic() > deadline
-                cause = causes.told(answers) or unlike.found(answers | {self.peers.rank: self.logged(ALL)})
+                cause = causes.found_by_another(answers) or unlike.found(answers | {self.peers.rank: self.logged(ALL)})
                 cause = cause or causes.found(answers, self.peers.rank, here, self.peers.machines, waited)
                 is_first = cause is not None and cause.kind not in ("apart", "behind", "unlike")  # which all are asked
                 if cause is not None and (are_all or is_first):
@@ -224,7 +224,7 @@ class Watch:
 
     def logged(self, message: dict) -> dict:
         """Return what is asked for of what this rank called, as unlike.py takes it."""
-        asked = {"digests": self.logs.told()} if message.get("digests") else {}
+        asked = {"digests": self.logs.last_calls()} if message.get("digests") else {}
         return asked | (packed([*self.last]) if message.get("calls") else {})
 
     def _excepthook(self, kind: type, value: BaseException, trace) -> None:

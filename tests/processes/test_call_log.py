@@ -22,27 +22,27 @@ def disagree(mine: dict, theirs: dict) -> bool:
 
 def test_ranks_disagree_from_the_first_other_call_on():
     """Who is only further than the other has called the same; who has another past has not, whatever follows."""
-    mine = _logs(b"forward", b"backward").told()
-    assert not disagree(mine, _logs(b"forward").told()) and not disagree(mine, {})
-    assert not disagree(mine, _logs(*[b"forward", b"backward"] * 9).told())
-    assert disagree(mine, _logs(b"forward", b"forward").told())
-    assert disagree(mine, _logs(b"forward", b"forward", *[b"forward", b"backward"] * 9).told())
+    mine = _logs(b"forward", b"backward").last_calls()
+    assert not disagree(mine, _logs(b"forward").last_calls()) and not disagree(mine, {})
+    assert not disagree(mine, _logs(*[b"forward", b"backward"] * 9).last_calls())
+    assert disagree(mine, _logs(b"forward", b"forward").last_calls())
+    assert disagree(mine, _logs(b"forward", b"forward", *[b"forward", b"backward"] * 9).last_calls())
     long, shifted = [b"forward", b"backward"] * KEPT, [b"forward", *[b"forward", b"backward"] * KEPT]
-    assert disagree(_logs(*long).told(), _logs(*shifted).told())
+    assert disagree(_logs(*long).last_calls(), _logs(*shifted).last_calls())
 
 
 def test_groups_that_a_rank_does_not_share_are_not_compared():
     mine, theirs = CallLogs(), CallLogs()
     mine.of(MESH, [TP], is_forward=True)[0].add(b"forward")
     theirs.of(MESH, [DP], is_forward=True)[0].add(b"another")
-    assert not disagree(mine.told(), theirs.told())
+    assert not disagree(mine.last_calls(), theirs.last_calls())
 
 
 def test_a_call_that_is_taken_back_was_none():
     logs = _logs(b"forward", b"forward")
     logs.groups[MESH, TP].take_back()
     logs.groups[MESH, TP].add(b"backward")
-    assert logs.told() == _logs(b"forward", b"backward").told()
+    assert logs.last_calls() == _logs(b"forward", b"backward").last_calls()
 
 
 def test_a_backward_counts_where_forwards_meet_and_a_step_everywhere():
@@ -54,7 +54,9 @@ def test_a_backward_counts_where_forwards_meet_and_a_step_everywhere():
     other.of(MESH, [TP, DP], is_forward=True)
     logs.step({MESH}, has_gradients=True)
     other.step({MESH}, has_gradients=False)
-    assert [log.last[-1][0] for log in logs.groups.values()] == [1, 1] and disagree(logs.told(), other.told())
+    assert [log.last[-1][0] for log in logs.groups.values()] == [1, 1] and disagree(
+        logs.last_calls(), other.last_calls()
+    )
 
 
 def test_what_is_called_on_one_mesh_says_nothing_of_another_ones_groups():
