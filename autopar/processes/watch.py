@@ -51,7 +51,6 @@ class Watch:
         self.thread = threading.get_ident()
         self.calls = self.step = 0
         self.entered: Counter[str] = Counter()  # calls of compiled modules
-        self.began = 0.0
         self.last: deque[tuple[int, int, str]] = deque(maxlen=ALL_KEPT)  # calls: number, step, what
         self.logs = CallLogs()
         self.plans: dict[str, int] = {}  # by hash, of how many stages
@@ -59,7 +58,7 @@ class Watch:
         self.recording, self.recorded = threading.Lock(), False
         self.record_file: Path | None = None
         self.running: Guarded | str | None = None
-        self.inside = 0  # the thread of what runs
+        self.began, self.inside = 0.0, 0  # when the first step did, and the thread of what runs
         self.failed_at: Progress | None = None
         self.cause: Cause | None = None
         self.peers = Peers(self._answer)
@@ -138,7 +137,8 @@ class Watch:
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[Callable[[bool], None]]:
-        """Let this rank wait at `what` inside, as process_groups.waiting has it."""
+        """Let this rank wait at `what` inside, as process_groups.waiting has it, or at the collective that needs it."""
+        what = self.running if isinstance(self.running, str) else what
         patience, here = Patience(self.peers, range(self.peers.world)), Progress(self.calls, 1, self.step, what, what)
 
         def check(in_vain: bool) -> None:
