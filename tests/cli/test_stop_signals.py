@@ -13,7 +13,15 @@ from autopar.cli import stop_signals
 from autopar.cli.stop_signals import StopSignals, end_with
 
 
-def test_the_first_signal_is_told_and_the_second_ends_the_process(monkeypatch):
+@pytest.fixture
+def interruptible():
+    """Let Ctrl-C reach this process, also where tests run as a background job of a shell, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_the_first_signal_is_told_and_the_second_ends_the_process(monkeypatch, interruptible):
     told, before = [], signal.getsignal(signal.SIGTERM)
     with StopSignals(told.append) as stop:
         for _ in range(2):  # the second comes at once: a launcher passes it on
@@ -26,7 +34,7 @@ def test_the_first_signal_is_told_and_the_second_ends_the_process(monkeypatch):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_where_nothing_is_worth_waiting_for():
+def test_where_nothing_is_worth_waiting_for(interruptible):
     with StopSignals(waits=False), pytest.raises(SystemExit):
         signal.raise_signal(signal.SIGINT)
 
