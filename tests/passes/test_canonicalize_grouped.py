@@ -91,7 +91,7 @@ def test_a_stack_of_rows_stays_a_product_of_stacks():
 
 
 def test_the_configuration_of_experts_is_lent():
-    """A model and one inside it have another one inside, one with an implementation of its own keeps it; all come back."""
+    """Models and models inside them get another one; an implementation of their own stays. All come back after."""
 
     class Outer(PretrainedConfig):
         sub_configs = {"text": PretrainedConfig}
