@@ -1,4 +1,4 @@
-"""What each mechanism of the search for a plan earns: the same searches with one of them off.
+"""Measure what each mechanism of the search for a plan earns: the same searches with one of them off.
 
     OMP_NUM_THREADS=1 python benchmarks/ablation.py [WORD ...] > benchmarks/results/ablation.txt
 

@@ -103,7 +103,7 @@ class Sleeping:
 def sleep_through(
     rank: int, names: list[str], micro_batches: int, idle_seconds: float
 ) -> dict[str, list[tuple[float, float]]]:
-    """When this rank's actions began and ended, by schedule."""
+    """Return when this rank's actions began and ended, by schedule."""
     found, world = {}, dist.get_world_size()
     for name in names:
         schedule = make(name, world, micro_batches)
@@ -119,7 +119,7 @@ def sleep_through(
 
 
 def seconds_for(name: str, idle_seconds: float) -> float:
-    """Of each of F, I and W of all stages of a rank, if the rank is to be idle so long."""
+    """Return the seconds of each of F, I and W of all stages of a rank, if the rank is to be idle so long."""
     return idle_seconds / bubble_formulas.idle_seconds(name, RANKS, MICRO_BATCHES)
 
 

@@ -36,7 +36,7 @@ CASES = {
 
 
 def output(words: str, seed: int) -> tuple[bytes, float]:
-    """What one process prints, on stdout and stderr, and its seconds."""
+    """Return what one process prints, on stdout and stderr, and its seconds."""
     start = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-m", "autopar.cli", "plan", *words.split(), "--json", "-"], cwd=ROOT,

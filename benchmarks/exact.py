@@ -1,4 +1,4 @@
-"""How exact the search is: against all plans of small random graphs, and against HiGHS on models of two layers.
+"""Measure how exact the search is: against all plans of small random graphs, and HiGHS on models of two layers.
 
     OMP_NUM_THREADS=1 python benchmarks/exact.py [--graphs 200] [--first 0] [--plans 1000000] [--limits 12]
                                                  [--seconds 120]

@@ -31,7 +31,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Row:
-    """What one strategy took. Bytes are a rank's, seconds the slowest rank's."""
+    """Says what one strategy took. Bytes are a rank's, seconds the slowest rank's."""
 
     strategy: str
     expert_bytes: int

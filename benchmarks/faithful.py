@@ -29,7 +29,7 @@ from tests.faithful.runner import BROKEN, EQUAL, SECONDS
 
 
 def programs(args) -> int:
-    """How many programs came to something that none may come to."""
+    """Run programs, print a table and return how many came to something that none may come to."""
     mesh, counts, broken, unmet = args.mesh, Counter(), 0, []
     world = Mesh.parse(mesh).devices
     options = {"strategy": args.strategy, "precision": args.precision}
@@ -54,8 +54,8 @@ def programs(args) -> int:
 
 
 def random_programs(args) -> int:
-    """How many random programs came to something that none may come to. Those of one number of processes run
-    together."""
+    """Run random programs and return how many came to something that none may come to. Those of one number of processes
+    run together."""
     seeds, known = range(args.seed, args.seed + args.count), _logged(args.log)
     counts = Counter(known[seed] for seed in seeds if seed in known)
     log = open(args.log, "a") if args.log else None

@@ -1,4 +1,4 @@
-"""What the planner finds by itself at the sizes of Llama-3-8B (4 of its layers, 8192 tokens a sequence, bf16, H100):
+"""Show what the planner finds by itself at the sizes of Llama-3-8B (4 layers, 8192 tokens a sequence, bf16, H100):
 the plans that experts use, each where it is due. Nothing is run; the figures are those of the cost model.
 
     python benchmarks/findings.py

@@ -295,7 +295,7 @@ def slice_(machine: Machine) -> None:
 
 
 def calibrated(machine: Machine) -> None:
-    """What `autopar calibrate` finds, and the slice predicted with it and without."""
+    """Print what `autopar calibrate` finds, and the slice predicted with it and without."""
     from autopar import calibrate, hardware
     from autopar.cli.calibrate import summary
 
@@ -361,7 +361,7 @@ def state(machine: Machine) -> None:
 
 
 def faults(machine: Machine) -> None:
-    """What is said when memory is out."""
+    """Print what is said when memory is out."""
     machine.start()
     module, inputs = _slice_model(machine)
     module = autopar.compile(module, machine.mesh("dp=1"), inputs, precision="bf16")

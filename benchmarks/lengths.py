@@ -1,4 +1,4 @@
-"""What changing lengths cost: 30 steps of a fine-tune whose batches are padded to their longest, with 15 lengths.
+"""Measure what changing lengths cost: 30 steps of a fine-tune, batches padded to their longest, with 15 lengths.
 
     OMP_NUM_THREADS=1 python benchmarks/lengths.py                           # GPT-2, 124 M parameters, dp=2
     OMP_NUM_THREADS=1 python benchmarks/lengths.py --mesh dp=2,tp=2 \\

@@ -1,4 +1,4 @@
-"""What a step takes as it is played over what its busiest streams need, plan by plan: flat, accumulated, in stages.
+"""Compare what a step takes as it is played with what its busiest streams need: flat, accumulated, in stages.
 
     OMP_NUM_THREADS=1 python benchmarks/one_clock.py [WORD ...]        the rows whose text has one of the words
 
@@ -62,7 +62,7 @@ ROWS = [
 
 
 def ratio_of(outcome) -> float:
-    """What a plan's pass takes as it is played over what its busiest streams need."""
+    """Return the seconds that a plan's pass takes as it is played over those that its busiest streams need."""
     return outcome.seconds / outcome.evaluation.seconds
 
 

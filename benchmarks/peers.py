@@ -172,7 +172,7 @@ def _tensor_parallel(model: nn.Module, n: int, sequence: bool) -> None:
 
 @dataclass
 class Row:
-    """Of one process: medians over the steps, `losses` of all of them."""
+    """Holds medians over the steps of one process, and in `losses` those of all steps."""
 
     seconds: float
     optimizer_seconds: float

@@ -63,7 +63,7 @@ def layers_of(stage: int, stages: int) -> range:
 
 
 def plan_for(n: int, names: list[str]) -> dict[str, autopar.Plan]:
-    """By schedule, with stages that begin where torch's do."""
+    """Return a plan for each schedule, by name, with stages that begin where torch's do."""
     model, inputs = build()
     planned = autopar.plan(model, f"pp={n}", inputs, hardware="cpu-gloo", baselines=False, schedule="gpipe",
                            micro_batches=MICRO_BATCHES, recompute="none")  # fmt: skip
@@ -162,7 +162,7 @@ class Seen(Allocations):
 
 @dataclass
 class Row:
-    """Of one process and side."""
+    """Holds what one process measured of one side."""
 
     seconds: float
     peak_bytes: int

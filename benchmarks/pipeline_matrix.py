@@ -36,8 +36,8 @@ HEAD = f"{'model':8} {'mesh':15} {'strategy':17} " + " ".join(f"{name[:8]:>8}" f
 
 
 def row(case: staged.Case, name: str, mesh: str, strategy: str) -> list[str]:
-    """By schedule the worst error, or "refused" by an AutoparError. Schedules with as many stages share their
-    programs."""
+    """Return for each schedule the worst error, or "refused" by an AutoparError. Schedules with as many stages share
+    their programs."""
     dp = Mesh.parse(mesh).size("dp") if "dp" in mesh else 1
     micro = micro_batch(case.captured, 1 if name in WHOLE else case.samples // dp)
     lowered, found = {}, []

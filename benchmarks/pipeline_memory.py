@@ -83,7 +83,7 @@ def build(case: Case, device: str):
 
 
 def predicted(case: Case, file: str) -> list[Held]:
-    """By rank; the plan is saved."""
+    """Return what the plan says that each rank holds, and save the plan."""
     model, inputs = build(case, "meta")
     found = api.search(model, case.mesh, inputs, hardware="cpu-gloo", strategy=case.strategy, baselines=False,
                        fixes=False, recompute=case.recompute, schedule=case.schedule,
@@ -99,7 +99,7 @@ def predicted(case: Case, file: str) -> list[Held]:
 
 
 def track(rank: int, cases: list[Case], files: list[str]) -> list[Held]:
-    """By case, on this process."""
+    """Return what a step of each case held at its peak on this process."""
     warnings.filterwarnings("ignore")
     found = []
     for case, file in zip(cases, files):

@@ -1,4 +1,4 @@
-"""What planning takes on this machine, and what it finds: real models and meshes, capture included, a process a case.
+"""Measure what planning takes here and what it finds: real models and meshes, capture included, a process a case.
 
     OMP_NUM_THREADS=1 python benchmarks/planner.py [WORD ...]         the cases whose name or mesh has one of the words
     OMP_NUM_THREADS=1 python benchmarks/planner.py --growth           seconds by number of layers and of devices

@@ -63,8 +63,8 @@ CASES = [
 
 
 def run(command: str, case: Case, *arguments: str) -> tuple[dict, float, float, float]:
-    """What the command says as JSON, its wall seconds, CPU seconds, and the largest resident GiB of any command so
-    far."""
+    """Return what the command says as JSON, its wall seconds, CPU seconds, and the largest resident GiB of any command
+    so far."""
     with tempfile.TemporaryDirectory() as folder:
         file, before = Path(folder) / "out.json", resource.getrusage(resource.RUSAGE_CHILDREN)
         start = time.perf_counter()

@@ -186,7 +186,7 @@ def race(rank: int, cases: list[Case], folder: str, rounds: int) -> np.ndarray:
 
 
 def peaks(rank: int, cases: list[Case], folder: str) -> list[int]:
-    """By case, the largest sum of live bytes of a step with AdamW on this process."""
+    """Return for each case the largest sum of live bytes of a step with AdamW on this process."""
     warnings.filterwarnings("ignore")
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "set below"  # which a compile leaves as it is then
     ctypes.CDLL("libc.so.6").mallopt(
@@ -212,7 +212,7 @@ def _peak(case: Case, file: str) -> int:
 
 
 def track(rank: int, cases: list[Case], folder: str) -> list[Tracked]:
-    """By case, on this process."""
+    """Return what a step of each case with AdamW held at its peak on this process."""
     warnings.filterwarnings("ignore")
     found = []
     for i, case in enumerate(cases):
@@ -224,7 +224,7 @@ def track(rank: int, cases: list[Case], folder: str) -> list[Tracked]:
 
 
 def tracked(plans: Sequence[tuple[Case, autopar.Plan]], ranks: int = 2) -> list[Tracked]:
-    """Of the rank that holds most, by plan."""
+    """Return for each plan what the rank that holds most held at its peak."""
     with tempfile.TemporaryDirectory() as folder:
         for i, (_, plan) in enumerate(plans):
             plan.save(f"{folder}/{i}.json")

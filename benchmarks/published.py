@@ -156,7 +156,7 @@ def table_of(source: str, rows: list[Row]) -> tuple[list[str], list[tuple[float,
 
 
 def summary(what: str, pairs: list[tuple[float, float]]) -> str:
-    """How far predictions are off, and how they rank, in a line."""
+    """Say in a line how far predictions are off, and how they rank."""
     published, found = zip(*pairs)
     errors = [abs(b / a - 1) for a, b in pairs]
     return (

@@ -77,7 +77,7 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Of a step, as published."""
+        """Return the seconds of a step, as published."""
         return self.tflops_in(1.0) / self.tflops
 
     def tflops_in(self, seconds: float) -> float:

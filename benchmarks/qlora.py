@@ -1,4 +1,4 @@
-"""What QLoRA takes: bits a weight, bytes gathered in a step and memory, next to a model that trains whole and to LoRA.
+"""Show what QLoRA takes: bits a weight, bytes gathered in a step and memory, next to whole training and to LoRA.
 
     OMP_NUM_THREADS=1 python benchmarks/qlora.py [--model llama3-8b] [--mesh dp=8] [--batch 8] [--seq 2048]
 
@@ -41,7 +41,7 @@ WAYS = {  # name: precision, adaptations
 
 
 def bits(model, adapt, precision: str) -> float:
-    """Of a weight of the quantized layers, where it is gathered."""
+    """Return the bits of a weight of the quantized layers, where it is gathered."""
     with order.attached(model, order.checked(adapt)) as attachment:
         forms = {name: p for name, p in model.named_parameters()}
         held = sum(forms[n].numel() * forms[n].element_size() for r in attachment.replaced.values() for n in r.names)
@@ -86,7 +86,7 @@ def simulated() -> None:
 
 
 def rounding() -> None:
-    """How far a normal weight is off when it comes back."""
+    """Print how far a normal weight is off when it comes back."""
     print("\nnormal weights (4096, 4096): root of the mean squared error over that of the weights\n")
     weight = torch.randn(4096, 4096, generator=torch.Generator().manual_seed(0))
     for quant_type in ("nf4", "fp4", "int8"):

@@ -1,4 +1,4 @@
-"""What a checkpoint survives: kills of the run, another mesh, kills of the save, damaged files.
+"""Test what a checkpoint survives: kills of the run, another mesh, kills of the save, damaged files.
 
     OMP_NUM_THREADS=1 python benchmarks/resume.py [run] [meshes] [saves] [damage]
 
@@ -191,13 +191,13 @@ def set_to(model, step: int) -> None:
 
 
 def has(model, step: int) -> bool:
-    """Whether its weights are those of `set_to`."""
+    """Return whether the model's weights are those of `set_to`."""
     return all(bool((local(p) == step + i / 100).all()) for i, p in enumerate(model.parameters()))
 
 
 def _point(i: int, count: int, calls: int) -> int:
-    """Of `count` points half lie all over the calls and half on every other of the last ones, where the checkpoint is
-    committed."""
+    """Return the call of point `i`: of `count` points half lie all over the calls and half on every other of the last
+    ones, where the checkpoint is committed."""
     spread = count // 2
     return i * calls // spread if i < spread else max(0, calls - 1 - 2 * (i - spread))
 

@@ -1,4 +1,4 @@
-"""How even the stages of a pipeline are: seconds of the slowest stage by those of the mean one, forward and backward.
+"""Measure how even a pipeline's stages are: seconds of the slowest by those of the mean one, forward and backward.
 
     OMP_NUM_THREADS=1 python benchmarks/stage_balance.py [WORD ...]      models whose name has one of the words
 
@@ -117,7 +117,7 @@ def least(seconds: Sequence[float], stages: int, ahead: Sequence[float] = (), ba
 
 
 def costs_of(found: Planned, cuts: Sequence[str], send, repeated: bool) -> tuple[list[float], list[float], list[float]]:
-    """By part: seconds of computing, of sending forward, and of sending back what the next one returns."""
+    """Return for each part the seconds of computing, of sending on, and of sending back what the next one returns."""
     problem, e = found.whole
     parts = Parts(problem, e, found.pricer, cuts, repeated, found.live_bytes).found
     return ([p.forward_seconds + p.backward_seconds for p in parts], [sum(map(send, p.sent)) for p in parts],

@@ -1,4 +1,4 @@
-"""What training loses where AdamW's state is kept in bfloat16, by beta2.
+"""Measure what training loses where AdamW's state is kept in bfloat16, by beta2.
 
     OMP_NUM_THREADS=1 python benchmarks/state_dtype.py [--steps 600] [--seeds 2]
 

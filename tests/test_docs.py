@@ -1,4 +1,4 @@
-"""What README.md and docs/ say is true: commands print what stands below them, the passes are the compiler's.
+"""Tests that README.md and docs/ are true: commands print what stands below them, the passes are the compiler's.
 
 A block of a document that begins with `$ autopar ...` is run; the lines below it are what it prints, with `...` for
 lines that are left out. `--update-golden` writes the blocks without `...` anew.
@@ -49,7 +49,7 @@ def commands() -> list:
 
 @cache
 def printed(command: str) -> tuple[str, ...]:
-    """What a command prints, on stdout or, if it is refused, on stderr."""
+    """Return what a command prints, on stdout or, if it is refused, on stderr."""
     out, error = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
         code = main(shlex.split(command))
@@ -99,7 +99,7 @@ def printed_help(command: str) -> set[str]:
 
 
 def test_the_first_command_of_readme_prints_its_plan():
-    """What it prints before the first step, which is of a plan, and what it predicts at the end."""
+    """A plan prints what stands there before the first step, and the seconds that are predicted at the end."""
     text = (ROOT / "README.md").read_text()
     said = re.search(r"^(plan of gpt2-tiny .*?)\n\n.*?^predicted (.*?),", text, re.MULTILINE | re.DOTALL)
     model, mesh = re.search(r"&& autopar train (--model \S+) (--mesh \S+) --steps 20", text).groups()

@@ -1,4 +1,4 @@
-"""What is imported before it is needed: nothing of torch for names, help and refusals; little of it to compile."""
+"""Tests that little is imported before it is needed: no torch for names, help and refusals; little of it to compile."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def module_of(file: Path) -> str:
 
 
 def place(module: str) -> int:
-    """Of a module's folder in the order; the package itself stands above all."""
+    """Return the place of a module's folder in the order; the package itself stands above all."""
     parts = module.split(".")
     return ORDER.index(parts[1]) if len(parts) > 1 else len(ORDER)
 

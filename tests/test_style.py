@@ -13,6 +13,8 @@ import pytest
 from tests.test_layers import FILES
 
 ROOT = Path(__file__).parent.parent
+# First words of docstrings that have no main clause: `Of a rank.`, `What a stage holds.`, `By case, on this process.`
+HALVES = "As By How Of What When Where Whether Which Who Whose Why".split()
 MOST = 25  # statements that keep their form and are no tables
 
 
@@ -34,10 +36,14 @@ def public(tree: ast.Module | ast.ClassDef, path: str) -> Iterator[tuple[str, as
                 yield from public(node, path)
 
 
+def first_word(text: str) -> str:
+    return text.partition(" ")[0].strip(",:;.")
+
+
 def is_sentence(text: str) -> bool:
-    """Whether a function's docstring says what it does, not half of it: `Of a rank.`, `What a stage holds.`"""
-    halves = ("As", "By", "How", "Of", "The", "What", "Whether")
-    return text[:1].isupper() and text.partition(" ")[0] not in halves and text.endswith((".", ")", ":", '"', "`"))
+    """Return whether a public function's docstring says what it does, not half of it."""
+    is_whole = first_word(text) not in HALVES and not text.startswith("The ")
+    return text[:1].isupper() and is_whole and text.endswith((".", ")", ":", '"', "`"))
 
 
 def test_docstrings_are_sentences():
@@ -50,8 +56,20 @@ def test_docstrings_are_sentences():
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.parametrize("folder", ["autopar", "passes", "models", "tests", "benchmarks", "examples"])
+def test_no_docstring_is_half_a_sentence(folder):
+    """Private and nested functions, classes and modules are looked at too."""
+    kinds, wrong = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef), []
+    for file in sorted((ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            text = (ast.get_docstring(node) or "") if isinstance(node, kinds) else ""
+            if first_word(text) in HALVES:
+                wrong.append(f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}: {text[:60]!r}")
+    assert not wrong, "\n".join(wrong)
+
+
 def without_table(source: str) -> int:
-    """How many statements with `# fmt: skip` are no tables: a display of rows, or a call or an operation on one."""
+    """Count statements with `# fmt: skip` that are no tables: a display of rows, or a call or an operation on one."""
     displays = (ast.Dict, ast.List, ast.Tuple, ast.Set, ast.Subscript)
     lines = [at for at, line in enumerate(source.splitlines(), 1) if line.endswith("# fmt: skip")]
     found = 0

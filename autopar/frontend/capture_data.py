@@ -131,8 +131,8 @@ def model_data(model: nn.Module, forms: Forms) -> str:
 
 
 class _Places:
-    """Where the values are that a forward read: of an object by its number, of a variable by its place among those that
-    functions reach, or what an object's dict may have in front of its class's method."""
+    """Says where a value is that a forward read: of an object by its number, of a variable by its place among those
+    that functions reach, or what an object's dict may have in front of its class's method."""
 
     def __init__(self, reads: Reads):
         self.found = reads.found

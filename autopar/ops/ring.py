@@ -1,4 +1,4 @@
-"""Which block of keys a device works on at each step of ring attention, and where blocks go between steps.
+"""Say which block of keys a device works on at each step of ring attention, and where blocks go between steps.
 
 P devices hold a block of the queries and of the keys and values each. In step i device r works on block r - i of the
 keys (modulo P), which its neighbour r - 1 had in the step before (Liu et al., Ring Attention, arXiv 2310.01889). Under

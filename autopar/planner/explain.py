@@ -1,4 +1,4 @@
-"""Why a plan chose what it chose: each alternative forced in turn, and the rest searched anew around it.
+"""Explain why a plan chose what it chose: each alternative forced in turn, and the rest searched anew around it.
 
 A strategy of one op or parameter costs little by itself; what it makes its neighbours do costs more. So every
 alternative is priced by a whole plan that has it, the fastest that the same search finds under the same limit. Only the

@@ -1,4 +1,4 @@
-"""Why a pipeline has its micro-batches, its schedule and its cuts: what others would cost.
+"""Explain why a pipeline has its micro-batches, its schedule and its cuts: what others would cost.
 
     micro-batches   the same schedule with half and twice as many, each planned anew
     schedules       every other one of the catalogue, with its best cut, for the same plan of a micro-batch

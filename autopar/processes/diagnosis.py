@@ -1,4 +1,4 @@
-"""Who did what, from the records that ranks left of a failure."""
+"""Say who did what, from the records that ranks left of a failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which ranks share a machine, as the processes see it, and what that means for a profile of links.
+"""Find which ranks share a machine, as the processes see it, and what that means for a profile of links.
 
 A machine is told by its boot, its network namespace and its address: host names are equal in containers of one image,
 and boots in restored snapshots.

@@ -1,4 +1,4 @@
-"""What FakeQuant accepts, what it adds to a model, and what it refuses."""
+"""Tests of what FakeQuant accepts, what it adds to a model, and what it refuses."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class Tripled(torch.nn.Linear):
 
 
 class Model(torch.nn.Module):
-    """Of `first` and a head whose weight is that of `tied`."""
+    """Runs `first`, then a head whose weight `tied` shares."""
 
     def __init__(self, first, head=None, norm=None):
         super().__init__()

@@ -29,7 +29,7 @@ class Network:
         return sum(sum(step.values()) for step in self.steps)
 
     def node_bytes(self, node: int) -> int:
-        """What passes the node's link one after the other: in each step the larger of what it sends and receives."""
+        """Return the bytes that pass the node's link one after the other: the larger of sent and received, a step."""
         total = 0
         for step in self.steps:
             sent, received = defaultdict(int), defaultdict(int)
@@ -45,7 +45,7 @@ class Network:
 
     @property
     def offsets(self) -> list[set[int]]:
-        """By step, how far apart the nodes are that talk."""
+        """Return for each step how far apart the nodes are that talk."""
         return [{abs(a - b) for a, b in step} for step in self.steps]
 
 

@@ -1,4 +1,4 @@
-"""How long attention takes, by its shape."""
+"""Tests that attention takes the seconds that its shape tells."""
 
 import csv
 from dataclasses import replace
@@ -107,8 +107,8 @@ def test_the_kernel_is_the_one_that_runs():
 
 @pytest.mark.parametrize("kernel", ["flash", "cudnn", "flash3"])
 def test_published_speeds(kernel):
-    """Of the figures of FlashAttention-3 to which the kernels were fitted no direction is off by more than 12 % on
-    average."""
+    """No direction is off by more than 12 % on average from the figures of FlashAttention-3 that the kernels were
+    fitted to."""
     hardware, errors = load("h100"), {"forward": [], "backward": []}
     with (Path(__file__).parents[2] / "benchmarks" / "attention_kernels.csv").open(newline="") as lines:
         rows = [row for row in csv.DictReader(lines) if row["kernel"] == kernel]

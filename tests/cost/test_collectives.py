@@ -1,4 +1,4 @@
-"""Which price a collective gets, and what every price has in common."""
+"""Tests of the price that a collective gets, and of what every price has in common."""
 
 from dataclasses import replace
 from random import Random
@@ -135,8 +135,8 @@ def test_a_parameter_server_never_wins(n):
 
 
 def test_a_gather_or_a_reduce_scatter_over_several_axes_is_one_ring():
-    """By hand, two nodes of 4: the latency of the farther axis and 7 b over the four cards that lead out of a node;
-    NCCL's model takes it for the group of all."""
+    """Two nodes of 4 take, by hand, the latency of the farther axis and 7 b over the four cards that lead out of a
+    node; NCCL's model takes the axes for the group of all."""
     cost, held = CollectiveCost(TOY, Mesh.parse("a=2,b=4")), 1e6
     assert cost.seconds("all_gather", ("a", "b"), held) == pytest.approx(1e-5 + 7 * held / 4e8)
     assert cost.seconds("reduce_scatter", ("a", "b"), 8 * held) == pytest.approx(1e-5 + 7 * held / 4e8)

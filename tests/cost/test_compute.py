@@ -71,7 +71,7 @@ def test_attention_flops():
 
 
 def strategies(node, mesh: Mesh) -> dict[str, rules.Strategy]:
-    """By text, such as "a:m"."""
+    """Return the strategies of an op by their text, such as "a:m"."""
     shapes = [tuple(a.meta["val"].shape) for a in tensor_arguments(node)]
     outputs = [tuple(v.shape) for v in values_of(node)]
     return {s.text(mesh): s for s in rules.strategies(rules.rule_of(node), shapes, outputs, mesh)}
@@ -107,7 +107,7 @@ def test_roofline():
 
 
 def test_the_largest_shard_counts():
-    """Of 1001 rows over 4 devices most hold 251."""
+    """A device holds at most 251 of 1001 rows over 4 devices."""
     node, mesh = product(1001, 1000, 500), Mesh.parse("a=4")
     by_rows = next(s for s in strategies(node, mesh).values() if s.inputs[0].dims[0] == ("a",))
     assert ComputeCost(MACHINE).seconds(node, by_rows, mesh, 0.0) == pytest.approx(251 * 1e6 / 0.5e12 + 1e-6)
@@ -153,7 +153,7 @@ def test_speed_follows_the_type():
 
 @pytest.mark.parametrize("model", [LLAMA, "mlp:hidden=16,layers=2"])
 def test_every_product_has_its_flops(model):
-    """What is multiplied under any strategy is the FLOPs of the op over the ways, unless shards are uneven."""
+    """Any strategy multiplies the FLOPs of the op over the ways, unless shards are uneven."""
     mesh, compared = Mesh.parse("a=2,b=2"), 0
     for node in nodes(model):
         if node.target not in PRODUCTS:
@@ -186,7 +186,7 @@ def test_the_backward_follows_from_its_ops():
 
 
 def test_a_causal_mask_saves_half_of_long_sequences_only():
-    """Of n blocks of 128 queries n (n + 1) / 2 pairs with keys are computed."""
+    """A mask over n blocks of 128 queries leaves n (n + 1) / 2 pairs with blocks of keys to compute."""
     bare = Attention((128.0,), (0.35,))
     cost = ComputeCost(replace(load("h100"), attention={"flash": bare}))
 

@@ -43,7 +43,7 @@ def test_h100_in_a_node(kind, n, published):
     ],
 )  # fmt: skip
 def test_h100_over_nodes(kind, nodes, latency_seconds, speed):
-    """As above, several nodes of 8; the model was not fitted to these."""
+    """The figures of several nodes of 8 are met as those above, though the model was not fitted to them."""
     published = 2**30 / (latency_seconds + 2**30 / speed)
     assert algorithm_speed(kind, 8 * nodes) == pytest.approx(published, rel=ERRORS["nccl"])
 

@@ -129,8 +129,8 @@ def test_other_bad_input(tmp_path, capsys):
 
 @pytest.mark.parametrize("gpu", ["a100", "h100", "h200"])
 def test_plans_are_priced_as_rows_are(gpu):
-    """What the planner pays for an op is what the command says of such a row, and the launch on top; of attention
-    without the write to a cache, and by the kernel of the rows. A run keeps less of the clock."""
+    """The planner pays for an op what the command says of such a row, and the launch on top; for attention without the
+    write to a cache, and by the kernel of the rows. A run keeps less of the clock."""
     hardware = replace(profile.load(gpu), sustained=1.0)
     kernels = hardware.attention
     served = replace(kernels.get("flash3", kernels["flash"]), cache_seconds=0.0)

@@ -1,4 +1,4 @@
-"""How long a matrix product takes, by its size."""
+"""Tests that a matrix product takes the seconds that its size tells."""
 
 from dataclasses import replace
 from random import Random
@@ -15,7 +15,7 @@ PLAIN = Products(share=0.5, start_seconds=0, fill_seconds=0, tile_bytes_per_seco
 
 
 def share(name: str, *product: int, dtype: str = "bf16", element_bytes: int = 2) -> float:
-    """Of the peak."""
+    """Return the share of the peak that a product reaches."""
     hardware = load(name)
     peak = hardware.peak_flops_per_second(dtype)
     return 2 * np.prod(product, dtype=float) / peak / ProductSeconds(hardware)((1, *product), peak, element_bytes)

@@ -261,7 +261,7 @@ def speech_with_ctc(parallel, log):
 
 @dataclass
 class Output:
-    """What a model with its loss inside returns."""
+    """Holds what a model with its loss inside returns."""
 
     logits: torch.Tensor
     loss: torch.Tensor | None = None

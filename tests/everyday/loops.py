@@ -1,4 +1,4 @@
-"""What a training loop does around its steps: accumulation, clipping, schedules, freezing, checkpoints."""
+"""Scripts that show what a loop does around its steps: accumulation, clipping, schedules, freezing, checkpoints."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def accumulation(parallel, log):
 
 @script()
 def accumulation_without_reduction(parallel, log):
-    """As scripts for DDP write it: inside of model.no_sync(), if the model has it."""
+    """Accumulate inside of model.no_sync(), if the model has it, as scripts for DDP do."""
     from contextlib import nullcontext
 
     data = _data(6, 4)

@@ -55,7 +55,7 @@ def script(**settings) -> Callable:
 
 @dataclass
 class Log:
-    """What a script has logged, and what its optimizers and models had at each step and at the end."""
+    """Holds what a script has logged, and what its optimizers and models had at each step and at the end."""
 
     records: list[dict[str, object]] = field(default_factory=list)
     models: list[nn.Module] = field(default_factory=list)

@@ -44,7 +44,7 @@ def test_all(mesh, strategy):
 
 @pytest.mark.gloo
 def test_not_yet():
-    """What does not run is refused with a remedy, and docs/trainers.md says so."""
+    """A script that does not run is refused with a remedy, and docs/trainers.md says so."""
     listed = (Path(__file__).parents[2] / "docs/trainers.md").read_text()
     for name, outcome in outcomes("dp=2", NOT_YET):
         assert outcome.kind == AT_CALL, f"{name}: {outcome}; what is equal now is taken out of not_yet.py"

@@ -1,4 +1,4 @@
-"""What a test registers is gone after it."""
+"""Remove what a test registers after it."""
 
 import pytest
 

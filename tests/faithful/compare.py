@@ -18,8 +18,8 @@ def difference(
     eager: Sequence[Mapping], mine: Sequence[Mapping], tolerance: float, elsewhere=frozenset(),
     rounded: Sequence[Sequence[Mapping]] = (), parts: int = 1,
 ) -> str | None:  # fmt: skip
-    """Of the records that both have, in the order in which they were made: the first difference in words, None if there
-    is none. `elsewhere`: parameters and buffers that are on other ranks of a pipeline; `rounded`: records of
+    """Return the first difference in words of the records that both have, in the order in which they were made; None if
+    there is none. `elsewhere`: parameters and buffers that are on other ranks of a pipeline; `rounded`: records of
     eager runs with other rounding; `parts`: into so many parts sums are cut, each of which is rounded."""
     birth = eager[0] if eager else {}
     for i, (wanted, found) in enumerate(zip(eager, mine)):
@@ -41,7 +41,7 @@ def difference(
 
 
 def _distance(one, other) -> float:
-    """Of two tensors, the largest difference that is finite; 0.0 of anything else."""
+    """Return the largest difference of two tensors that is finite; 0.0 of anything else."""
     if not isinstance(one, Tensor) or not isinstance(other, Tensor) or one.shape != other.shape:
         return 0.0
     return _scale(one.double() - other.double()) if one.is_floating_point() and other.is_floating_point() else 0.0

@@ -1,4 +1,4 @@
-"""What users ask of a model beside calling it: its parts, attributes and methods; and what a compiled model must
+"""Programs that ask more of a model than a call: its parts, attributes and methods; and what a compiled model must
 refuse."""
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def depth_changed_between_calls():
 
 @containers()
 def early_exit():
-    """How many layers run is an attribute that the user changes."""
+    """The user changes an attribute that says how many layers run."""
 
     class Exiting(nn.Module):
         def __init__(self):

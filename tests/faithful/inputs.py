@@ -1,4 +1,4 @@
-"""What goes into a call."""
+"""Programs that vary what goes into a call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the forward leaves behind in plain attributes: caches, lists, side losses and tensors with a gradient."""
+"""Programs whose forward leaves something in plain attributes: caches, lists, side losses, tensors with a gradient."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What comes out of a call."""
+"""Programs that vary what comes out of a call."""
 
 from __future__ import annotations
 

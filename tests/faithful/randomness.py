@@ -101,7 +101,7 @@ def dropout_rate_changed():
 
 @randomness(tolerance=0.05)
 def dropout_gradient_uses_the_same_mask():
-    """Where the output is zero the gradient is zero too; the rest is scaled alike."""
+    """The gradient is zero where the output is zero; the rest is scaled alike."""
 
     def script(run):
         x = torch.ones(200, 300, requires_grad=True)

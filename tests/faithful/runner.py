@@ -47,8 +47,8 @@ class Outcome:
     seconds: float = 0.0
 
     def holds(self, program: Program) -> bool:
-        """Whether it is what the program wants: equal, or refused with the word that is wanted and a line of the
-        user's."""
+        """Return whether it is what the program wants: equal, or refused with the word that is wanted and a line of
+        the user's."""
         if self.kind == EQUAL:
             return True
         return (

@@ -1,4 +1,4 @@
-"""What a program's script holds: the model, calls that are recorded, and values that it wants recorded."""
+"""Hold what a program's script works with: the model, calls that are recorded, and values that it wants recorded."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def copied(leaf):
 
 
 def of_output(output) -> dict[str, object]:
-    """What a user sees of a result: structure, values, and which of them have a gradient."""
+    """Return what a user sees of a result: structure, values, and which of them have a gradient."""
     found = {}
     for path, leaf in leaves(output, "output"):
         found[path] = copied(leaf)

@@ -1,5 +1,5 @@
-"""What other frameworks got wrong in silence, on the meshes and strategies where they did (see threads.py for what each
-says).
+"""Run what other frameworks got wrong in silence, on the meshes and strategies where they did (see threads.py for what
+each says).
 
 python benchmarks/faithful.py --programs threads/ --mesh dp=2,tp=2 --verbose     # all of them on another mesh
 """

@@ -279,7 +279,7 @@ def frozen_bias_thawed():
 
 @training()
 def output_of_a_layer_that_is_frozen_later():
-    """Of two outputs one depends on a layer alone that is frozen between calls: it has no gradient then."""
+    """One of two outputs depends on a layer alone that is frozen between calls: it has no gradient then."""
 
     class Two(Net):
         def forward(self, x):

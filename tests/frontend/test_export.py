@@ -140,8 +140,7 @@ def test_tracing_works_without_gradients():
 
 
 def test_inference_tensors_are_saved_for_no_backward():
-    """As in eager torch: where one is saved the line is refused; where none is saved, or it is cloned, it is computed
-    with."""
+    """A line that saves one is refused, as in eager torch; one that saves none, or clones it, is computed."""
 
     class Inferring(tiny.Regressor):
         def __init__(self, use):

@@ -1,5 +1,5 @@
-"""What no joint graph can hold is one error with the reason and the user's line, and nothing of torch's own is
-printed."""
+"""Tests that what no joint graph can hold is one error with the reason and the user's line, and that nothing of torch's
+own is printed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trace holds for: the Python values that a forward reads, and what it leaves behind."""
+"""Tests of what a trace holds for: the Python values that a forward reads, and what it leaves behind."""
 
 from __future__ import annotations
 
@@ -87,8 +87,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_is_read_is_guarded(name, monkeypatch):
-    """What the forward read makes the capture another one when it changes, and the capture serves again when it is
-    back."""
+    """A change of what the forward read makes the capture another one, and the capture serves again when it is back."""
     monkeypatch.setitem(globals(), "SCALE", 1.0)
     monkeypatch.setitem(TABLE, "gain", 1.0)
     model = Reads()

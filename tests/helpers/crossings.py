@@ -1,4 +1,4 @@
-"""Which schedules need their messages in another order than the one they are sent in."""
+"""Find the schedules that need their messages in another order than the one they are sent in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the body of an op allocates on another device, counted on fake tensors."""
+"""Count what the body of an op allocates on another device, on fake tensors."""
 
 from __future__ import annotations
 
@@ -46,5 +46,5 @@ def counted(body: Callable, make: Callable[[], list]) -> tuple[object, list, Cou
 
 
 def nbytes(values) -> int:
-    """Of all tensors among these values."""
+    """Return the bytes of all tensors among these values."""
     return sum(v.numel() * v.element_size() for v in tree_flatten(values)[0] if isinstance(v, torch.Tensor))

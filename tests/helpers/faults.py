@@ -47,7 +47,7 @@ class Outcome:
     diagnosis: list[str]
 
     def named_right(self, fault: str, victim: int) -> bool:
-        """Whether every survivor raised the right error about the right rank, with the step it was in."""
+        """Return whether every survivor raised the right error about the right rank, with the step it was in."""
         kind = "CollectiveTimeout" if fault in HANGS else "RankFailure"
         return bool(self.errors) and all(e[:2] == (kind, (victim,)) and e[2] >= 1 for e in self.errors.values())
 

@@ -59,8 +59,8 @@ def _pair(names: list[str], one: tuple[str, str], other: tuple[str, str]) -> tup
 
 @dataclass(frozen=True)
 class Cell:
-    """What a run found: `kind` is "right", "wrong" or "refused" (by an AutoparError), `note` the largest error or the
-    reason."""
+    """Says what a run found: `kind` is "right", "wrong" or "refused" (by an AutoparError), `note` the largest error or
+    the reason."""
 
     kind: str
     note: str

@@ -84,8 +84,8 @@ class Case:
 
 @lru_cache
 def family(name: str, wide: bool = True, batch: int = 4, seq: int = 8) -> Case:
-    """Of a family of transformers. Token models have labels that are ignored in very different numbers from sample to
-    sample."""
+    """Return the case of a family of transformers. Token models have labels that are ignored in very different numbers
+    from sample to sample."""
     torch.manual_seed(0)
     model, inputs = FAMILIES[name](batch, seq)
     return Case.of(model, ragged(inputs), wide)
@@ -93,7 +93,7 @@ def family(name: str, wide: bool = True, batch: int = 4, seq: int = 8) -> Case:
 
 @lru_cache
 def own(text: str, wide: bool = True, batch: int = 4, seq: int = 8) -> Case:
-    """Of one of autopar's own models."""
+    """Return the case of one of autopar's own models."""
     model, inputs = models.build(text, batch=batch, seq=seq, device="cpu", seed=0)
     return Case.of(model, inputs, wide)
 
@@ -137,7 +137,7 @@ def random_cuts(captured: Captured, stages: int, seed: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Step:
-    """Of all micro-batches together; a simulated step (SimulatedStep) has these fields too."""
+    """Holds the results of all micro-batches together; a simulated step (SimulatedStep) has these fields too."""
 
     outputs: Mapping[str, Tensor]
     gradients: Mapping[str, Tensor]

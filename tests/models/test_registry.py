@@ -274,7 +274,7 @@ def test_a_builder_has_room_for_the_sequence_and_a_published_size_has_its_own():
 
 
 def test_a_model_of_the_hub_is_found_in_the_cache(tmp_path, monkeypatch):
-    """By ORG/NAME, with or without hf:, the revision called main first; without it the error says what to do."""
+    """ORG/NAME, with or without hf:, finds it, the revision called main first; without it the error says what to do."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     for text in ("some/model-7b", "hf:some/model-7b"):
         with pytest.raises(ModelError, match="nothing is downloaded") as caught:

@@ -91,7 +91,7 @@ def test_long_rows(kind):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("length", [2048, 4096])
 def test_never_all_scores(length):
-    """What it holds beside what goes in and out are some blocks of scores and of fp32 rows, and gradients in fp32."""
+    """It holds some blocks of scores and of fp32 rows, and gradients in fp32, beside what goes in and out."""
     b, h, kv_heads, d = 1, 8, 2, 128
 
     def new(heads, width=d):

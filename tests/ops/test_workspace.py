@@ -1,4 +1,4 @@
-"""What bodies of ops allocate on fake CUDA tensors is what `workspace_bytes` says at most, and more than half of it."""
+"""Check that bodies of ops allocate at most what `workspace_bytes` says, and more than half of it."""
 
 from __future__ import annotations
 

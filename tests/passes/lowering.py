@@ -1,4 +1,4 @@
-"""What the tests of the lowering share: random layouts, a joint graph of one tensor, and whole steps on the
+"""Hold what the tests of the lowering share: random layouts, a joint graph of one tensor, and whole steps on the
 simulator."""
 
 from __future__ import annotations

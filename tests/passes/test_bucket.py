@@ -76,7 +76,7 @@ def test_small_buckets_are_several():
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_buckets_hold_no_more_than_they_may(strategy):
-    """Of whole tensors: a gather starts from a fourth of them. A tensor that is larger travels alone."""
+    """The limit counts whole tensors: a gather starts from a fourth of them. A tensor that is larger travels alone."""
     _, _, plan, captured = planned(SMALL, "dp=4", strategy)
     limit = 4 * (4 * 32 * 32 + 32)
     local = lower(captured, replace(plan, bucket_bytes=float(limit)), 0).local

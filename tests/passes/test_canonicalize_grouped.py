@@ -91,7 +91,7 @@ def test_a_stack_of_rows_stays_a_product_of_stacks():
 
 
 def test_the_configuration_of_experts_is_lent():
-    """Of a model, of one inside it, and of one that has an implementation of its own."""
+    """Models and models inside them get another one; an implementation of their own stays. All come back after."""
 
     class Outer(PretrainedConfig):
         sub_configs = {"text": PretrainedConfig}

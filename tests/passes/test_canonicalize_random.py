@@ -18,7 +18,7 @@ autopar = torch.ops.autopar
 
 
 class Drawing(nn.Module):
-    """What a function of x draws, times a parameter."""
+    """Returns what a function of x draws, times a parameter."""
 
     def __init__(self, function):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which dims of outputs are the length of an input is found for any shapes, and what cannot be followed is known."""
+"""Tests that dims of outputs with an input's length are found for any shapes, and what cannot be followed is known."""
 
 from __future__ import annotations
 

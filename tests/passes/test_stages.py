@@ -71,7 +71,7 @@ def test_what_is_sent_is_received(joint):
 
 
 def test_nothing_is_sent_that_nobody_reads(joint):
-    """What a stage receives it reads or hands on."""
+    """A stage reads or hands on all that it receives."""
     for seed, cuts in cuts_of(joint):
         for stage in cut(joint.graph_module, cuts):
             for node in stage.joint.graph.nodes:

@@ -1,4 +1,4 @@
-"""What the planner's tests share: captured models, a toy machine, problems and plans of them."""
+"""Hold what the planner's tests share: captured models, a toy machine, problems and plans of them."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class Instance:
         return evaluate(self.problem, every, self.pricer, prices, keep)
 
     def objective(self, choice: dict[int, int], prices: Prices = Prices(), keep: bool | None = None) -> float:
-        """What the search minimizes, recomputed by the judge."""
+        """Return what the search minimizes, recomputed by the judge."""
         return self.evaluate(choice, prices, keep).priced(prices)
 
 

@@ -43,8 +43,8 @@ def options(dual: Dual, e, rematerialization: Rematerialization, made: frozenset
 @pytest.mark.parametrize("byte_seconds", PRICE_SECONDS)
 @pytest.mark.parametrize(("model", "mesh", "strategy"), CASES)
 def test_a_set_is_charged_what_it_costs(model, mesh, strategy, byte_seconds):
-    """Of one block at a time. Random sets are charged no more than they cost, since the search may still decide which
-    copies are kept; the best set at the price, a minimum cut, is charged exactly that."""
+    """One block is taken at a time. Random sets are charged no more than they cost, since the search may still decide
+    which copies are kept; the best set at the price, a minimum cut, is charged exactly that."""
     e, dual, prices, remakes = reruns(model, mesh, strategy, byte_seconds)
     tied, rng = LocalSearch(dual), random.Random(0)
     before = tied.objective(e.choice)

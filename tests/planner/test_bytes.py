@@ -74,7 +74,7 @@ def test_what_some_blocks_recompute_is_predicted(shares, mesh="dp=2,tp=2"):
 
 
 def test_parameters_are_gathered_twice_not_three_times():
-    """What a recomputed block gathers for its second forward serves its backward too, as in FSDP."""
+    """A recomputed block's second forward and its backward share what is gathered for the former, as in FSDP."""
     graph, plans = (
         captured(GPT),
         [make(GPT, "dp=4", MACHINE, strategy="fsdp", recompute=level) for level in ("none", "full")],

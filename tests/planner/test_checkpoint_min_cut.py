@@ -1,5 +1,4 @@
-"""What blocks make again: the sets of a chain are the best of all, and what a step says is what a plan with it
-costs."""
+"""Tests of what blocks make again: a chain's sets are the best of all, and a step says what a plan with it costs."""
 
 from __future__ import annotations
 
@@ -89,7 +88,7 @@ def test_steps_cost_what_they_say(model, mesh, strategy):
 
 
 def test_dear_compute_or_dear_links_change_what_is_made_again():
-    """Where communication is hidden beside compute, gathering again is cheap; where it is not, compute is."""
+    """Gathering again is cheap where communication is hidden beside compute; compute is where it is not."""
     instance, e = evaluated(GPT, "dp=4", "fsdp", True)
     gathers, computes = [], []
     for hidden in (0.0, 0.95):

@@ -21,7 +21,7 @@ def planned(execution: str) -> autopar.Plan:
 
 
 def test_compiled_graphs_fuse_and_hide_launches():
-    """What pointwise ops write for each other, and launches, are all that a recipe's plan has less of."""
+    """A compiled plan of a recipe has less of launches and of what pointwise ops write for each other alone."""
     eager, compiled = (planned(execution) for execution in ("eager", "compiled"))
     assert compiled.compute_seconds < 0.9 * eager.compute_seconds
     assert compiled.communication_seconds == pytest.approx(eager.communication_seconds, rel=0.01)

@@ -1,4 +1,4 @@
-"""What is offered instead of a plan that does not fit: each fix does what it says when it is asked for."""
+"""Tests of what is offered instead of a plan that does not fit: each fix does what it says when it is asked for."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def ddp() -> autopar.Plan:
 
 @pytest.fixture(scope="module")
 def error(ddp) -> MemoryInfeasibleError:
-    """Of data parallelism in three quarters of what it needs."""
+    """Return the error of data parallelism in three quarters of what it needs."""
     return refused(strategy="ddp", recompute="none", memory=0.75 * ddp.peak_bytes)
 
 

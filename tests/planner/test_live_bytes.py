@@ -104,7 +104,7 @@ def track(rank: int, jobs: list, folder: str) -> list[int]:
     "cases", [TRACKED[::2], pytest.param(TRACKED[1::2], marks=pytest.mark.slow)], ids=["fsdp, zero1", "megatron, ddp"]
 )
 def test_no_step_needs_more_than_was_predicted_nor_much_less(tmp_path, cases):
-    """By an allocation tracker on two processes; benchmarks/predicted.py --memory-only has larger models and more
+    """An allocation tracker counts on two processes; benchmarks/predicted.py --memory-only has larger models and more
     plans."""
     profile, plans = load("cpu-gloo"), []
     profile = replace(profile, links=(replace(profile.links[-1], bucket_bytes=1 << 14),))

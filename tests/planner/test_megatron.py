@@ -37,7 +37,7 @@ def hugging_face_gpt2():
 
 
 def collectives_of_blocks(graph, plan) -> dict[tuple[str, str], list]:
-    """By (block, phase): the collectives that one rank runs there."""
+    """Return by (block, phase) the collectives that one rank runs there."""
     found: dict[tuple[str, str], list] = {}
     for node in lower(graph, plan, 0, check=True).local.graph.nodes:
         collective = node.meta.get("collective")
@@ -112,7 +112,7 @@ def test_transformer_block_has_two_all_reduces_a_phase(name):
 @pytest.mark.parametrize("model", [GPT, LLAMA])
 @pytest.mark.parametrize("strategy", ["megatron", "megatron_sp"])
 def test_a_block_sends_what_two_all_reduces_send(model, strategy):
-    """Where waiting is free, an all-reduce may be split into reduce-scatter and all-gather; the bytes stay."""
+    """An all-reduce may be split into reduce-scatter and all-gather where waiting is free; the bytes stay."""
     graph = captured(model, 4, 32)
     plan = make(graph, "tp=2", FAST, batch=4, seq=32, strategy=strategy)
     all_reduce_bytes = 4 * 32 * 64 * 4  # 2 (n - 1) / n times batch, sequence, hidden, fp32

@@ -59,7 +59,7 @@ FAMILIES = {  # with the regions of all layers and the streams that start at an 
 
 
 def activation_collectives(graph, plan, ways: int) -> dict[str, Counter]:
-    """By phase, how many collectives of tp one rank runs that send as much as an all-gather of the stream, by kind."""
+    """Count by phase and kind the collectives of tp one rank runs that send as much as an all-gather of the stream."""
     found: dict[str, Counter] = {"forward": Counter(), "backward": Counter()}
     for node in lower(graph, plan, 0, check=True).local.graph.nodes:
         c = node.meta.get("collective")

@@ -88,7 +88,7 @@ def test_heads_and_embeddings_are_not_muons(model, others, precision):
 
 @pytest.mark.slow
 def test_the_search_weighs_the_gathers():
-    """Where links are slow a plan for Muon gathers less in its step than what AdamW's plan would make it gather."""
+    """A plan for Muon gathers less in its step where links are slow than what AdamW's plan would make it gather."""
     slow = replace(MACHINE, links=tuple(replace(x, bytes_per_second=x.bytes_per_second / 100) for x in MACHINE.links))
     ours = plan("dp=4", hardware=slow)
     given = plan("dp=4", hardware=slow, optimizer="adamw")

@@ -47,7 +47,7 @@ def nodes(graph: fx.Graph, *targets) -> list[fx.Node]:
 
 
 def shardable(node: fx.Node, dim: int, ways: int) -> bool:
-    """Whether some strategy of an op cuts this dim of its first output `ways` ways."""
+    """Return whether some strategy of an op cuts this dim of its first output `ways` ways."""
     shapes = [a.meta["val"].shape for a in tensor_arguments(node)], [v.shape for v in values_of(node)]
     options = rules.strategies(rules.rule_of(node), *shapes, Mesh.parse(f"a={ways}"))
     return any(s.outputs[0].dims[dim] == ("a",) for s in options)

@@ -81,7 +81,7 @@ def narrow_gpt():
 
 
 def layer_bytes(instance: Instance, saved) -> float:
-    """Of what the middle block saves for the backward."""
+    """Return the bytes that the middle block saves for the backward."""
     modules = {v.index: v.node.meta.get("module", "") for v in instance.problem.vertices if v.kind == "op"}
     return sum(bytes_ for (v, _, _), bytes_ in saved.items() if block_of(modules.get(v, "")) == "h.1")
 

@@ -123,7 +123,7 @@ def test_plan_files_keep_zigzag(tmp_path):
 
 
 def test_where_zigzag_is_looked_at():
-    """Where a sequence may be cut at all: then every op between the inputs and an attention has more ways."""
+    """Zigzag is looked at where a sequence may be cut: every op between inputs and an attention has more ways then."""
     asked = [("dp=2,tp=2", None, 2), ("dp=4", None, 2), ("cp=2", None, 2), ("dp=2,cp=2", "fsdp", 2),
              ("dp=2,cp=2", "ring+fsdp", 2), ("cp=2", "ulysses", 2), ("cp=2,up=2", "ring+ulysses", 2)]  # fmt: skip
     found = [may_cut_sequence(strategy, Mesh.parse(mesh), samples) for mesh, strategy, samples in asked]

@@ -286,7 +286,7 @@ def test_stages_of_unequal_pieces_are_balanced(model, stages, even):
 
 
 def test_too_little_memory_is_refused_in_numbers():
-    """What is missing is exactly what is missing: with one byte less there is no cut, with it there is one."""
+    """The bytes named are exactly those that are missing: with one byte less there is no cut, with it there is one."""
     model = [EMBED, *[BLOCK] * 8, HEAD]
     with pytest.raises(
         MemoryInfeasibleError, match=r"stage \d, segments \d to \d, needs .* more than there are"

@@ -1,4 +1,4 @@
-"""Which stage an op belongs to: what flows where, held against a slower reading of the same graph."""
+"""Hold the stages that ops belong to, and what flows where, against a slower reading of the same graph."""
 
 from __future__ import annotations
 

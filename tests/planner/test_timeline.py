@@ -38,7 +38,7 @@ def planned(model: str, mesh: str, strategy: str | None = None, batch: int = 8, 
 
 
 def check(problem: Problem, evaluation: Evaluation, pricer: Pricer, timeline: Timeline) -> None:
-    """What holds of every timeline without a slowdown."""
+    """Check what holds of every timeline without a slowdown."""
     serial = sum(e.duration_seconds for e in timeline.events)
     assert serial == pytest.approx(evaluation.apart_seconds - evaluation.parameter_seconds)
     busiest = max(timeline.busy_seconds.values())

@@ -54,7 +54,7 @@ def test_every_axis_is_told_of(names, is_cut):
 
 
 def test_experts_have_no_axis_of_their_own():
-    """Of a model without experts and with them: the name gives the axis nothing."""
+    """The name ep gives an axis nothing, in a model without experts and in one with them."""
     model, batch = tiny.own("mlp:layers=2,hidden=256", 4096)
     text = str(autopar.plan(model, "dp=2,ep=2", batch, hardware="cpu-gloo", baselines=False))
     assert "axis ep carries" in text and ("nothing" in text or "no part of experts" in text)

@@ -1,4 +1,4 @@
-"""What a rank keeps of its calls, and whether two ranks called the same."""
+"""Tests of what a rank keeps of its calls, and whether two ranks called the same."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def disagree(mine: dict, theirs: dict) -> bool:
 
 
 def test_ranks_disagree_from_the_first_other_call_on():
-    """Who is only further than the other has called the same; who has another past has not, whatever follows."""
+    """A rank that is only further than another has called the same; one with another past has not, whatever follows."""
     mine = _logs(b"forward", b"backward").last_calls()
     assert not disagree(mine, _logs(b"forward").last_calls()) and not disagree(mine, {})
     assert not disagree(mine, _logs(*[b"forward", b"backward"] * 9).last_calls())

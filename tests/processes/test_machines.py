@@ -1,4 +1,4 @@
-"""Which ranks share a machine, and profiles of links that say otherwise."""
+"""Tests of which ranks share a machine, and of profiles of links that say otherwise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a rank waits for others between steps: as long as they answer."""
+"""Tests that a rank waits for others between steps as long as they answer."""
 
 from __future__ import annotations
 

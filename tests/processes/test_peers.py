@@ -1,4 +1,4 @@
-"""What a rank hears of others that answer, are gone, say nothing or cannot be reached."""
+"""Tests of what a rank hears of others that answer, are gone, say nothing or cannot be reached."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_what_a_lacking_answer_says(monkeypatch):
 
 
 def test_no_rank_asks_thousands(monkeypatch):
-    """Of a large group some are asked, others each time, and of what is asked of all a rank hears little."""
+    """A rank asks some of a large group, others each time, and hears little of what is asked of all."""
     monkeypatch.setattr(peers, "_exchange", lambda address, *rest: {})
     many = _peers((0,) * 1024)
     first, second = many.ask({}, range(1024)), many.ask({}, range(1024))

@@ -1,4 +1,4 @@
-"""What ranks leave of a failure, and what that says together."""
+"""Tests of what ranks leave of a failure, and of what that says together."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DIED = Cause("gone", [2], "rank 2 died: no process answers any more")
 def _record(
     rank: int, *doing: str, what: str = "", cause: Cause = DIED, stages: int = 1, torch: str = "2.13"
 ) -> Record:
-    """Of a rank that made the calls `doing` and waits in the last one."""
+    """Return the record of a rank that made the calls `doing` and waits in the last one."""
     calls = [(7 + i, 3, call) for i, call in enumerate(doing)]
     return Record(
         run="0badcafe", rank=rank, world=3, machine=0, host="a", process=1, when="2026-01-01 00:00:00 UTC",

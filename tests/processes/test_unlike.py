@@ -1,4 +1,4 @@
-"""Who called something else than the others is found from what all called."""
+"""Tests that a rank that called something else than the others is found from what all called."""
 
 from __future__ import annotations
 

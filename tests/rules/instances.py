@@ -1,4 +1,4 @@
-"""What instances of ops are made of: small real tensors, and `op`, which enters a pair of (args, kwargs) into
+"""Make instances of ops of their parts: small real tensors, and `op`, which enters a pair of (args, kwargs) into
 INSTANCES[name].
 
 Sizes are even and uneven over 2 and 3 devices, and factors of one op differ in size where equality could hide a mix-up.

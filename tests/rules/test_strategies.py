@@ -1,4 +1,4 @@
-"""What rules allow and refuse: numerical checks show that nothing offered is wrong, these that nothing is missing."""
+"""Show that rules miss no strategy and refuse what they must; numerical checks show that nothing offered is wrong."""
 
 from __future__ import annotations
 

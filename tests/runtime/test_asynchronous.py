@@ -160,8 +160,7 @@ def test_it_is_not_synchronous_training():
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_forward_and_backward_see_the_same_bits(name, monkeypatch):
-    """What a forward saved, weights among it, has the same hash when its backward begins; and another micro-batch's has
-    not."""
+    """A backward begins with the same bits that its forward saved, weights among them; another micro-batch's differ."""
     saved: dict[tuple[int, int], str] = {}
     weights: dict[tuple[int, int], str] = {}
     checked = []

@@ -45,7 +45,7 @@ def program_of(module, options=()) -> list[str]:
 
 
 def overlapped(lines: list[str]) -> int:
-    """How many gathers and reduce-scatters have a matrix product between their start and their wait."""
+    """Count the gathers and reduce-scatters that have a matrix product between their start and their wait."""
     started, count = [], 0
     for line in lines:
         if "_c10d_functional.wait_tensor" in line:

@@ -1,4 +1,4 @@
-"""What a user does wrong is a typed error with a remedy, on every rank, and never a hang."""
+"""Tests that what a user does wrong is a typed error with a remedy, on every rank, and never a hang."""
 
 from __future__ import annotations
 

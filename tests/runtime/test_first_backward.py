@@ -63,7 +63,7 @@ def test_results_that_share_memory_are_copied():
 
 
 def test_memory_that_is_used_again():
-    """What a result finds where a freed value was is its own."""
+    """A result in memory that a freed value had is its own: no copy is made of it."""
     graph = fx.Graph()
     a = graph.placeholder("a")
     b = graph.call_function(aten.sum.default, (a,))

@@ -53,7 +53,7 @@ def test_simulated(mesh, strategy):
 
 
 def test_each_kind_of_call(alone):
-    """Which inputs have a gradient is a part of a call's form; nothing has one under no_grad."""
+    """The inputs that have a gradient are a part of a call's form; nothing has one under no_grad."""
     x, y = batch()
     parallel, reference = pair(Scorer(), alone, (x, y))
     for make in (

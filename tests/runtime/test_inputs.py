@@ -1,4 +1,4 @@
-"""How batches reach the model: whole on every rank, in parts, as DTensors; and first calls without an example."""
+"""Tests of how batches reach the model: whole on every rank, in parts, as DTensors; first calls without an example."""
 
 from __future__ import annotations
 

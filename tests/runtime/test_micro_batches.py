@@ -85,7 +85,7 @@ def test_what_is_priced_is_sent(model, mesh, many, strategy):
 
 
 def test_gathers_and_reductions_once_a_step():
-    """Of parameters that are kept: FSDP of four micro-batches gathers and reduces as often as of one."""
+    """Sharding with kept parameters gathers and reduces as often with four micro-batches as with one."""
     model, found = tiny.Regressor(loss=True), {}
     for many in (1, 4):
         plan, captured = plan_and_capture(

@@ -1,4 +1,4 @@
-"""What a compiled model returns and how gradients flow from it: with a loss, without one, and through one outside."""
+"""Tests of what a model returns and how gradients flow from it: with a loss, without one, and through one outside."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _loss_of(value):
 
 
 def _sum(value):
-    """Of all outputs, each with a factor of its own."""
+    """Return the sum of all outputs, each with a factor of its own."""
     terms = [(full(t) * (i + 1)).sum() for i, (_, t) in enumerate(_tensors(value)) if t.requires_grad]
     return sum(terms)
 
@@ -130,7 +130,7 @@ def _distributed(rank, plan):
 
 
 def _penalty(model) -> torch.Tensor:
-    """What a script adds for all parameters, which are DTensors, to a loss, which is a plain tensor."""
+    """Return what a script adds for all parameters, which are DTensors, to a loss, which is a plain tensor."""
     return sum(0.1 * p.square().sum() + 0.01 * p.norm(1) for p in model.parameters())
 
 

@@ -181,7 +181,7 @@ def test_a_second_capture_gives_every_gradient_to_all_that_hold_the_parameter():
 
 
 def _thawed_on_one_rank(rank: int) -> str:
-    """What rank 0 is told that alone has a parameter which trains from the second call on."""
+    """Return what rank 0 is told that alone has a parameter which trains from the second call on."""
     ids = torch.randint(0, 11, (4, 6), generator=torch.Generator().manual_seed(0))
     model = _Tied()
     model.head.weight = torch.nn.Parameter(torch.ones(11, 4))
@@ -210,7 +210,7 @@ def test_a_parameter_that_begins_to_train_on_one_rank_alone_is_an_error_at_once(
 
 
 def _looked_up(rank: int) -> None:
-    """What a rank says of a parameter of the other stage; the model works as before, and so do copies."""
+    """Check what a rank says of a parameter of the other stage; the model works as before, and so do copies."""
     model = torch.nn.Sequential(*(torch.nn.Linear(6, 6) for _ in range(2)), torch.nn.BatchNorm1d(6), Summed())
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
     parallel, reference = pair(model, device_mesh("pp=2"), (x,), micro_batches=1, schedule="gpipe")

@@ -38,7 +38,7 @@ class Sent(TorchDispatchMode):
 
 
 def expected(model, sign: float = 1.0, parts: int = 2) -> dict[str, list[torch.Tensor]]:
-    """What each rank adds to the gradients: those of its samples' part of the mean, in float32."""
+    """Return what each rank adds to the gradients: those of its samples' part of the mean, in float32."""
     found: dict[str, list[torch.Tensor]] = {name: [] for name, _ in model.named_parameters()}
     for rank in range(parts):
         part, one = slice(rank * len(X) // parts, (rank + 1) * len(X) // parts), copy.deepcopy(model)

@@ -38,7 +38,7 @@ def double(hidden: int = 31):
 
 
 def round_state(optimizer) -> None:
-    """What one device does after each step: state like a parameter becomes the nearest numbers of bfloat16."""
+    """Round state like a parameter to the nearest numbers of bfloat16, as one device does after each step."""
     for p, state in optimizer.state.items():
         for key, value in state.items():
             if torch.is_tensor(value) and value.shape == p.shape:

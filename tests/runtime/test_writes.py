@@ -1,4 +1,4 @@
-"""What the forward writes to in place: parameters, buffers and the caller's own tensors."""
+"""Tests of what the forward writes to in place: parameters, buffers and the caller's own tensors."""
 
 from __future__ import annotations
 

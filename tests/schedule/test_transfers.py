@@ -11,7 +11,7 @@ SIZES = [(2, 1), (2, 5), (3, 2), (4, 8)]  # ranks, micro-batches
 
 
 def communication(schedule, rank: int) -> list[tuple[str, int, Action]]:
-    """Of a rank, in its order: (send or receive, the other rank, message)."""
+    """Return (send or receive, the other rank, message) of a rank, in its order."""
     begun, found = receives(schedule, rank), []
     for action in schedule.orders[rank]:
         for message in begun[action]:

@@ -182,7 +182,7 @@ def test_too_few_experts():
 
 
 def test_a_device_multiplies_the_rows_of_its_experts_alone(monkeypatch):
-    """Of experts 0 and 1 of 4 those are the first two of five rows; those of another device stay zero."""
+    """Experts 0 and 1 of 4 have the first two of five rows; the rows of another device stay zero."""
     x, weight, group = torch.randn(5, 3), torch.randn(4, 3, 2), torch.tensor([0, 1, 2, 3, 3])
     multiplied = []
     product = torch.mm

@@ -30,7 +30,7 @@ def planned(model, mesh: str, given, machine=SLOW_LINK, strategy: str = "expert"
 
 
 def ways(plan, captured) -> set[str]:
-    """How each dispatch and combine of tokens crosses the axis ep."""
+    """Return how each dispatch and combine of tokens crosses the axis ep."""
     nodes = [n for n in captured.graph.nodes if n.target in OF_TOKENS]
     assert len(nodes) == 5
     place = plan.mesh.names.index("ep")
@@ -67,7 +67,7 @@ def test_micro_batches_send_rows_too(active):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh", ["ep=2", "ep=4"])
 def test_bytes_are_those_of_the_routing(mesh):
-    """Of all ranks together: a row for each token and each other device that has some of its experts, five times;
+    """All ranks together send a row for each token and each other device that has some of its experts, five times;
     beside them for each row its weight, the gradient of that and a flag."""
     model, given, experts, active = Mixture(8, 3), inputs(32), 8, 3
     plan, captured = planned(model, mesh, given)
@@ -91,7 +91,7 @@ def test_bytes_are_those_of_the_routing(mesh):
 
 
 def test_told_bytes_are_those_of_balanced_routing():
-    """Of many tokens that pick any three of eight experts; the plan tells what the program says."""
+    """The bytes are those of many tokens that pick any three of eight experts; the plan tells what the program says."""
     plan, captured = planned(Mixture(8, 3), "ep=4", inputs(32))
     tokens = 32 * 3 / 4
     wanted = 5 * tokens * devices_of_token(8, 3, 4) * 3 / 4 * HIDDEN * FP64

@@ -1,4 +1,4 @@
-"""Whether a folder has room, is the same on all ranks, and which of its checkpoints is loaded."""
+"""Tests of whether a folder has room, is the same on all ranks, and which of its checkpoints is loaded."""
 
 from __future__ import annotations
 

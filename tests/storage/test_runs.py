@@ -1,4 +1,4 @@
-"""Which checkpoints a folder keeps, which one is the newest, and files that no save wrote."""
+"""Tests of which checkpoints a folder keeps, which one is the newest, and of files that no save wrote."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_old_ones(model, tmp_path):
 
 
 def test_a_later_run_in_the_folder_of_an_earlier_one(alone, tmp_path):
-    """What the earlier one saved stays, and nothing of it outlives what was just saved."""
+    """Checkpoints of the earlier run stay, and the newest one is what was just saved."""
     earlier, later = regressor(alone), regressor(alone)
     autopar.save_checkpoint(tmp_path, earlier, step=90)
     autopar.save_checkpoint(tmp_path, earlier, step=100)

@@ -80,7 +80,7 @@ def test_every_part_of_every_tensor(name, tmp_path):
 
 
 def test_one_file_beside_shards(tmp_path):
-    """As transformers resolves it: the one file counts."""
+    """The one file counts, as transformers resolves it."""
     cls, config = build("gpt2")
     cls(config).save_pretrained(tmp_path, max_shard_size="20KB")
     assert (tmp_path / "model.safetensors.index.json").exists()

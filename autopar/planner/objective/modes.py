@@ -38,8 +38,8 @@ Amount = float | np.ndarray
 
 @dataclass(frozen=True)
 class Mode:
-    """Whether the tensor itself waits for the backward, and, by the phases that read a copy, the ways in which the copy
-    may be made; of equally cheap ones the first is taken."""
+    """Says whether the tensor itself waits for the backward, and, by the phases that read a copy, the ways in which the
+    copy may be made; of equally cheap ones the first is taken."""
 
     saves_base: bool
     ways: Mapping[int, tuple[str, ...]]
