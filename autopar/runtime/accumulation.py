@@ -7,7 +7,7 @@ reduces it for whoever reads it. The next backward outside of `no_sync` adds its
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -19,6 +19,7 @@ from ..ir.layout import Layout, local_part
 from ..ir.mesh import Mesh
 
 Takers = Mapping[str, tuple[nn.Parameter, object]]  # parameters by name, and what autograd does with gradients next
+Locals = dict[str, torch.Tensor]  # local gradients by parameter
 
 
 def is_unreduced(gradient: torch.Tensor | None) -> bool:
@@ -52,7 +53,7 @@ class Accumulation:
                 self.reduce(name, parameter)
         self.is_pending = True
 
-    def take(self, takers: Takers, specs: Mapping[str, object]) -> dict[str, torch.Tensor]:
+    def take(self, takers: Takers, specs: Mapping[str, object]) -> Locals:
         """Take the unreduced gradients with these specs out of `.grad`, where the backward that runs now adds to it,
         and return their local values by name."""
         taken = {}
@@ -74,3 +75,35 @@ class Accumulation:
             if is_unreduced(parameter.grad):
                 self.reduce(name, parameter)
         self.is_pending = False
+
+
+class ParameterGradients:
+    """Gives autograd the gradients of the parameters `names`: DTensors with their `specs`, inside of no_sync with those
+    of `unreduced` where they wait for their reduction."""
+
+    def __init__(self, names: Sequence[str], specs: Sequence, accumulation: Accumulation):
+        self.names, self.specs, self.accumulation = names, specs, accumulation
+        self.unreduced: Mapping[str, object] = {}
+
+    def __call__(
+        self, parameters: Sequence, nodes: Sequence, make: Callable[[bool, Locals], Locals]
+    ) -> list[torch.Tensor | None]:
+        """Return the gradients of one backward, None for a parameter without one. `nodes`: what autograd does next with
+        those of the `parameters`. `make(waits, taken)` returns them by name, not yet reduced if it `waits`, else
+        together with what earlier backwards left unreduced, which is `taken` out of `.grad`; it empties `taken`."""
+        accumulation, specs = self.accumulation, self.unreduced if self.accumulation.is_deferring else {}
+        if accumulation.is_deferring:
+            found, takers = make(True, {}), self._takers(parameters, nodes)
+            accumulation.leave({name: takers[name] for name in self.names if name in found}, specs)
+        elif accumulation.is_pending and any(map(_torch.accumulates, nodes)):
+            found = make(False, accumulation.take(self._takers(parameters, nodes), self.unreduced))
+            accumulation.reduce_rest()
+        else:
+            found = make(False, {})
+        return [  # with the strides of the parameters, as autograd gives them: fused optimizers take them for granted
+            _torch.as_dtensor(found[name].contiguous(), specs.get(name, spec)) if name in found else None
+            for name, spec in zip(self.names, self.specs)
+        ]
+
+    def _takers(self, parameters: Sequence, nodes: Sequence) -> Takers:
+        return dict(zip(self.names, zip(parameters, nodes)))

@@ -21,7 +21,7 @@ from ..ir.layout import local_part
 from ..plans.plan import Plan
 from ..processes.dtensors import redistributed, spec_of
 from ..processes.process_groups import ProcessGroups
-from .accumulation import Accumulation
+from .accumulation import Accumulation, Locals, ParameterGradients
 from .loaded import LoadedGraph
 
 
@@ -43,7 +43,8 @@ class Backward:
         groups: ProcessGroups,
         accumulation: Accumulation,
     ):
-        self.names, self.specs, self.groups, self.accumulation = names, specs, groups, accumulation
+        self.gradients = ParameterGradients(names, specs, accumulation)
+        self.groups = groups
         self.mesh, self.device_mesh, self.device = plan.mesh, device_mesh, torch.device(device_mesh.device_type)
         self.owners = [("input", name) for name in inputs] + [("parameter", name) for name in names]
         self.reduced = _Gradients(graph, groups, self.device)
@@ -51,7 +52,7 @@ class Backward:
         pairs = list(zip(output.args[0], output.meta["roles"]))
         gradients = [(n, r) for n, r in pairs if not r.is_forward]
         found = {(r.kind, r.name): at for at, (_, r) in enumerate(gradients)}
-        self.gradient_at = [found.get(("gradient", name)) for name in names]
+        self.gradient_at = {name: found["gradient", name] for name in names if ("gradient", name) in found}
         self.input_gradient_at = [found.get(("input_gradient", name)) for name in inputs]
         self.sources = _sources(captured.graph, [n for n, _ in gradients])
         self.values = {r.name: n.meta["val"] for n, r in pairs if r.kind == "gradient"}
@@ -59,13 +60,14 @@ class Backward:
         self.tangents = [(int(n.meta["role"].name), plan.sharding.leaves[n.name]) for n in tangents]
         self.unreduced: _Gradients | None = None
         self.compile_options: Mapping[str, object] | None = None  # of torch.compile, if the graphs go through it
-        self.deferred: dict[str, object] = {}  # specs of gradients that wait for their reduction
 
     @classmethod
     def following(cls, backwards: Mapping[Sizes, Backward]) -> tuple[Backward, frozenset[Line]]:
         """Return the backward whose graphs follow the size, and the lines of their numbers, given those for some sizes.
         Raises Differs."""
         made = copy.copy(backwards[max(backwards)])
+        made.gradients = copy.copy(made.gradients)
+        made.gradients.unreduced = {}
         made.reduced, lines = _Gradients.following({size: b.reduced for size, b in backwards.items()})
         made.unreduced = None
         return made, lines
@@ -74,7 +76,7 @@ class Backward:
         """Load the graphs for gradients that wait for their reduction, given those for some sizes, and return the lines
         of their numbers. Raises Differs."""
         newest = backwards[max(backwards)]
-        self.reduce, self.deferred = newest.reduce, newest.deferred  # of parameters alone
+        self.reduce, self.gradients.unreduced = newest.reduce, newest.gradients.unreduced  # of parameters alone
         loaded = {size: b.unreduced for size, b in backwards.items() if b.unreduced is not None}
         self.unreduced, lines = _Gradients.following(loaded)
         return lines
@@ -83,7 +85,7 @@ class Backward:
         """Load the graphs for gradients that wait for their reduction."""
         self.reduce = _Gradients(program.reduce, self.groups, self.device)
         values = {name: self.values[name] for name in program.layouts}
-        self.deferred = {
+        self.gradients.unreduced = {
             name: spec_of(program.layouts[name], v.shape, v.dtype, self.mesh, self.device_mesh)
             for name, v in values.items()
         }
@@ -116,47 +118,26 @@ class Backward:
         in Call. A gradient to which no gradient of an output leads is None, as in eager torch. Empties `saved`, so that
         each value is freed after its last use."""
         given = {at for at, _ in self.tangents if tangents[at] is not None}
-        self.leads = [bool(given & sources) for sources in self.sources]
         saved += [self._local_tangent(tangents[at], layout, empty[at]) for at, layout in self.tangents]
         saved += sizes or ()
-        if self.accumulation.is_deferring:
-            return self._unreduced(saved, parameters, nodes)
-        if self.accumulation.is_pending and any(map(_torch.accumulates, nodes)):
-            return self._reduced_with_pending(saved, parameters, nodes)
-        return self._dtensors(self.reduced(saved), {})
+        leads = [bool(given & sources) for sources in self.sources]
+        of_inputs: list[torch.Tensor | None] = []
 
-    def _unreduced(self, values: list, parameters: Sequence, nodes: Sequence) -> list[torch.Tensor | None]:
-        gradients = self._dtensors(self.unreduced(values), self.deferred)
-        own = gradients[len(self.input_gradient_at) :]
-        takers = {n: (p, node) for n, p, g, node in zip(self.names, parameters, own, nodes) if g is not None}
-        self.accumulation.leave(takers, self.deferred)
-        return gradients
+        def make(waits: bool, taken: Locals) -> Locals:
+            results = (self.unreduced if waits or taken else self.reduced)(saved)
+            of_inputs.extend(results[at] if at is not None and leads[at] else None for at in self.input_gradient_at)
+            found, led_to = {name: results[at] for name, at in self.gradient_at.items()}, [*taken]
+            del results
+            if taken:
+                for name in led_to:
+                    found[name].add_(taken.pop(name))
+                waiting = self.gradients.unreduced
+                found |= zip(waiting, self.reduce([found.pop(name) for name in waiting]))
+            led_to += [name for name, at in self.gradient_at.items() if leads[at]]
+            return {name: found[name] for name in led_to}
 
-    def _reduced_with_pending(self, values: list, parameters: Sequence, nodes: Sequence) -> list[torch.Tensor | None]:
-        """Return the gradients of this backward together with those of earlier ones that were not reduced, which are
-        taken out of `.grad`."""
-        taken = self.accumulation.take(dict(zip(self.names, zip(parameters, nodes))), self.deferred)
-        if not taken:
-            gradients = self._dtensors(self.reduced(values), {})
-        else:
-            results, at = list(self.unreduced(values)), dict(zip(self.names, self.gradient_at))
-            for name in [*taken]:
-                results[at[name]].add_(taken.pop(name))
-                self.leads[at[name]] = True
-            for name, result in zip(self.deferred, self.reduce([results[at[name]] for name in self.deferred])):
-                results[at[name]] = result
-            gradients = self._dtensors(results, {})
-        self.accumulation.reduce_rest()
-        return gradients
-
-    def _dtensors(self, results: Sequence, specs: Mapping[str, object]) -> list[torch.Tensor | None]:
-        """Return the gradients of the inputs as they are, and of the parameters as DTensors, with the strides of the
-        parameters, as autograd gives them: fused optimizers take them for granted."""
-        leads = self.leads
-        return [None if at is None or not leads[at] else results[at] for at in self.input_gradient_at] + [
-            None if at is None or not leads[at] else _torch.as_dtensor(results[at].contiguous(), specs.get(name, spec))
-            for name, at, spec in zip(self.names, self.gradient_at, self.specs)
-        ]
+        own = self.gradients(parameters, nodes, make)
+        return of_inputs + own
 
     def _local_tangent(self, tangent: torch.Tensor | None, layout, like: torch.Tensor) -> torch.Tensor:
         if tangent is None:
