@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 
+from ..codegen.rank_program import FORWARD
 from ..codegen.split_batch import join, parts_of
 from ..errors import InputError, MeshError, MicroBatchError, StageError, StrategyError
 from ..frontend.call_signature import CallSignature, describe_call, split_example
@@ -30,7 +31,6 @@ from ..plans.plan import Plan
 from ..processes import agree, process_groups, watch
 from ..runtime.asynchronous_stage import AsynchronousStage, check_apart, rank_of
 from ..runtime.parameters import table_of
-from ..runtime.stage_graphs import StageGraphs
 from ..runtime.stage_links import StageLinks
 from ..runtime.walk import walk
 from ..schedule.asynchronous import BUFFERED, STASHING, Asynchronous
@@ -115,8 +115,8 @@ class AsynchronousPipeline:
         self._device = torch.device(self._on.device_mesh.device_type)
         (graphs,) = step.graphs.values()  # the same as in synchronous training
         if mine.copies is not None:
-            mine, others = mine.alone, {key: graph for key, graph in graphs.loaded.items() if key.kind != "F"}
-            graphs = StageGraphs(mine, captures.groups, self._device, splits=False, loaded=others)
+            mine = mine.alone
+            graphs = graphs.with_others({FORWARD: mine.forward})
         self._buffers, parameters = {}, {}
         for node in _placeholders(mine.forward.graph):
             name = node.meta["role"].name

@@ -78,25 +78,28 @@ class Accumulation:
 
 
 class ParameterGradients:
-    """Gives autograd the gradients of the parameters `names`: DTensors with their `specs`, inside of no_sync with those
-    of `unreduced` where they wait for their reduction."""
+    """Gives autograd the gradients of the parameters `names`, as DTensors with their `specs`."""
 
     def __init__(self, names: Sequence[str], specs: Sequence, accumulation: Accumulation):
         self.names, self.specs, self.accumulation = names, specs, accumulation
-        self.unreduced: Mapping[str, object] = {}
 
     def __call__(
-        self, parameters: Sequence, nodes: Sequence, make: Callable[[bool, Locals], Locals]
+        self,
+        parameters: Sequence,
+        nodes: Sequence,
+        unreduced: Mapping[str, object],
+        make: Callable[[bool, Locals], Locals],
     ) -> list[torch.Tensor | None]:
         """Return the gradients of one backward, None for a parameter without one. `nodes`: what autograd does next with
-        those of the `parameters`. `make(waits, taken)` returns them by name, not yet reduced if it `waits`, else
-        together with what earlier backwards left unreduced, which is `taken` out of `.grad`; it empties `taken`."""
-        accumulation, specs = self.accumulation, self.unreduced if self.accumulation.is_deferring else {}
+        those of the `parameters`; `unreduced`: specs of those that can wait for their reduction, as they do inside of
+        no_sync. `make(waits, taken)` returns them by name, not yet reduced if it `waits`, else together with what
+        earlier backwards left unreduced, which is `taken` out of `.grad`; it empties `taken`."""
+        accumulation, specs = self.accumulation, unreduced if self.accumulation.is_deferring else {}
         if accumulation.is_deferring:
             found, takers = make(True, {}), self._takers(parameters, nodes)
             accumulation.leave({name: takers[name] for name in self.names if name in found}, specs)
         elif accumulation.is_pending and any(map(_torch.accumulates, nodes)):
-            found = make(False, accumulation.take(self._takers(parameters, nodes), self.unreduced))
+            found = make(False, accumulation.take(self._takers(parameters, nodes), unreduced))
             accumulation.reduce_rest()
         else:
             found = make(False, {})

@@ -3,7 +3,6 @@ parameters and inputs."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -11,43 +10,37 @@ import torch
 from torch import fx
 from torch.distributed.tensor import DTensor
 
-from .. import _torch
-from ..codegen.follow_size import Line, Sizes
-from ..codegen.rank_program import DeferredProgram
+from ..codegen.follow_size import Sizes
+from ..codegen.rank_program import BACKWARD, REDUCE, WAITING
 from ..errors import InputError
 from ..frontend.export import Captured
 from ..ir.graph import output_node
-from ..ir.layout import local_part
+from ..ir.layout import Layout, local_part
 from ..plans.plan import Plan
 from ..processes.dtensors import redistributed, spec_of
-from ..processes.process_groups import ProcessGroups
 from .accumulation import Accumulation, Locals, ParameterGradients
-from .loaded import LoadedGraph
+from .rank_graphs import RankGraphs
 
 
 class Backward:
     """Gradients of the `inputs`, in their layouts, and of the parameters `names`, which have the DTensor `specs`;
     `owners` are the kinds and names of all of them, in order."""
 
-    reduce: _Gradients  # of gradients that were not reduced, once there are some
-
     def __init__(
         self,
-        graph,
         captured: Captured,
         plan: Plan,
         inputs: list[str],
         names: list[str],
         specs: list,
         device_mesh,
-        groups: ProcessGroups,
+        rank: int,
         accumulation: Accumulation,
     ):
         self.gradients = ParameterGradients(names, specs, accumulation)
-        self.groups = groups
-        self.mesh, self.device_mesh, self.device = plan.mesh, device_mesh, torch.device(device_mesh.device_type)
+        self.unreduced: dict[str, object] = {}  # specs of gradients that wait for their reduction, once some do
+        self.mesh, self.device_mesh, self.coordinate = plan.mesh, device_mesh, plan.mesh.coordinate(rank)
         self.owners = [("input", name) for name in inputs] + [("parameter", name) for name in names]
-        self.reduced = _Gradients(graph, groups, self.device)
         output = output_node(captured.graph)
         pairs = list(zip(output.args[0], output.meta["roles"]))
         gradients = [(n, r) for n, r in pairs if not r.is_forward]
@@ -58,54 +51,17 @@ class Backward:
         self.values = {r.name: n.meta["val"] for n, r in pairs if r.kind == "gradient"}
         tangents = [n for n in captured.graph.nodes if n.op == "placeholder" and n.meta["role"].kind == "tangent"]
         self.tangents = [(int(n.meta["role"].name), plan.sharding.leaves[n.name]) for n in tangents]
-        self.unreduced: _Gradients | None = None
-        self.compile_options: Mapping[str, object] | None = None  # of torch.compile, if the graphs go through it
 
-    @classmethod
-    def following(cls, backwards: Mapping[Sizes, Backward]) -> tuple[Backward, frozenset[Line]]:
-        """Return the backward whose graphs follow the size, and the lines of their numbers, given those for some sizes.
-        Raises Differs."""
-        made = copy.copy(backwards[max(backwards)])
-        made.gradients = copy.copy(made.gradients)
-        made.gradients.unreduced = {}
-        made.reduced, lines = _Gradients.following({size: b.reduced for size, b in backwards.items()})
-        made.unreduced = None
-        return made, lines
-
-    def follow_deferred(self, backwards: Mapping[Sizes, Backward]) -> frozenset[Line]:
-        """Load the graphs for gradients that wait for their reduction, given those for some sizes, and return the lines
-        of their numbers. Raises Differs."""
-        newest = backwards[max(backwards)]
-        self.reduce, self.gradients.unreduced = newest.reduce, newest.gradients.unreduced  # of parameters alone
-        loaded = {size: b.unreduced for size, b in backwards.items() if b.unreduced is not None}
-        self.unreduced, lines = _Gradients.following(loaded)
-        return lines
-
-    def load_deferred(self, program: DeferredProgram) -> None:
-        """Load the graphs for gradients that wait for their reduction."""
-        self.reduce = _Gradients(program.reduce, self.groups, self.device)
-        values = {name: self.values[name] for name in program.layouts}
-        self.gradients.unreduced = {
-            name: spec_of(program.layouts[name], v.shape, v.dtype, self.mesh, self.device_mesh)
-            for name, v in values.items()
+    def wait(self, layouts: Mapping[str, Layout]) -> None:
+        """Learn in which layouts gradients wait for their reduction."""
+        self.unreduced = {
+            name: spec_of(layout, self.values[name].shape, self.values[name].dtype, self.mesh, self.device_mesh)
+            for name, layout in layouts.items()
         }
-        self.unreduced = _Gradients(program.backward, self.groups, self.device)
-        if self.compile_options is not None:
-            self._compile_deferred()
-
-    def compile(self, options: Mapping[str, object]) -> None:
-        """Run all graphs, also those that are loaded later, through torch.compile with these options of it."""
-        self.compile_options = options
-        self.reduced.compile(options)
-        if self.unreduced is not None:
-            self._compile_deferred()
-
-    def _compile_deferred(self) -> None:
-        self.unreduced.compile(self.compile_options)
-        self.reduce.compile(self.compile_options)
 
     def __call__(
         self,
+        graphs: RankGraphs,
         saved: list,
         tangents: Sequence,
         empty: Sequence[torch.Tensor],
@@ -124,28 +80,27 @@ class Backward:
         of_inputs: list[torch.Tensor | None] = []
 
         def make(waits: bool, taken: Locals) -> Locals:
-            results = (self.unreduced if waits or taken else self.reduced)(saved)
+            results = graphs.run(WAITING if waits or taken else BACKWARD, saved)
             of_inputs.extend(results[at] if at is not None and leads[at] else None for at in self.input_gradient_at)
             found, led_to = {name: results[at] for name, at in self.gradient_at.items()}, [*taken]
             del results
             if taken:
                 for name in led_to:
                     found[name].add_(taken.pop(name))
-                waiting = self.gradients.unreduced
-                found |= zip(waiting, self.reduce([found.pop(name) for name in waiting]))
+                found |= zip(self.unreduced, graphs.run(REDUCE, [*map(found.pop, self.unreduced), *(sizes or ())]))
             led_to += [name for name, at in self.gradient_at.items() if leads[at]]
             return {name: found[name] for name in led_to}
 
-        own = self.gradients(parameters, nodes, make)
+        own = self.gradients(parameters, nodes, self.unreduced if WAITING in graphs.loaded else {}, make)
         return of_inputs + own
 
     def _local_tangent(self, tangent: torch.Tensor | None, layout, like: torch.Tensor) -> torch.Tensor:
         if tangent is None:
-            return torch.zeros(like.shape, dtype=like.dtype, device=self.device)
+            return torch.zeros(like.shape, dtype=like.dtype, device=self.device_mesh.device_type)
         if isinstance(tangent, DTensor):
             tangent = redistributed(tangent, layout, self.mesh, self.device_mesh)
         elif not layout.is_replicated:  # of an output that another program of the call gave whole
-            tangent = local_part(tangent, layout, self.mesh, self.mesh.coordinate(self.groups.rank))
+            tangent = local_part(tangent, layout, self.mesh, self.coordinate)
         return tangent.contiguous()
 
 
@@ -183,56 +138,3 @@ def refuse_second_derivatives() -> None:
             "derivatives only",
             fix="leave out create_graph=True; compute higher derivatives with the model before autopar.compile",
         )
-
-
-class _Gradients(LoadedGraph):
-    """A graph that returns gradients, each in memory of its own: optimizers and accumulation write into gradients."""
-
-    def __init__(self, module, groups: ProcessGroups, device: torch.device):
-        super().__init__(module, groups, device, "backward")
-
-    def load(self, phase: str) -> None:
-        """Make the module ready to run."""
-        super().load(phase)
-        self.to_copy: list[bool] | None = None  # a result each; known after the first run
-
-    def compile(self, options: Mapping[str, object]) -> None:
-        """Compile the graph as LoadedGraph does, and look anew for results that share memory."""
-        super().compile(options)
-        self.to_copy = None
-
-    def __call__(self, values: list) -> Sequence[torch.Tensor]:
-        if self.to_copy is None:
-            given = [v for v in values if isinstance(v, torch.Tensor)]
-            taken, names = [_span(v) for v in given], [_torch.weak_storage(v) for v in given]
-            del given  # so that each value is freed after its last use, in the first run too
-            results = self.run(values)
-            self.to_copy = _shared_memory(results, taken)
-            del names  # until now no result could have the key of a value that was freed
-        else:
-            results = self.run(values)
-        return [r.clone() if copy else r for r, copy in zip(results, self.to_copy)] if any(self.to_copy) else results
-
-
-def _shared_memory(results: Sequence, taken: list[tuple[int, int, int]]) -> list[bool]:
-    """Return for each result whether it overlaps itself, an earlier one or what the graph was given: the spans `taken`,
-    to which those of the results are added."""
-    shared = []
-    for result in results:
-        if not isinstance(result, torch.Tensor):
-            shared.append(False)
-            continue
-        key, start, end = _span(result)
-        overlaps_itself = end - start < result.numel() * result.element_size()
-        shared.append(overlaps_itself or any(key == k and start < e and s < end for k, s, e in taken))
-        taken.append((key, start, end))
-    return shared
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """Return a tensor's memory, its first byte there and the one behind its last."""
-    length = (
-        sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())) + 1 if tensor.numel() else 0
-    )
-    start = tensor.storage_offset() * tensor.element_size()
-    return _torch.storage_key(tensor), start, start + length * tensor.element_size()

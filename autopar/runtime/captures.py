@@ -337,10 +337,10 @@ class Captures:
     def _load_deferred(self, traced: Traced, plan: Plan, step: Step | PipelineStep) -> None:
         if not isinstance(step, Step):
             step.prepare_no_sync()
-        elif step.backward is not None and step.backward.unreduced is None:
+        elif not step.can_wait:
             program = agree.everywhere(lambda: lower_deferred(traced.captured, plan, self.groups.rank, step.saved))
             agree.check_programs(plan, program.collectives())
-            step.backward.load_deferred(program)
+            step.load_deferred(program)
 
     def unreduced_bytes(self) -> int:
         """Return the bytes of this rank's gradients before they are reduced, of those of the first capture that are

@@ -52,7 +52,7 @@ class StageGradients:
         pp_ranks = {n: [p for p, (_, held) in enumerate(everyone) if n in held] for n in sorted(times)}
         self.tied = {name: ranks for name, ranks in pp_ranks.items() if len(ranks) > 1}
         self.shared = frozenset(self.tied) | {name for name, count in times.items() if count > 1}
-        self.gradients.unreduced = self.unreduced = {
+        self.unreduced = {
             name: spec_of(
                 layout, self.specs[name].shape, self.specs[name].tensor_meta.dtype, stage.mesh, stage.device_mesh
             )
@@ -78,7 +78,7 @@ class StageGradients:
         for of_stage in sums.values():
             if of_stage:
                 torch._foreach_mul_(list(of_stage.values()), scale)
-        return self.gradients(parameters, nodes, partial(self._total, sums))
+        return self.gradients(parameters, nodes, self.unreduced, partial(self._total, sums))
 
     def _total(self, sums: Sums, waits: bool, taken: Locals) -> Locals:
         """Return the gradients of all stages together, not yet reduced if they may wait, else with those `taken`."""

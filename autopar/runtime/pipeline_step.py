@@ -50,8 +50,8 @@ from .parameters import table_of
 from .pipeline_call import PipelineCall
 from .pipeline_check import border_of, check_pipeline
 from .pipeline_gradients import StageGradients, Sums
+from .rank_graphs import RankGraphs
 from .stage_executor import StageExecutor
-from .stage_graphs import StageGraphs
 from .stage_links import StageLinks
 from .unmade import unmade
 from .walk import walk
@@ -122,8 +122,9 @@ class PipelineStep:
             agree.union([group for group, _, _ in program.collectives()])
         )  # also those that only other stages need
         self.schedule = pipeline.orders if self.trains else forwards(pipeline.orders)
+        splits = self.schedule.splits_backward
         self.graphs = {
-            i: StageGraphs(p, self.groups, self.device, self.schedule.splits_backward)
+            i: RankGraphs.of_stage(i, self.groups, self.device).load(p.graphs(splits))
             for i, p in program.stages.items()
         }
         self.stages = {i: StageExecutor([p], self.graphs[i], self.micro.is_smaller) for i, p in program.stages.items()}

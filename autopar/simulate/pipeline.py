@@ -86,7 +86,10 @@ class SimulatedStage:
     def __call__(self, key: GraphKey, arguments: list[list[Tensor]]) -> list[tuple]:
         if key not in self.graphs:
             self.graphs[key] = [program.graph(key) for program in self.programs]
-        return self.simulator.run(self.graphs[key], arguments)
+        results = self.simulator.run(self.graphs[key], arguments)
+        if key.kind not in "BW" or key.adds:
+            return results
+        return [tuple(v.clone() if isinstance(v, Tensor) else v for v in mine) for mine in results]
 
 
 class _Simulation:
