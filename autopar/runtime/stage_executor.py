@@ -35,8 +35,8 @@ class StageExecutor:
 
     def begin(self, leaf: Leaf, output: Output) -> None:
         """Begin a call, and make the copies that all its micro-batches share. `leaf(placeholder, micro-batch, rank)`
-        returns an argument of a graph; `output(role, micro-batch, values)` takes an output of the call or the new value
-        of a buffer."""
+        returns an argument of a graph; `output(role, micro-batch, values)` takes an output of the call, the new
+        value of what it writes to or the gradient of an input."""
         self.leaf, self.output, self.copies = leaf, output, {}
         self.saved: dict[int, list[list[Tensor]]] = {}
         self.stash: dict[int, list[list[Tensor]]] = {}  # of the input part for the weight part
@@ -85,7 +85,7 @@ class StageExecutor:
         if self.program.backward is None:  # nothing that the stage computes has a gradient
             del self.saved[i]
             return {}
-        return self._add_up(GraphKey("B", self.is_smaller(i)), self._backward_arguments(i, arrived))[0]
+        return self._add_up(GraphKey("B", self.is_smaller(i)), i, self._backward_arguments(i, arrived))[0]
 
     def input_part(self, i: int, arrived: Values) -> Values:
         """Run the part of a micro-batch's backward that the stage before waits for, and keep what the other reads."""
@@ -94,7 +94,7 @@ class StageExecutor:
             return {}
         is_smaller, arguments = self.is_smaller(i), self._backward_arguments(i, arrived)
         read = [[a[k] for k in p.sizes[is_smaller].split.weight_inputs] for p, a in zip(self.programs, arguments)]
-        sent, made = self._add_up(GraphKey("I", is_smaller), arguments)
+        sent, made = self._add_up(GraphKey("I", is_smaller), i, arguments)
         self.stash[i] = [k + m for k, m in zip(read, made)]
         return sent
 
@@ -102,7 +102,7 @@ class StageExecutor:
         """Run the rest of a micro-batch's backward."""
         stash = self.stash.pop(i)
         if self.program.backward is not None:
-            self._add_up(GraphKey("W", self.is_smaller(i)), stash)
+            self._add_up(GraphKey("W", self.is_smaller(i)), i, stash)
         return {}
 
     def reduce(self, sums: Sequence[dict[str, Tensor]]) -> None:
@@ -136,7 +136,7 @@ class StageExecutor:
         saved, (takes, _) = self.saved.pop(i), self._signature(GraphKey("B", self.is_smaller(i)))
         return [s + a for s, a in zip(saved, self._arguments(takes[len(saved[0]) :], i, arrived))]
 
-    def _add_up(self, key: GraphKey, arguments: list[list[Tensor]]) -> tuple[Values, list[list[Tensor]]]:
+    def _add_up(self, key: GraphKey, i: int, arguments: list[list[Tensor]]) -> tuple[Values, list[list[Tensor]]]:
         """Run a backward or a part of it, add the gradients of parameters to the sums, and return (what goes to the
         stage before, by rank what the weight part reads)."""
         _, roles = self._signature(key)
@@ -149,5 +149,10 @@ class StageExecutor:
         if not adds:
             for sums, result in zip(self.sums, results):
                 sums |= {role.name: value for role, value in zip(roles, result) if is_gradient(role)}
-        sent = {r.name: values for r, *values in zip(roles, *results) if r is not None and r.kind == "returned"}
+        sent = {}
+        for role, *values in zip(roles, *results):
+            if role is not None and role.kind == "returned":
+                sent[role.name] = values
+            elif role is not None and not is_gradient(role):  # of an input
+                self.output(role, i, values)
         return sent, [[value for role, value in zip(roles, result) if role is None] for result in results]
