@@ -7,15 +7,17 @@ reduces it for whoever reads it. The next backward outside of `no_sync` adds its
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .. import _torch
-from ..ir.layout import Layout, local_part
+from ..ir.layout import Layout, local_part, local_shape
 from ..ir.mesh import Mesh
 
 Takers = Mapping[str, tuple[nn.Parameter, object]]  # parameters by name, and what autograd does with gradients next
@@ -62,6 +64,11 @@ class Accumulation:
             if isinstance(parameter.grad, DTensor) and parameter.grad._spec == spec and _torch.accumulates(node):
                 taken[name], parameter.grad = _torch.local_of(parameter.grad), None
         return taken
+
+    def bytes_of(self, layouts: Mapping[str, Layout], specs: Mapping[str, Any]) -> int:
+        """Return the bytes of this rank's gradients in some layouts, of parameters with the DTensor `specs`."""
+        shapes = {name: local_shape(specs[name].shape, x, self.mesh, self.coordinate) for name, x in layouts.items()}
+        return sum(math.prod(shape) * specs[name].tensor_meta.dtype.itemsize for name, shape in shapes.items())
 
     def reduce(self, name: str, parameter: nn.Parameter) -> None:
         """Reduce one `.grad` now, on its own, where no graph does it."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -31,7 +30,7 @@ from ..frontend.export import Captured
 from ..frontend.hooks import Hooks, Structure
 from ..frontend.open_numbers import opened
 from ..ir.graph import output_node
-from ..ir.layout import Layout, local_shape
+from ..ir.layout import Layout
 from ..passes.distribute.defer import unreduced_layouts
 from ..plans.plan import Plan
 from ..processes import agree, watch
@@ -345,20 +344,11 @@ class Captures:
     def unreduced_bytes(self) -> int:
         """Return the bytes of this rank's gradients before they are reduced, of those of the first capture that are
         partial then."""
-        first, coordinate, total = self.table[0], self.accumulation.coordinate, 0
+        first = self.table[0]
         if not isinstance(first.step, Step):
             return first.step.gradients.unreduced_bytes
-        graph = first.traced.captured.graph
-        shapes = {
-            r.name: n.meta["val"]
-            for n, r in zip(output_node(graph).args[0], output_node(graph).meta["roles"])
-            if r.kind == "gradient"
-        }
-        for name, layout in unreduced_layouts(graph, first.plan.sharding).items():
-            total += (
-                math.prod(local_shape(shapes[name].shape, layout, self.mesh, coordinate)) * shapes[name].element_size()
-            )
-        return total
+        layouts = unreduced_layouts(first.traced.captured.graph, first.plan.sharding)
+        return self.accumulation.bytes_of(layouts, dict(zip(first.step.names, first.step.specs)))
 
     def _modes_text(self) -> str:
         own = vars(self.module._source).get("forward")  # set by the user, or a layer's that is called by itself

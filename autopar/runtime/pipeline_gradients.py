@@ -8,7 +8,6 @@ over stages.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -64,13 +63,9 @@ class StageGradients:
     @property
     def unreduced_bytes(self) -> int:
         """Return the bytes of this rank's gradients that are Partial inside of no_sync."""
-        layouts = {
-            name: layout for mine in self.waiting.values() for name, layout in mine.items() if name in self.unreduced
-        }
-        shapes = {
-            n: local_shape(self.specs[n].shape, x, self.stage.mesh, self.stage.coordinate) for n, x in layouts.items()
-        }
-        return sum(math.prod(shape) * self.specs[n].tensor_meta.dtype.itemsize for n, shape in shapes.items())
+        waiting = {name: layout for mine in self.waiting.values() for name, layout in mine.items()}
+        layouts = {name: waiting[name] for name in self.unreduced}
+        return self.gradients.accumulation.bytes_of(layouts, self.specs)
 
     def __call__(self, sums: Sums, scale: Tensor, parameters: Sequence[Tensor], nodes: Sequence) -> list[Tensor | None]:
         """Return the gradients of the loss, in the order of `names`: the sums times `scale`. `nodes` are what autograd

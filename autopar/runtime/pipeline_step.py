@@ -46,7 +46,7 @@ from .inputs import WholeInputs
 from .lengths import OwnLengths
 from .optimizers import scale_of_scalers
 from .outputs import OutputForm, OutputForms
-from .parameters import table_of
+from .parameters import tables_of
 from .pipeline_call import PipelineCall
 from .pipeline_check import border_of, check_pipeline
 from .pipeline_gradients import StageGradients, Sums
@@ -151,17 +151,7 @@ class PipelineStep:
 
     def _bind(self, program: PipelineProgram, module: nn.Module) -> None:
         """Look up the parameters and buffers of this rank's stages."""
-        leaves: dict[str, tuple[dict[str, Tensor], str]] = {}
-        self.buffers = {}
-        for mine in program.stages.values():
-            for node in mine.stage.joint.graph.nodes:
-                if node.op == "placeholder":
-                    role = node.meta["role"]
-                    if role.kind == "parameter":
-                        leaves[role.name] = table_of(module, role.name, "_parameters")
-                    elif role.kind == "buffer":
-                        self.buffers[role.name] = table_of(module, role.name, "_buffers")
-        self.tables = leaves
+        self.tables = tables_of(module, [mine.stage.joint.graph for mine in program.stages.values()])
         trained = [r.name for r in output_node(self.captured.graph).meta["roles"] if r.kind == "gradient"]
         here = dict(module.named_parameters())  # also those of which another rank's stage alone makes the gradient
         self.names = [name for name in trained if name in here]

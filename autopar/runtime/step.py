@@ -32,7 +32,7 @@ from .backward import Backward, changes_explained, refuse_second_derivatives
 from .call import Call
 from .inputs import Inputs
 from .outputs import OutputForm, OutputForms
-from .parameters import table_of
+from .parameters import tables_of
 from .rank_graphs import RankGraphs
 from .saved_call import SavedCall, read_by_backward, read_by_outputs, written_by
 from .unmade import unmade
@@ -62,16 +62,17 @@ class Step:
         self.random = module.random
         self.draws = any(role.kind == "random" for role in self.roles)
         self.names = [role.name for role in self.roles if role.kind == "parameter"]
-        self.parameter_tables = [table_of(module, name, "_parameters") for name in self.names]
+        self.tables = tables_of(module, [captured.graph])
+        self.parameter_tables = [self.tables["parameter", name] for name in self.names]
         self.known = [table[leaf] for table, leaf in self.parameter_tables]
         self.frozen = [i for i, p in enumerate(self.known) if not p.requires_grad]
         self.specs = [p._spec for p in self.known]
-        self.buffer_tables = [table_of(module, r.name, "_buffers") for r in self.roles if r.kind == "buffer"]
+        self.buffer_tables = [table for (kind, _), table in self.tables.items() if kind == "buffer"]
         inputs = [role.name for role in self.roles if role.kind == "input"]
         self.read = [captured.signature.tensor_names.index(name) for name in inputs]
         differentiated = {*captured.signature.differentiated_names}
         self.differentiated = [self.read[i] for i, name in enumerate(inputs) if name in differentiated]
-        self._read_outputs(captured, plan, module)
+        self._read_outputs(captured, plan)
         self.output_forms = forms
         self.forms_at: Callable[[Sizes], OutputForms] | None = None
         self.forms_by_size: dict[Sizes | None, list[OutputForm]] = {None: forms.of(self.layouts)}
@@ -133,16 +134,16 @@ class Step:
         """Return whether one program serves calls of several sizes."""
         return self.forms_at is not None
 
-    def _read_outputs(self, captured: Captured, plan: Plan, module: nn.Module) -> None:
+    def _read_outputs(self, captured: Captured, plan: Plan) -> None:
         output = output_node(captured.graph)
         roles = output.meta["roles"]
         order = [i for i, r in enumerate(roles) if r.is_forward]  # as the forward graph returns them
         self.forward_count = len(order)
         self.outputs = [at for at, i in enumerate(order) if roles[i].kind == "output"]
-        names = {r.name for r in self.roles if r.kind == "parameter"}
         written = [(at, roles[i].name) for at, i in enumerate(order) if roles[i].kind == "mutation"]
-        self.mutated = [(at, table_of(module, name, "_buffers")) for at, name in written if name not in names]
-        self.rewritten = [(at, table_of(module, name, "_parameters")) for at, name in written if name in names]
+        names = {name for kind, name in self.tables if kind == "parameter"}
+        self.mutated = [(at, self.tables["buffer", name]) for at, name in written if name not in names]
+        self.rewritten = [(at, self.tables["parameter", name]) for at, name in written if name in names]
         self.written_inputs = [
             (at, captured.signature.tensor_names.index(roles[i].name))
             for at, i in enumerate(order) if roles[i].kind == "input_mutation"
