@@ -245,7 +245,7 @@ def _points(base: Capture, dims: Dims, at: Sizes, wanted: Sizes, opened: list[Op
 def _follows_deferred(program: Program) -> bool:
     try:
         graphs = {sizes: point.step.graphs for sizes, point in program.points.items()}
-        return program.step.graphs.follow(graphs) <= program.lines
+        return program.step.graphs.follow(graphs) <= program.lines and program.step.can_wait
     except Differs:
         return False
 
