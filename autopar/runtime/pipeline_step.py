@@ -149,6 +149,11 @@ class PipelineStep:
         agree.check_programs(self.plan, program.collectives())
         self._load(program)
 
+    @property
+    def unreduced_bytes(self) -> int:
+        """Return the bytes of this rank's gradients that are Partial inside of no_sync."""
+        return self.gradients.unreduced_bytes
+
     def _bind(self, program: PipelineProgram, module: nn.Module) -> None:
         """Look up the parameters and buffers of this rank's stages."""
         self.tables = tables_of(module, [mine.stage.joint.graph for mine in program.stages.values()])

@@ -18,12 +18,15 @@ from torch.distributed.tensor import DTensor
 
 from .. import _torch
 from ..codegen.follow_size import Line, Sizes
-from ..codegen.rank_program import FORWARD, WAITING, DeferredProgram, RankProgram
+from ..codegen.rank_program import FORWARD, WAITING, RankProgram
+from ..compiler import lower_deferred
 from ..errors import CaptureError, InputError, StageError
 from ..frontend.export import Captured
 from ..frontend.user_lines import located
 from ..ir.graph import output_node
+from ..passes.distribute.defer import unreduced_layouts
 from ..plans.plan import Plan
+from ..processes import agree
 from ..processes.process_groups import ProcessGroups
 from ..rules.loss_regions import unmade_outputs
 from ..schedule.played import Played
@@ -51,6 +54,7 @@ class Step:
     def __init__(self, program: RankProgram, captured: Captured, plan: Plan, module: nn.Module, device_mesh,
                  groups: ProcessGroups, accumulation: Accumulation, complete: Callable[[Step, Inputs], Step],
                  forms: OutputForms, make_whole: Callable[[Step, Inputs], Step]):  # fmt: skip
+        self.captured, self.plan, self.accumulation = captured, plan, accumulation
         self.returns, self.saved, self.complete = captured.returns, program.parts.saved, complete
         self.make_whole = make_whole
         self.whole: Step | None = None  # see `made`
@@ -120,10 +124,21 @@ class Step:
         """Return whether there are graphs for gradients that wait for their reduction, or no gradients."""
         return self.backward is None or WAITING in self.graphs.loaded
 
-    def load_deferred(self, program: DeferredProgram) -> None:
-        """Load the graphs for gradients that wait for their reduction."""
+    def prepare_no_sync(self) -> None:
+        """Load the graphs for gradients that wait for their reduction. All ranks call this together."""
+        if self.can_wait:
+            return
+        rank = self.graphs.groups.rank
+        program = agree.everywhere(lambda: lower_deferred(self.captured, self.plan, rank, self.saved))
+        agree.check_programs(self.plan, program.collectives())
         self.graphs.load(program.graphs)
         self.backward.wait(program.layouts)
+
+    @property
+    def unreduced_bytes(self) -> int:
+        """Return the bytes of this rank's gradients that are Partial inside of no_sync."""
+        layouts = unreduced_layouts(self.captured.graph, self.plan.sharding)
+        return self.accumulation.bytes_of(layouts, dict(zip(self.names, self.specs)))
 
     def at(self, sizes: Sizes) -> Step:
         """Return the step for some sizes, if it follows them: itself, which takes them at each call."""
