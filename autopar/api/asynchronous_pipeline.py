@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 
+from ..codegen.rank_program import FORWARD
 from ..codegen.split_batch import join, parts_of
 from ..errors import InputError, MeshError, MicroBatchError, StageError, StrategyError
 from ..frontend.call_signature import CallSignature, describe_call, split_example
@@ -29,8 +30,6 @@ from ..plans.pipeline import Pipeline, axis_of, inside
 from ..plans.plan import Plan
 from ..processes import agree, process_groups, watch
 from ..runtime.asynchronous_stage import AsynchronousStage, check_apart, rank_of
-from ..runtime.parameters import table_of
-from ..runtime.stage_graphs import StageGraphs
 from ..runtime.stage_links import StageLinks
 from ..runtime.walk import walk
 from ..schedule.asynchronous import BUFFERED, STASHING, Asynchronous
@@ -115,17 +114,13 @@ class AsynchronousPipeline:
         self._device = torch.device(self._on.device_mesh.device_type)
         (graphs,) = step.graphs.values()  # the same as in synchronous training
         if mine.copies is not None:
-            mine, others = mine.alone, {key: graph for key, graph in graphs.loaded.items() if key.kind != "F"}
-            graphs = StageGraphs(mine, captures.groups, self._device, splits=False, loaded=others)
-        self._buffers, parameters = {}, {}
-        for node in _placeholders(mine.forward.graph):
-            name = node.meta["role"].name
-            if node.meta["role"].kind == "parameter":
-                table, leaf = table_of(self.module, name, "_parameters")
-                parameters[name] = table[leaf]
-            elif node.meta["role"].kind == "buffer":
-                table, leaf = table_of(self.module, name, "_buffers")
-                self._buffers[name] = table[leaf]
+            mine = mine.alone
+            graphs = graphs.with_others({FORWARD: mine.forward})
+        state = {key: table[leaf] for key, (table, leaf) in step.tables.items()}
+        parameters, self._buffers = (
+            {name: value for (kind, name), value in state.items() if kind == wanted}
+            for wanted in ("parameter", "buffer")
+        )
         fixed = {name: buffer.clone() for name, buffer in self._buffers.items()}
         rank = agree.everywhere(lambda: rank_of(mine, self._on.coordinate, fixed, parameters, optimizer))
         self.optimizer = rank.optimizer

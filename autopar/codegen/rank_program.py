@@ -31,12 +31,33 @@ SPLIT_BACKWARD = Pass(  # for schedules that run the parts apart
 )
 
 
+class GraphKey(NamedTuple):
+    """One of the graphs of a rank, or of one of its stages. `kind`: C for what makes the copies that all micro-batches
+    share, F, B, I and W as in autopar/schedule/actions.py, R for what reduces the sums of gradients. `is_smaller`: for
+    micro-batches of one sample less. `adds`: gradients of parameters are added to sums, which the graph takes too.
+    `waits`: it leaves them unreduced, and there is one that reduces them."""
+
+    kind: str
+    is_smaller: bool = False
+    adds: bool = False
+    waits: bool = False
+
+
+FORWARD, BACKWARD, WAITING, REDUCE = GraphKey("F"), GraphKey("B"), GraphKey("B", waits=True), GraphKey("R")
+
+
 @dataclass(frozen=True)
 class RankProgram:
     """One rank's graphs: a forward and a backward."""
 
     rank: int
     parts: Parts
+
+    @property
+    def graphs(self) -> dict[GraphKey, fx.GraphModule]:
+        """Return the graphs by their keys."""
+        found = {FORWARD: self.parts.forward}
+        return found if self.parts.backward is None else found | {BACKWARD: self.parts.backward}
 
     def collectives(self) -> list[tuple[str, str, tuple[int, ...]]]:
         """Return (group, what, shape) of each collective in the order of the calls: "dp", "forward all_reduce(sum)
@@ -78,19 +99,14 @@ class DeferredProgram:
     reduce: fx.GraphModule
     layouts: dict[str, Layout]
 
+    @property
+    def graphs(self) -> dict[GraphKey, fx.GraphModule]:
+        """Return the graphs by their keys, beside those of the RankProgram."""
+        return {WAITING: self.backward, REDUCE: self.reduce}
+
     def collectives(self) -> list[tuple[str, str, tuple[int, ...]]]:
         """List the collectives as `RankProgram.collectives` does."""
         return collectives_of(("backward", self.backward), ("backward", self.reduce))
-
-
-class GraphKey(NamedTuple):
-    """One of a stage's graphs. `kind`: C for what makes the copies that all micro-batches share, F, B, I and W as in
-    autopar/schedule/actions.py, R for what reduces the sums of gradients. `is_smaller`: for micro-batches of one sample
-    less. `adds`: gradients of parameters are added to sums, which the graph takes too."""
-
-    kind: str
-    is_smaller: bool = False
-    adds: bool = False
 
 
 @dataclass(frozen=True)
@@ -136,7 +152,7 @@ class StageProgram:
         return pass_manager.run(SPLIT_BACKWARD, self.backward)
 
     def graph(self, key: GraphKey) -> fx.GraphModule:
-        """Return the graph of a key, one of `keys`."""
+        """Return the graph of a key, one of `graphs`."""
         if key.adds:
             return add_gradients(self.graph(key._replace(adds=False)))
         program = self.sizes[key.is_smaller]
@@ -146,8 +162,8 @@ class StageProgram:
             return self.deferred.reduce
         return {"C": program.copies, "F": program.forward, "B": program.backward}[key.kind]
 
-    def keys(self, splits: bool) -> list[GraphKey]:
-        """Return the keys of all graphs, with those of a backward in two parts if a schedule `splits` it."""
+    def graphs(self, splits: bool) -> dict[GraphKey, fx.GraphModule]:
+        """Return all graphs by their keys, with those of a backward in two parts if a schedule `splits` it."""
         found = [GraphKey("C")] if self.copies is not None else []
         for is_smaller, program in zip((False, True), self.sizes):
             kinds = "" if program.backward is None else "BIW" if splits else "B"
@@ -155,7 +171,8 @@ class StageProgram:
         if self.plan.micro_batches > 1:
             roles = {key: output_node(self.graph(key).graph).meta["roles"] for key in found if key.kind in "BW"}
             found += [key._replace(adds=True) for key, made in roles.items() if any(map(is_gradient, made))]
-        return [*found, GraphKey("R")] if self.deferred is not None and self.deferred.layouts else found
+        found += [REDUCE] if self.deferred is not None and self.deferred.layouts else []
+        return {key: self.graph(key) for key in found}
 
     def collectives(self) -> list[tuple[str, str, tuple[int, ...]]]:
         """List the collectives as `RankProgram.collectives` does, stage by stage."""

@@ -3,7 +3,6 @@ parameters and inputs."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -11,99 +10,58 @@ import torch
 from torch import fx
 from torch.distributed.tensor import DTensor
 
-from .. import _torch
-from ..codegen.follow_size import Line, Sizes
-from ..codegen.rank_program import DeferredProgram
+from ..codegen.follow_size import Sizes
+from ..codegen.rank_program import BACKWARD, REDUCE, WAITING
 from ..errors import InputError
 from ..frontend.export import Captured
 from ..ir.graph import output_node
-from ..ir.layout import local_part
+from ..ir.layout import Layout, local_part
 from ..plans.plan import Plan
 from ..processes.dtensors import redistributed, spec_of
-from ..processes.process_groups import ProcessGroups
-from .accumulation import Accumulation
-from .loaded import LoadedGraph
+from .accumulation import Accumulation, Locals, ParameterGradients
+from .rank_graphs import RankGraphs
 
 
 class Backward:
     """Gradients of the `inputs`, in their layouts, and of the parameters `names`, which have the DTensor `specs`;
     `owners` are the kinds and names of all of them, in order."""
 
-    reduce: _Gradients  # of gradients that were not reduced, once there are some
-
     def __init__(
         self,
-        graph,
         captured: Captured,
         plan: Plan,
         inputs: list[str],
         names: list[str],
         specs: list,
         device_mesh,
-        groups: ProcessGroups,
+        rank: int,
         accumulation: Accumulation,
     ):
-        self.names, self.specs, self.groups, self.accumulation = names, specs, groups, accumulation
-        self.mesh, self.device_mesh, self.device = plan.mesh, device_mesh, torch.device(device_mesh.device_type)
+        self.gradients = ParameterGradients(names, specs, accumulation)
+        self.unreduced: dict[str, object] = {}  # specs of gradients that wait for their reduction, once some do
+        self.mesh, self.device_mesh, self.coordinate = plan.mesh, device_mesh, plan.mesh.coordinate(rank)
         self.owners = [("input", name) for name in inputs] + [("parameter", name) for name in names]
-        self.reduced = _Gradients(graph, groups, self.device)
         output = output_node(captured.graph)
         pairs = list(zip(output.args[0], output.meta["roles"]))
         gradients = [(n, r) for n, r in pairs if not r.is_forward]
         found = {(r.kind, r.name): at for at, (_, r) in enumerate(gradients)}
-        self.gradient_at = [found.get(("gradient", name)) for name in names]
+        self.gradient_at = {name: found["gradient", name] for name in names if ("gradient", name) in found}
         self.input_gradient_at = [found.get(("input_gradient", name)) for name in inputs]
         self.sources = _sources(captured.graph, [n for n, _ in gradients])
         self.values = {r.name: n.meta["val"] for n, r in pairs if r.kind == "gradient"}
         tangents = [n for n in captured.graph.nodes if n.op == "placeholder" and n.meta["role"].kind == "tangent"]
         self.tangents = [(int(n.meta["role"].name), plan.sharding.leaves[n.name]) for n in tangents]
-        self.unreduced: _Gradients | None = None
-        self.compile_options: Mapping[str, object] | None = None  # of torch.compile, if the graphs go through it
-        self.deferred: dict[str, object] = {}  # specs of gradients that wait for their reduction
 
-    @classmethod
-    def following(cls, backwards: Mapping[Sizes, Backward]) -> tuple[Backward, frozenset[Line]]:
-        """Return the backward whose graphs follow the size, and the lines of their numbers, given those for some sizes.
-        Raises Differs."""
-        made = copy.copy(backwards[max(backwards)])
-        made.reduced, lines = _Gradients.following({size: b.reduced for size, b in backwards.items()})
-        made.unreduced = None
-        return made, lines
-
-    def follow_deferred(self, backwards: Mapping[Sizes, Backward]) -> frozenset[Line]:
-        """Load the graphs for gradients that wait for their reduction, given those for some sizes, and return the lines
-        of their numbers. Raises Differs."""
-        newest = backwards[max(backwards)]
-        self.reduce, self.deferred = newest.reduce, newest.deferred  # of parameters alone
-        loaded = {size: b.unreduced for size, b in backwards.items() if b.unreduced is not None}
-        self.unreduced, lines = _Gradients.following(loaded)
-        return lines
-
-    def load_deferred(self, program: DeferredProgram) -> None:
-        """Load the graphs for gradients that wait for their reduction."""
-        self.reduce = _Gradients(program.reduce, self.groups, self.device)
-        values = {name: self.values[name] for name in program.layouts}
-        self.deferred = {
-            name: spec_of(program.layouts[name], v.shape, v.dtype, self.mesh, self.device_mesh)
-            for name, v in values.items()
+    def wait(self, layouts: Mapping[str, Layout]) -> None:
+        """Learn in which layouts gradients wait for their reduction."""
+        self.unreduced = {
+            name: spec_of(layout, self.values[name].shape, self.values[name].dtype, self.mesh, self.device_mesh)
+            for name, layout in layouts.items()
         }
-        self.unreduced = _Gradients(program.backward, self.groups, self.device)
-        if self.compile_options is not None:
-            self._compile_deferred()
-
-    def compile(self, options: Mapping[str, object]) -> None:
-        """Run all graphs, also those that are loaded later, through torch.compile with these options of it."""
-        self.compile_options = options
-        self.reduced.compile(options)
-        if self.unreduced is not None:
-            self._compile_deferred()
-
-    def _compile_deferred(self) -> None:
-        self.unreduced.compile(self.compile_options)
-        self.reduce.compile(self.compile_options)
 
     def __call__(
         self,
+        graphs: RankGraphs,
         saved: list,
         tangents: Sequence,
         empty: Sequence[torch.Tensor],
@@ -116,55 +74,33 @@ class Backward:
         in Call. A gradient to which no gradient of an output leads is None, as in eager torch. Empties `saved`, so that
         each value is freed after its last use."""
         given = {at for at, _ in self.tangents if tangents[at] is not None}
-        self.leads = [bool(given & sources) for sources in self.sources]
         saved += [self._local_tangent(tangents[at], layout, empty[at]) for at, layout in self.tangents]
         saved += sizes or ()
-        if self.accumulation.is_deferring:
-            return self._unreduced(saved, parameters, nodes)
-        if self.accumulation.is_pending and any(map(_torch.accumulates, nodes)):
-            return self._reduced_with_pending(saved, parameters, nodes)
-        return self._dtensors(self.reduced(saved), {})
+        leads = [bool(given & sources) for sources in self.sources]
+        of_inputs: list[torch.Tensor | None] = []
 
-    def _unreduced(self, values: list, parameters: Sequence, nodes: Sequence) -> list[torch.Tensor | None]:
-        gradients = self._dtensors(self.unreduced(values), self.deferred)
-        own = gradients[len(self.input_gradient_at) :]
-        takers = {n: (p, node) for n, p, g, node in zip(self.names, parameters, own, nodes) if g is not None}
-        self.accumulation.leave(takers, self.deferred)
-        return gradients
+        def make(waits: bool, taken: Locals) -> Locals:
+            results = graphs.run(WAITING if waits or taken else BACKWARD, saved)
+            of_inputs.extend(results[at] if at is not None and leads[at] else None for at in self.input_gradient_at)
+            found, led_to = {name: results[at] for name, at in self.gradient_at.items()}, [*taken]
+            del results
+            if taken:
+                for name in led_to:
+                    found[name].add_(taken.pop(name))
+                found |= zip(self.unreduced, graphs.run(REDUCE, [*map(found.pop, self.unreduced), *(sizes or ())]))
+            led_to += [name for name, at in self.gradient_at.items() if leads[at]]
+            return {name: found[name] for name in led_to}
 
-    def _reduced_with_pending(self, values: list, parameters: Sequence, nodes: Sequence) -> list[torch.Tensor | None]:
-        """Return the gradients of this backward together with those of earlier ones that were not reduced, which are
-        taken out of `.grad`."""
-        taken = self.accumulation.take(dict(zip(self.names, zip(parameters, nodes))), self.deferred)
-        if not taken:
-            gradients = self._dtensors(self.reduced(values), {})
-        else:
-            results, at = list(self.unreduced(values)), dict(zip(self.names, self.gradient_at))
-            for name in [*taken]:
-                results[at[name]].add_(taken.pop(name))
-                self.leads[at[name]] = True
-            for name, result in zip(self.deferred, self.reduce([results[at[name]] for name in self.deferred])):
-                results[at[name]] = result
-            gradients = self._dtensors(results, {})
-        self.accumulation.reduce_rest()
-        return gradients
-
-    def _dtensors(self, results: Sequence, specs: Mapping[str, object]) -> list[torch.Tensor | None]:
-        """Return the gradients of the inputs as they are, and of the parameters as DTensors, with the strides of the
-        parameters, as autograd gives them: fused optimizers take them for granted."""
-        leads = self.leads
-        return [None if at is None or not leads[at] else results[at] for at in self.input_gradient_at] + [
-            None if at is None or not leads[at] else _torch.as_dtensor(results[at].contiguous(), specs.get(name, spec))
-            for name, at, spec in zip(self.names, self.gradient_at, self.specs)
-        ]
+        own = self.gradients(parameters, nodes, self.unreduced if WAITING in graphs.loaded else {}, make)
+        return of_inputs + own
 
     def _local_tangent(self, tangent: torch.Tensor | None, layout, like: torch.Tensor) -> torch.Tensor:
         if tangent is None:
-            return torch.zeros(like.shape, dtype=like.dtype, device=self.device)
+            return torch.zeros(like.shape, dtype=like.dtype, device=self.device_mesh.device_type)
         if isinstance(tangent, DTensor):
             tangent = redistributed(tangent, layout, self.mesh, self.device_mesh)
         elif not layout.is_replicated:  # of an output that another program of the call gave whole
-            tangent = local_part(tangent, layout, self.mesh, self.mesh.coordinate(self.groups.rank))
+            tangent = local_part(tangent, layout, self.mesh, self.coordinate)
         return tangent.contiguous()
 
 
@@ -202,56 +138,3 @@ def refuse_second_derivatives() -> None:
             "derivatives only",
             fix="leave out create_graph=True; compute higher derivatives with the model before autopar.compile",
         )
-
-
-class _Gradients(LoadedGraph):
-    """A graph that returns gradients, each in memory of its own: optimizers and accumulation write into gradients."""
-
-    def __init__(self, module, groups: ProcessGroups, device: torch.device):
-        super().__init__(module, groups, device, "backward")
-
-    def load(self, phase: str) -> None:
-        """Make the module ready to run."""
-        super().load(phase)
-        self.to_copy: list[bool] | None = None  # a result each; known after the first run
-
-    def compile(self, options: Mapping[str, object]) -> None:
-        """Compile the graph as LoadedGraph does, and look anew for results that share memory."""
-        super().compile(options)
-        self.to_copy = None
-
-    def __call__(self, values: list) -> Sequence[torch.Tensor]:
-        if self.to_copy is None:
-            given = [v for v in values if isinstance(v, torch.Tensor)]
-            taken, names = [_span(v) for v in given], [_torch.weak_storage(v) for v in given]
-            del given  # so that each value is freed after its last use, in the first run too
-            results = self.run(values)
-            self.to_copy = _shared_memory(results, taken)
-            del names  # until now no result could have the key of a value that was freed
-        else:
-            results = self.run(values)
-        return [r.clone() if copy else r for r, copy in zip(results, self.to_copy)] if any(self.to_copy) else results
-
-
-def _shared_memory(results: Sequence, taken: list[tuple[int, int, int]]) -> list[bool]:
-    """Return for each result whether it overlaps itself, an earlier one or what the graph was given: the spans `taken`,
-    to which those of the results are added."""
-    shared = []
-    for result in results:
-        if not isinstance(result, torch.Tensor):
-            shared.append(False)
-            continue
-        key, start, end = _span(result)
-        overlaps_itself = end - start < result.numel() * result.element_size()
-        shared.append(overlaps_itself or any(key == k and start < e and s < end for k, s, e in taken))
-        taken.append((key, start, end))
-    return shared
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """Return a tensor's memory, its first byte there and the one behind its last."""
-    length = (
-        sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())) + 1 if tensor.numel() else 0
-    )
-    start = tensor.storage_offset() * tensor.element_size()
-    return _torch.storage_key(tensor), start, start + length * tensor.element_size()

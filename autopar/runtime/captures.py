@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -24,15 +23,13 @@ from torch import nn
 
 from ..codegen.follow_size import Sizes
 from ..codegen.rank_program import PipelineProgram, RankProgram
-from ..compiler import lower_deferred
 from ..errors import InputError
 from ..frontend.call_signature import CallSignature, describe_call, leaf_names
 from ..frontend.export import Captured
 from ..frontend.hooks import Hooks, Structure
 from ..frontend.open_numbers import opened
 from ..ir.graph import output_node
-from ..ir.layout import Layout, local_shape
-from ..passes.distribute.defer import unreduced_layouts
+from ..ir.layout import Layout
 from ..plans.plan import Plan
 from ..processes import agree, watch
 from ..processes.process_groups import ProcessGroups
@@ -316,7 +313,7 @@ class Captures:
         if self.compile_options is not None:
             step.compile(self.compile_options)
         if self.accumulation.is_deferring:
-            self._load_deferred(traced, plan, step)
+            step.prepare_no_sync()
         return step
 
     def prepare_no_sync(self) -> None:
@@ -324,7 +321,7 @@ class Captures:
         found: list[Capture | Point] = [c for c in self.table if not c.follows_size]
         found.extend(self.sizes.points())
         for one in found:
-            self._load_deferred(one.traced, one.plan, one.step)
+            one.step.prepare_no_sync()
         self._follow_deferred()
 
     def _follow_deferred(self) -> list[object]:
@@ -333,32 +330,6 @@ class Captures:
         for step in lost:
             self.table = [c for c in self.table if step not in (c.step, getattr(c.step, "follows", None))]
         return lost
-
-    def _load_deferred(self, traced: Traced, plan: Plan, step: Step | PipelineStep) -> None:
-        if not isinstance(step, Step):
-            step.prepare_no_sync()
-        elif step.backward is not None and step.backward.unreduced is None:
-            program = agree.everywhere(lambda: lower_deferred(traced.captured, plan, self.groups.rank, step.saved))
-            agree.check_programs(plan, program.collectives())
-            step.backward.load_deferred(program)
-
-    def unreduced_bytes(self) -> int:
-        """Return the bytes of this rank's gradients before they are reduced, of those of the first capture that are
-        partial then."""
-        first, coordinate, total = self.table[0], self.accumulation.coordinate, 0
-        if not isinstance(first.step, Step):
-            return first.step.gradients.unreduced_bytes
-        graph = first.traced.captured.graph
-        shapes = {
-            r.name: n.meta["val"]
-            for n, r in zip(output_node(graph).args[0], output_node(graph).meta["roles"])
-            if r.kind == "gradient"
-        }
-        for name, layout in unreduced_layouts(graph, first.plan.sharding).items():
-            total += (
-                math.prod(local_shape(shapes[name].shape, layout, self.mesh, coordinate)) * shapes[name].element_size()
-            )
-        return total
 
     def _modes_text(self) -> str:
         own = vars(self.module._source).get("forward")  # set by the user, or a layer's that is called by itself

@@ -13,9 +13,9 @@ from torch import Tensor, fx
 from ..codegen.follow_size import Differs, Line, Sizes, follow, followed
 from ..codegen.rank_program import GraphKey, StageProgram
 from ..schedule.actions import Action
-from .loaded import LoadedGraph
 from .outputs import OutputForms
 from .pipeline_step import PipelineStep
+from .rank_graphs import RankGraphs
 from .stage_executor import StageExecutor
 from .stage_links import StageLinks
 
@@ -30,7 +30,7 @@ class SizedPipeline:
     def __init__(
         self,
         newest: PipelineStep,
-        graphs: Mapping[int, Mapping[GraphKey, LoadedGraph]],
+        graphs: Mapping[int, RankGraphs],
         messages: Mapping[int, Mapping[GraphKey, Mapping[str, Form]]],
         samples: int | Line,
         totals: fx.GraphModule | None,
@@ -46,16 +46,15 @@ class SizedPipeline:
         """Return what makes the steps for any sizes, and the lines of its numbers, given those for some, of one plan.
         Raises Differs."""
         newest, lines = steps[max(steps)], set[Line]()
-        graphs: dict[int, dict[GraphKey, LoadedGraph]] = {}
+        graphs: dict[int, RankGraphs] = {}
         messages: dict[int, dict[GraphKey, Mapping[str, Form]]] = {}
         if any(step.is_deferring != newest.is_deferring for step in steps.values()):
             raise Differs("gradients wait for their reduction at one of the sizes alone")
         for i, of_stage in newest.graphs.items():
-            graphs[i], messages[i] = {}, {}
+            graphs[i], more = RankGraphs.following({sizes: step.graphs[i] for sizes, step in steps.items()})
+            lines |= more
+            messages[i] = {}
             for key in of_stage.loaded:
-                found = {sizes: step.graphs[i].loaded[key] for sizes, step in steps.items()}
-                graphs[i][key], more = LoadedGraph.following(found)
-                lines |= more
                 if key.kind in "FB" and not key.adds:
                     forms = {sizes: _forms(step.program.stages[i], key) for sizes, step in steps.items()}
                     messages[i][key] = follow(forms)
@@ -100,7 +99,7 @@ class _SizedStage(StageExecutor):
     def __init__(
         self,
         program: StageProgram,
-        graphs: Mapping[GraphKey, LoadedGraph],
+        graphs: RankGraphs,
         is_smaller: Callable[[int], bool],
         messages: Mapping[GraphKey, Mapping[str, Form]],
         sizes: Sizes,
@@ -108,7 +107,7 @@ class _SizedStage(StageExecutor):
         def run(key: GraphKey, arguments: list[list[Any]]) -> list:
             for values in arguments:
                 values += sizes
-            return [graphs[key].run(values) for values in arguments]
+            return graphs(key, arguments)
 
         super().__init__([program], run, is_smaller)
         self.messages, self.sizes = messages, sizes

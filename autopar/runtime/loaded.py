@@ -35,8 +35,8 @@ AS_COMPILED = {
 
 
 class LoadedGraph:
-    """`run(values)` takes the arguments as one list, which it empties, and returns the results. `phase`: backward, or
-    one of FORWARDS."""
+    """Takes the arguments as one list, which it empties, and returns the results. `phase`: backward, or one of
+    FORWARDS, or what a stage's is called."""
 
     def __init__(self, module: fx.GraphModule, groups: ProcessGroups, device: torch.device, phase: str):
         # a rank that skips a backward, or makes a forward more, must not meet what others send in theirs
@@ -52,6 +52,9 @@ class LoadedGraph:
         """Make the module ready to run. Its Python is compiled when it first runs: what a program that follows sizes is
         made of never does."""
         self.module, self.phase, self.run = boxed(self.module), phase, self._first_run
+
+    def __call__(self, values: list):
+        return self.run(values)
 
     def _first_run(self, values: list):
         module = boxed(_copy(self.module))  # torch.compile, and what follows sizes, takes the graph as it was

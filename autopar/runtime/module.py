@@ -194,7 +194,7 @@ class ParallelModule(OfSource):
     @property
     def unreduced_gradient_bytes(self) -> int:
         """Return the bytes that this rank holds of unreduced gradients inside of no_sync."""
-        return self._captures.unreduced_bytes()
+        return self._captures.table[0].step.unreduced_bytes
 
     def measured_schedule(self) -> Played:
         """Return when each action of the last call ran, on this rank and those before and after it in the pipeline.

@@ -7,10 +7,10 @@ training flag) is set on what is traced, and what is found by its class is what 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from .. import _torch
@@ -34,6 +34,9 @@ _ANSWERS = frozenset(
     """__repr__ __hash__ size shape dim ndim numel dtype device layout requires_grad is_leaf is_meta is_cuda is_sparse
     is_floating_point is_complex is_quantized type element_size untyped_storage""".split()
 )
+
+
+Tables = dict[tuple[str, str], tuple[dict, str]]
 
 
 class MovedParameter(nn.Parameter):
@@ -232,6 +235,13 @@ def _empty(parameter: nn.Parameter) -> None:
     parameter.grad = None
     parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
     parameter.__class__ = MovedParameter
+
+
+def tables_of(module: nn.Module, graphs: Iterable[fx.Graph]) -> Tables:
+    """Return the tables (see `table_of`) of the parameters and buffers that joint graphs read, by kind and name."""
+    roles = (n.meta["role"] for graph in graphs for n in graph.nodes if n.op == "placeholder")
+    state = [role for role in roles if role.kind in ("parameter", "buffer")]
+    return {(role.kind, role.name): table_of(module, role.name, f"_{role.kind}s") for role in state}
 
 
 def table_of(module: nn.Module, name: str, kind: str) -> tuple[dict, str]:

@@ -53,7 +53,7 @@ class PipelineCall:
         """Return this rank's local value of a placeholder for micro-batch `i`."""
         step, role = self.step, node.meta["role"]
         if role.kind in ("parameter", "buffer"):
-            table, leaf = (step.tables if role.kind == "parameter" else step.buffers)[role.name]
+            table, leaf = step.tables[role.kind, role.name]
             return _torch.local_of(table[leaf]) if role.kind == "parameter" else table[leaf]
         if role.kind == "tangent":
             ones = torch.ones(node.meta["val"].shape, dtype=node.meta["val"].dtype, device=step.device)
@@ -73,13 +73,12 @@ class PipelineCall:
     def write_buffers(self) -> None:
         """Write the new values into the buffers."""
         for name, value in self.buffers.items():
-            table, leaf = self.step.buffers[name]
+            table, leaf = self.step.tables["buffer", name]
             table[leaf].copy_(value)
 
 
 def saved_call(step: PipelineStep, inputs: Mapping[str, Tensor]) -> SavedCall:
     """Return what outputs that are made when they are read need to know of a call's tensors."""
     owners = {Role("input", name): tensor for name, tensor in inputs.items()}
-    owners |= {Role("parameter", name): table[leaf] for name, (table, leaf) in step.tables.items()}
-    owners |= {Role("buffer", name): table[leaf] for name, (table, leaf) in step.buffers.items()}
+    owners |= {Role(*key): table[leaf] for key, (table, leaf) in step.tables.items()}
     return SavedCall([*owners], [*owners.values()], range(len(owners)), None)

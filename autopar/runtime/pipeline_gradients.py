@@ -8,25 +8,24 @@ over stages.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import _torch
 from ..codegen.rank_program import StageProgram
 from ..ir.graph import output_node
 from ..ir.layout import Layout, local_part, local_shape
 from ..processes import watch
 from ..processes.dtensors import as_dtensor, spec_of
 from ..processes.stage_mesh import StageMesh
-from .accumulation import Accumulation, Takers
+from .accumulation import Accumulation, Locals, ParameterGradients
 from .stage_executor import StageExecutor
 
-Sums = dict[int, dict[str, Tensor]]  # by stage and parameter, local
+Sums = dict[int, Locals]  # by stage
 
 
 class StageGradients:
@@ -41,8 +40,9 @@ class StageGradients:
         stage: StageMesh,
         accumulation: Accumulation,
     ):
-        self.names, self.specs, self.stage, self.accumulation = names, dict(zip(names, specs)), stage, accumulation
-        self.stages = stages
+        self.gradients = ParameterGradients(names, specs, accumulation)
+        self.specs, self.layouts = dict(zip(names, specs)), accumulation.layouts
+        self.stages, self.stage = stages, stage
         deferred = {i: s.program.deferred for i, s in stages.items()}
         self.waiting: dict[int, dict[str, Layout]] = {i: d.layouts for i, d in deferred.items() if d is not None}
         made = [name for s in stages.values() for name in _trained(s.program)]
@@ -63,74 +63,55 @@ class StageGradients:
     @property
     def unreduced_bytes(self) -> int:
         """Return the bytes of this rank's gradients that are Partial inside of no_sync."""
-        layouts = {
-            name: layout for mine in self.waiting.values() for name, layout in mine.items() if name in self.unreduced
-        }
-        shapes = {
-            n: local_shape(self.specs[n].shape, x, self.stage.mesh, self.stage.coordinate) for n, x in layouts.items()
-        }
-        return sum(math.prod(shape) * self.specs[n].tensor_meta.dtype.itemsize for n, shape in shapes.items())
+        waiting = {name: layout for mine in self.waiting.values() for name, layout in mine.items()}
+        layouts = {name: waiting[name] for name in self.unreduced}
+        return self.gradients.accumulation.bytes_of(layouts, self.specs)
 
-    def __call__(self, sums: Sums, scale: Tensor, parameters: Sequence[Tensor], nodes: Sequence) -> list[Tensor]:
+    def __call__(self, sums: Sums, scale: Tensor, parameters: Sequence[Tensor], nodes: Sequence) -> list[Tensor | None]:
         """Return the gradients of the loss, in the order of `names`: the sums times `scale`. `nodes` are what autograd
         does with them next. The sums are used up."""
         for of_stage in sums.values():
             if of_stage:
                 torch._foreach_mul_(list(of_stage.values()), scale)
-        takers = dict(zip(self.names, zip(parameters, nodes)))
-        if self.accumulation.is_deferring:
-            return self._unreduced(sums, takers)
-        pending = self.accumulation.is_pending and any(map(_torch.accumulates, nodes))
-        if pending:
-            for name, local in self.accumulation.take(takers, self.unreduced).items():
-                next(mine for mine in sums.values() if name in mine)[name].add_(local)
-        total = self._reduced(sums)
-        if pending:
-            self.accumulation.reduce_rest()
-        return [_torch.as_dtensor(total[name].contiguous(), self.specs[name]) for name in self.names]
+        return self.gradients(parameters, nodes, self.unreduced, partial(self._total, sums))
 
-    def _reduced(self, sums: Sums) -> dict[str, Tensor]:
-        total: dict[str, Tensor] = {}
+    def _total(self, sums: Sums, waits: bool, taken: Locals) -> Locals:
+        """Return the gradients of all stages together, not yet reduced if they may wait, else with those `taken`."""
+        total: Locals = {}
         for i, of_stage in sums.items():
-            self.stages[i].reduce([of_stage])
+            for name in [n for n in taken if n in of_stage]:
+                of_stage[name].add_(taken.pop(name))
+            if waits:
+                for name in [n for n in self.waiting.get(i, ()) if n in self.shared]:
+                    of_stage[name] = self._reduced_alone(of_stage[name], name, self.waiting[i][name])
+            else:
+                self.stages[i].reduce([of_stage])
             _add(total, of_stage)
         return self._shared(total)
-
-    def _unreduced(self, sums: Sums, takers: Takers) -> list[Tensor]:
-        total: dict[str, Tensor] = {}
-        for i, of_stage in sums.items():
-            for name in [n for n in self.waiting.get(i, ()) if n in self.shared]:
-                of_stage[name] = self._reduced_alone(of_stage[name], name, self.waiting[i][name])
-            _add(total, of_stage)
-        total = self._shared(total)
-        self.accumulation.leave(takers, self.unreduced)
-        return [
-            _torch.as_dtensor(total[name].contiguous(), self.unreduced.get(name, self.specs[name]))
-            for name in self.names
-        ]
 
     def _reduced_alone(self, mine: Tensor, name: str, layout: Layout) -> Tensor:
         """Return a sum in its parameter's layout, reduced without a graph."""
         stage, shape = self.stage, self.specs[name].shape
         with watch.collective(f"the gradient of {name}, which stages share"):
             whole = as_dtensor(mine, shape, layout, stage.mesh, stage.device_mesh).full_tensor()
-        parameter = self.accumulation.layouts[name]
+        parameter = self.layouts[name]
         return local_part(whole, parameter, stage.mesh, stage.coordinate)
 
-    def _shared(self, total: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Add up what several ranks along the pipeline have a part of, or need without having one."""
+    def _shared(self, total: Locals) -> Locals:
+        """Return all gradients, after adding up what several ranks along the pipeline have a part of, or need without
+        having one."""
         for name, pp_ranks in self.tied.items():
             if self.stage.pp_rank in pp_ranks:
                 if name not in total:
                     total[name] = self._nothing(name)
                 with watch.collective(f"the gradient of {name}, which stages share"):
                     total[name] = self._exchange(total[name].contiguous(), pp_ranks)
-        return total
+        return {name: total[name] for name in self.gradients.names}
 
     def _nothing(self, name: str) -> Tensor:
         """Return the local gradient of a parameter that another rank's stage alone reads."""
         spec, stage = self.specs[name], self.stage
-        shape = local_shape(spec.shape, self.accumulation.layouts[name], stage.mesh, stage.coordinate)
+        shape = local_shape(spec.shape, self.layouts[name], stage.mesh, stage.coordinate)
         return torch.zeros(shape, dtype=spec.tensor_meta.dtype, device=stage.device_mesh.device_type)
 
     def _exchange(self, mine: Tensor, pp_ranks: list[int]) -> Tensor:
@@ -148,7 +129,7 @@ class StageGradients:
         return total
 
 
-def _add(total: dict[str, Tensor], more: Mapping[str, Tensor]) -> None:
+def _add(total: Locals, more: Locals) -> None:
     for name, gradient in more.items():
         total[name] = total[name] + gradient if name in total else gradient
 

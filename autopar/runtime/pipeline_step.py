@@ -46,12 +46,12 @@ from .inputs import WholeInputs
 from .lengths import OwnLengths
 from .optimizers import scale_of_scalers
 from .outputs import OutputForm, OutputForms
-from .parameters import table_of
+from .parameters import tables_of
 from .pipeline_call import PipelineCall
 from .pipeline_check import border_of, check_pipeline
 from .pipeline_gradients import StageGradients, Sums
+from .rank_graphs import RankGraphs
 from .stage_executor import StageExecutor
-from .stage_graphs import StageGraphs
 from .stage_links import StageLinks
 from .unmade import unmade
 from .walk import walk
@@ -122,8 +122,9 @@ class PipelineStep:
             agree.union([group for group, _, _ in program.collectives()])
         )  # also those that only other stages need
         self.schedule = pipeline.orders if self.trains else forwards(pipeline.orders)
+        splits = self.schedule.splits_backward
         self.graphs = {
-            i: StageGraphs(p, self.groups, self.device, self.schedule.splits_backward)
+            i: RankGraphs.of_stage(i, self.groups, self.device).load(p.graphs(splits))
             for i, p in program.stages.items()
         }
         self.stages = {i: StageExecutor([p], self.graphs[i], self.micro.is_smaller) for i, p in program.stages.items()}
@@ -148,19 +149,14 @@ class PipelineStep:
         agree.check_programs(self.plan, program.collectives())
         self._load(program)
 
+    @property
+    def unreduced_bytes(self) -> int:
+        """Return the bytes of this rank's gradients that are Partial inside of no_sync."""
+        return self.gradients.unreduced_bytes
+
     def _bind(self, program: PipelineProgram, module: nn.Module) -> None:
         """Look up the parameters and buffers of this rank's stages."""
-        leaves: dict[str, tuple[dict[str, Tensor], str]] = {}
-        self.buffers = {}
-        for mine in program.stages.values():
-            for node in mine.stage.joint.graph.nodes:
-                if node.op == "placeholder":
-                    role = node.meta["role"]
-                    if role.kind == "parameter":
-                        leaves[role.name] = table_of(module, role.name, "_parameters")
-                    elif role.kind == "buffer":
-                        self.buffers[role.name] = table_of(module, role.name, "_buffers")
-        self.tables = leaves
+        self.tables = tables_of(module, [mine.stage.joint.graph for mine in program.stages.values()])
         trained = [r.name for r in output_node(self.captured.graph).meta["roles"] if r.kind == "gradient"]
         here = dict(module.named_parameters())  # also those of which another rank's stage alone makes the gradient
         self.names = [name for name in trained if name in here]

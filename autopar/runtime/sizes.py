@@ -208,7 +208,7 @@ class SizeFamilies:
             for program in [*family.programs]:
                 if isinstance(program.step, SizedPipeline):  # of graphs that may be others by now
                     is_lost = program.step.is_deferring != program.step.newest.is_deferring
-                elif program.step.backward is None or program.step.backward.unreduced is not None:
+                elif program.step.can_wait:
                     continue
                 else:
                     is_lost = not all(agree.from_all(partial(_follows_deferred, program)))
@@ -243,9 +243,9 @@ def _points(base: Capture, dims: Dims, at: Sizes, wanted: Sizes, opened: list[Op
 
 
 def _follows_deferred(program: Program) -> bool:
-    backwards = {sizes: point.step.backward for sizes, point in program.points.items()}
     try:
-        return program.step.backward.follow_deferred(backwards) <= program.lines
+        graphs = {sizes: point.step.graphs for sizes, point in program.points.items()}
+        return program.step.graphs.follow(graphs) <= program.lines and program.step.can_wait
     except Differs:
         return False
 

@@ -24,24 +24,25 @@ DO = {"F": "forward", "B": "backward", "I": "input_part", "W": "weight_part", "U
 
 
 class StageExecutor:
-    """`programs`: of the stage, by rank. `run` runs one of their graphs and may empty the lists of its arguments.
-    `is_smaller(i)`: whether micro-batch `i` has one sample less. `sums`: by rank, local gradients by parameter."""
+    """`programs`: of the stage, by rank. `run` runs one of their graphs and may empty the lists of its arguments; sums
+    are added to in place, so it gives first gradients in memory of their own. `is_smaller(i)`: whether micro-batch
+    `i` has one sample less. `sums`: by rank, local gradients by parameter."""
 
     def __init__(self, programs: Sequence[StageProgram], run: Run, is_smaller: Callable[[int], bool]):
         self.programs, self.run, self.is_smaller = tuple(programs), run, is_smaller
         self.program, self.index = self.programs[0], self.programs[0].stage.index
-        self._signatures: dict[GraphKey, tuple[list[fx.Node], list[fx.Node], list]] = {}
+        self._signatures: dict[GraphKey, tuple[list[fx.Node], list]] = {}
 
     def begin(self, leaf: Leaf, output: Output) -> None:
         """Begin a call, and make the copies that all its micro-batches share. `leaf(placeholder, micro-batch, rank)`
-        returns an argument of a graph; `output(role, micro-batch, values)` takes an output of the call or the new value
-        of a buffer."""
+        returns an argument of a graph; `output(role, micro-batch, values)` takes an output of the call, the new
+        value of what it writes to or the gradient of an input."""
         self.leaf, self.output, self.copies = leaf, output, {}
         self.saved: dict[int, list[list[Tensor]]] = {}
         self.stash: dict[int, list[list[Tensor]]] = {}  # of the input part for the weight part
         self.sums: list[dict[str, Tensor]] = [{} for _ in self.programs]
         if self.program.copies is not None:
-            takes, _, roles = self._signature(GraphKey("C"))
+            takes, roles = self._signature(GraphKey("C"))
             made = self.run(GraphKey("C"), self._arguments(takes, 0, {}))
             self.copies = {role.name: list(values) for role, *values in zip(roles, *made)}
 
@@ -68,7 +69,7 @@ class StageExecutor:
     def forward(self, i: int, arrived: Values) -> Values:
         """Run the forward of a micro-batch."""
         key = GraphKey("F", self.is_smaller(i))
-        takes, _, roles = self._signature(key)
+        takes, roles = self._signature(key)
         results = [list(r) for r in self.run(key, self._arguments(takes, i, arrived))]
         sent, given = {}, [role for role in roles if role is not None]
         for role, *values in zip(given, *results):
@@ -84,7 +85,7 @@ class StageExecutor:
         if self.program.backward is None:  # nothing that the stage computes has a gradient
             del self.saved[i]
             return {}
-        return self._add_up(GraphKey("B", self.is_smaller(i)), self._backward_arguments(i, arrived))[0]
+        return self._add_up(GraphKey("B", self.is_smaller(i)), i, self._backward_arguments(i, arrived))[0]
 
     def input_part(self, i: int, arrived: Values) -> Values:
         """Run the part of a micro-batch's backward that the stage before waits for, and keep what the other reads."""
@@ -93,7 +94,7 @@ class StageExecutor:
             return {}
         is_smaller, arguments = self.is_smaller(i), self._backward_arguments(i, arrived)
         read = [[a[k] for k in p.sizes[is_smaller].split.weight_inputs] for p, a in zip(self.programs, arguments)]
-        sent, made = self._add_up(GraphKey("I", is_smaller), arguments)
+        sent, made = self._add_up(GraphKey("I", is_smaller), i, arguments)
         self.stash[i] = [k + m for k, m in zip(read, made)]
         return sent
 
@@ -101,7 +102,7 @@ class StageExecutor:
         """Run the rest of a micro-batch's backward."""
         stash = self.stash.pop(i)
         if self.program.backward is not None:
-            self._add_up(GraphKey("W", self.is_smaller(i)), stash)
+            self._add_up(GraphKey("W", self.is_smaller(i)), i, stash)
         return {}
 
     def reduce(self, sums: Sequence[dict[str, Tensor]]) -> None:
@@ -112,12 +113,12 @@ class StageExecutor:
             for mine, result in zip(sums, results):
                 mine |= dict(zip(deferred.layouts, result))
 
-    def _signature(self, key: GraphKey) -> tuple[list[fx.Node], list[fx.Node], list]:
-        """Return (placeholders, outputs, roles of the outputs) of a graph."""
+    def _signature(self, key: GraphKey) -> tuple[list[fx.Node], list]:
+        """Return (placeholders, roles of the outputs) of a graph."""
         if key not in self._signatures:
             graph = self.program.graph(key).graph
-            output, takes = output_node(graph), [n for n in graph.nodes if n.op == "placeholder"]
-            self._signatures[key] = takes, list(output.args[0]), output.meta["roles"]
+            takes = [n for n in graph.nodes if n.op == "placeholder"]
+            self._signatures[key] = takes, output_node(graph).meta["roles"]
         return self._signatures[key]
 
     def _arguments(self, nodes: Sequence[fx.Node], i: int, arrived: Values) -> list[list[Tensor]]:
@@ -132,13 +133,13 @@ class StageExecutor:
         return found
 
     def _backward_arguments(self, i: int, arrived: Values) -> list[list[Tensor]]:
-        saved, (takes, _, _) = self.saved.pop(i), self._signature(GraphKey("B", self.is_smaller(i)))
+        saved, (takes, _) = self.saved.pop(i), self._signature(GraphKey("B", self.is_smaller(i)))
         return [s + a for s, a in zip(saved, self._arguments(takes[len(saved[0]) :], i, arrived))]
 
-    def _add_up(self, key: GraphKey, arguments: list[list[Tensor]]) -> tuple[Values, list[list[Tensor]]]:
+    def _add_up(self, key: GraphKey, i: int, arguments: list[list[Tensor]]) -> tuple[Values, list[list[Tensor]]]:
         """Run a backward or a part of it, add the gradients of parameters to the sums, and return (what goes to the
         stage before, by rank what the weight part reads)."""
-        _, nodes, roles = self._signature(key)
+        _, roles = self._signature(key)
         names = [role.name for role in roles if is_gradient(role)]
         adds = bool(names) and all(name in self.sums[0] for name in names)
         if adds:
@@ -147,19 +148,11 @@ class StageExecutor:
         results = self.run(key._replace(adds=adds), arguments)
         if not adds:
             for sums, result in zip(self.sums, results):
-                sums |= _first_sums(nodes, roles, result)
-        sent = {r.name: values for r, *values in zip(roles, *results) if r is not None and r.kind == "returned"}
+                sums |= {role.name: value for role, value in zip(roles, result) if is_gradient(role)}
+        sent = {}
+        for role, *values in zip(roles, *results):
+            if role is not None and role.kind == "returned":
+                sent[role.name] = values
+            elif role is not None and not is_gradient(role):  # of an input
+                self.output(role, i, values)
         return sent, [[value for role, value in zip(roles, result) if role is None] for result in results]
-
-
-def _first_sums(nodes: Sequence[fx.Node], roles: Sequence, results: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Return the first gradients of parameters, each in memory of its own, since sums are added to in place."""
-    sums, others = {}, [v for role, v in zip(roles, results) if not is_gradient(role) and isinstance(v, Tensor)]
-    taken = {v.untyped_storage().data_ptr() for v in others}
-    for node, role, value in zip(nodes, roles, results):
-        if is_gradient(role):
-            memory = value.untyped_storage()
-            is_own = memory.nbytes() == value.numel() * value.element_size() and memory.data_ptr() not in taken
-            sums[role.name] = value if is_own and node.op != "placeholder" else value.clone()
-            taken.add(memory.data_ptr())
-    return sums

@@ -18,12 +18,15 @@ from torch.distributed.tensor import DTensor
 
 from .. import _torch
 from ..codegen.follow_size import Line, Sizes
-from ..codegen.rank_program import RankProgram
+from ..codegen.rank_program import FORWARD, WAITING, RankProgram
+from ..compiler import lower_deferred
 from ..errors import CaptureError, InputError, StageError
 from ..frontend.export import Captured
 from ..frontend.user_lines import located
 from ..ir.graph import output_node
+from ..passes.distribute.defer import unreduced_layouts
 from ..plans.plan import Plan
+from ..processes import agree
 from ..processes.process_groups import ProcessGroups
 from ..rules.loss_regions import unmade_outputs
 from ..schedule.played import Played
@@ -31,9 +34,9 @@ from .accumulation import Accumulation
 from .backward import Backward, changes_explained, refuse_second_derivatives
 from .call import Call
 from .inputs import Inputs
-from .loaded import LoadedGraph
 from .outputs import OutputForm, OutputForms
-from .parameters import table_of
+from .parameters import tables_of
+from .rank_graphs import RankGraphs
 from .saved_call import SavedCall, read_by_backward, read_by_outputs, written_by
 from .unmade import unmade
 
@@ -51,6 +54,7 @@ class Step:
     def __init__(self, program: RankProgram, captured: Captured, plan: Plan, module: nn.Module, device_mesh,
                  groups: ProcessGroups, accumulation: Accumulation, complete: Callable[[Step, Inputs], Step],
                  forms: OutputForms, make_whole: Callable[[Step, Inputs], Step]):  # fmt: skip
+        self.captured, self.plan, self.accumulation = captured, plan, accumulation
         self.returns, self.saved, self.complete = captured.returns, program.parts.saved, complete
         self.make_whole = make_whole
         self.whole: Step | None = None  # see `made`
@@ -62,27 +66,28 @@ class Step:
         self.random = module.random
         self.draws = any(role.kind == "random" for role in self.roles)
         self.names = [role.name for role in self.roles if role.kind == "parameter"]
-        self.parameter_tables = [table_of(module, name, "_parameters") for name in self.names]
+        self.tables = tables_of(module, [captured.graph])
+        self.parameter_tables = [self.tables["parameter", name] for name in self.names]
         self.known = [table[leaf] for table, leaf in self.parameter_tables]
         self.frozen = [i for i, p in enumerate(self.known) if not p.requires_grad]
         self.specs = [p._spec for p in self.known]
-        self.buffer_tables = [table_of(module, r.name, "_buffers") for r in self.roles if r.kind == "buffer"]
+        self.buffer_tables = [table for (kind, _), table in self.tables.items() if kind == "buffer"]
         inputs = [role.name for role in self.roles if role.kind == "input"]
         self.read = [captured.signature.tensor_names.index(name) for name in inputs]
         differentiated = {*captured.signature.differentiated_names}
         self.differentiated = [self.read[i] for i, name in enumerate(inputs) if name in differentiated]
-        self._read_outputs(captured, plan, module)
+        self._read_outputs(captured, plan)
         self.output_forms = forms
         self.forms_at: Callable[[Sizes], OutputForms] | None = None
         self.forms_by_size: dict[Sizes | None, list[OutputForm]] = {None: forms.of(self.layouts)}
-        parts = program.parts
-        phase = "forward" if parts.backward is not None else "forward without gradients"
-        self.forward_graph = LoadedGraph(parts.forward, groups, torch.device(device_mesh.device_type), phase)
+        trains = program.parts.backward is not None
+        phases = {"F": "forward" if trains else "forward without gradients", "B": "backward", "R": "backward"}
+        self.graphs = RankGraphs(groups, torch.device(device_mesh.device_type), phases).load(program.graphs)
         self.backward = None
-        if parts.backward is not None:
+        if trains:
             wanted = [name for name in inputs if name in differentiated]
             self.backward = Backward(
-                parts.backward, captured, plan, wanted, self.names, self.specs, device_mesh, groups, accumulation
+                captured, plan, wanted, self.names, self.specs, device_mesh, program.rank, accumulation
             )
         tangents = {at for at, *_ in self.backward.tangents} if self.backward else set()
         self.differentiable = {at for at, wanted in enumerate(self.returns.differentiable) if wanted}
@@ -109,14 +114,31 @@ class Step:
         """Return the step whose graphs follow the sizes of a call, and the lines of their numbers, given the steps for
         some sizes, of one plan. Raises Differs."""
         made = copy.copy(steps[max(steps)])
-        made.forward_graph, lines = LoadedGraph.following({size: step.forward_graph for size, step in steps.items()})
-        if made.backward is not None:
-            backwards = {size: step.backward for size, step in steps.items() if step.backward is not None}
-            made.backward, more = Backward.following(backwards)
-            lines |= more
+        made.graphs, lines = RankGraphs.following({size: step.graphs for size, step in steps.items()})
         made.forms_at, more = OutputForms.following({size: step.output_forms for size, step in steps.items()})
         made.forms_by_size = {}
         return made, lines | more
+
+    @property
+    def can_wait(self) -> bool:
+        """Return whether there are graphs for gradients that wait for their reduction, or no gradients."""
+        return self.backward is None or WAITING in self.graphs.loaded
+
+    def prepare_no_sync(self) -> None:
+        """Load the graphs for gradients that wait for their reduction. All ranks call this together."""
+        if self.can_wait:
+            return
+        rank = self.graphs.groups.rank
+        program = agree.everywhere(lambda: lower_deferred(self.captured, self.plan, rank, self.saved))
+        agree.check_programs(self.plan, program.collectives())
+        self.graphs.load(program.graphs)
+        self.backward.wait(program.layouts)
+
+    @property
+    def unreduced_bytes(self) -> int:
+        """Return the bytes of this rank's gradients that are Partial inside of no_sync."""
+        layouts = unreduced_layouts(self.captured.graph, self.plan.sharding)
+        return self.accumulation.bytes_of(layouts, dict(zip(self.names, self.specs)))
 
     def at(self, sizes: Sizes) -> Step:
         """Return the step for some sizes, if it follows them: itself, which takes them at each call."""
@@ -127,16 +149,16 @@ class Step:
         """Return whether one program serves calls of several sizes."""
         return self.forms_at is not None
 
-    def _read_outputs(self, captured: Captured, plan: Plan, module: nn.Module) -> None:
+    def _read_outputs(self, captured: Captured, plan: Plan) -> None:
         output = output_node(captured.graph)
         roles = output.meta["roles"]
         order = [i for i, r in enumerate(roles) if r.is_forward]  # as the forward graph returns them
         self.forward_count = len(order)
         self.outputs = [at for at, i in enumerate(order) if roles[i].kind == "output"]
-        names = {r.name for r in self.roles if r.kind == "parameter"}
         written = [(at, roles[i].name) for at, i in enumerate(order) if roles[i].kind == "mutation"]
-        self.mutated = [(at, table_of(module, name, "_buffers")) for at, name in written if name not in names]
-        self.rewritten = [(at, table_of(module, name, "_parameters")) for at, name in written if name in names]
+        names = {name for kind, name in self.tables if kind == "parameter"}
+        self.mutated = [(at, self.tables["buffer", name]) for at, name in written if name not in names]
+        self.rewritten = [(at, self.tables["parameter", name]) for at, name in written if name in names]
         self.written_inputs = [
             (at, captured.signature.tensor_names.index(roles[i].name))
             for at, i in enumerate(order) if roles[i].kind == "input_mutation"
@@ -145,10 +167,8 @@ class Step:
         self.layouts = {roles[order[at]].name: layouts[order[at]] for at in self.outputs}
 
     def compile(self, options: Mapping[str, object]) -> None:
-        """Run both graphs through torch.compile, with these options of it."""
-        self.forward_graph.compile(options)
-        if self.backward is not None:
-            self.backward.compile(options)
+        """Run the graphs through torch.compile, with these options of it."""
+        self.graphs.compile(options)
 
     def measured(self) -> Played:
         """Raise StageError: one program has no schedule."""
@@ -210,7 +230,7 @@ class Step:
     def forward(self, leaves: list, call: Call | None) -> tuple[list[torch.Tensor], list]:
         """Run the forward graph and return (local outputs of the model, values saved for the backward). What the model
         writes to takes its new values, unless it has them already (no `call`)."""
-        results = self.forward_graph.run(leaves)
+        results = self.graphs.run(FORWARD, leaves)
         if call is not None:
             self._write(results, call)
         return [results[at] for at in self.outputs], list(results[self.forward_count :])
@@ -269,7 +289,7 @@ class Step:
         if lost:
             raise CaptureError(f"torch traced no gradient through {', '.join(lost)}", fix="return a clone of it")
         outputs, saved = self.forward(saved_call.values_for(self.roles), None)
-        found = self.backward(saved, tangents, outputs, self.known, [nodes[name] for name in self.names])
+        found = self.backward(self.graphs, saved, tangents, outputs, self.known, [nodes[name] for name in self.names])
         return dict(zip(self.backward.owners, found))
 
 
@@ -311,7 +331,12 @@ class _Bridge(torch.autograd.Function):
         nodes = [node for node, _ in ctx.next_functions][len(step.differentiated) :]
         if not is_second:
             del saved_call
-            return None, None, None, *step.backward(saved, tangents, ctx.empty, step.known, nodes, ctx.sizes)
+            return (
+                None,
+                None,
+                None,
+                *step.backward(step.graphs, saved, tangents, ctx.empty, step.known, nodes, ctx.sizes),
+            )
         saved.clear()
         found = step.complete(step, ctx.inputs).recompute_gradients(saved_call, tangents, dict(zip(step.names, nodes)))
         return None, None, None, *[found.get(owner) for owner in step.backward.owners]

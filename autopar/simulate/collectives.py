@@ -18,11 +18,10 @@ from .._torch import c10d
 from .._torch.regions import no_autocast
 from ..errors import VerifyError
 from ..ir.graph import bytes_of
-from ..ir.layout import Layout, dim_ranges, local_part
+from ..ir.layout import Layout, dim_ranges
 from ..ir.mesh import Mesh
 from ..ops import autopar
 from ..ops.expert_rows import sizes
-from ..passes.distribute.partition import Parts
 
 REDUCE = {
     "sum": lambda stack: stack.sum(0, dtype=stack.dtype),
@@ -184,40 +183,6 @@ def _disagreement(message: str, waiting: Mapping[int, CollectiveCall], ranks: Se
     where = "; ".join(f"rank {', '.join(map(str, at))} at {call}" for call, at in ranks_at.items())
     node = waiting[ranks[0]].node
     return VerifyError(f"{message}: {where}", node=node.name, source=node.meta.get("source") or None)
-
-
-# whole steps ----------------------------------------------------------------------------------------------------------
-
-
-def simulate_step(
-    simulator: Simulator,
-    parts: Sequence[Parts],
-    inputs: Sequence[Sequence[torch.Tensor]],
-    tangents: Sequence[Sequence[torch.Tensor]] = (),
-) -> tuple[list[tuple], list[tuple]]:
-    """Run one forward and backward on all ranks: (outputs, gradients), one tuple of local tensors a rank.
-
-    inputs[rank]: the forward's placeholders; tangents[rank]: gradients of its outputs, in the order of the graphs."""
-    results = simulator.run([p.forward for p in parts], inputs)
-    counts = [len(r) - len(p.saved) for r, p in zip(results, parts)]
-    outputs = [r[:k] for r, k in zip(results, counts)]
-    if any(p.backward is None for p in parts):
-        return outputs, [()] * len(parts)
-    backward_inputs = [(*r[k:], *t) for r, k, t in zip(results, counts, tangents, strict=True)]
-    return outputs, simulator.run([p.backward for p in parts], backward_inputs)
-
-
-def local_inputs(
-    local: fx.GraphModule, values: Mapping[str, torch.Tensor]
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return (inputs, tangents) of a rank's joint graph: its parts of global `values`, given by placeholder name."""
-    mesh, coordinate = local.meta["mesh"], local.meta["mesh"].coordinate(local.meta["rank"])
-    inputs, tangents = [], []
-    for node in local.graph.nodes:
-        if node.op == "placeholder":
-            part = local_part(values[node.name], node.meta["layout"], mesh, coordinate)
-            (tangents if node.meta["role"].is_tangent else inputs).append(part)
-    return inputs, tangents
 
 
 def assemble(blocks: Sequence[torch.Tensor], layout: Layout, mesh: Mesh, shape: Sequence[int]) -> torch.Tensor:

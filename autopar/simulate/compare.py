@@ -31,7 +31,6 @@ from .oracle import (
     worst,
     written_parameters,
 )
-from .pipeline import simulate_pipeline
 from .step import plan_and_capture, simulate_step
 
 # relative: sums in another order differ by some roundings
@@ -41,6 +40,7 @@ FLOOR = {"fp64": 1e-4, "fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2}
 CAPTURED = 1e-3  # of the captured graph against the model itself, both on one device in the wider type
 ROUNDING_FACTOR = 10.0  # a sharded and an unsharded step round differently, by chance: as much as an order of magnitude
 NARROW = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+UNKNOWN = "the first node that differs is looked for without stages and micro-batches only"
 WIDE = {"fp32": "fp64", "bf16": "fp32", "fp16": "fp32"}
 
 
@@ -222,44 +222,20 @@ def _wire_bytes(plan: Plan) -> float:
 def _compared(captured: Captured, plan: Plan, values, reference: OneDevice, precision: str, buffers):
     """Return (report, the ranks' programs if a step is one program) of a simulated step. `buffers` of the model have
     the values before it."""
-    if not plan.pipeline.is_one_program:
-        return _compared_pipeline(captured, plan, values, reference, precision, buffers), ()
     step = simulate_step(captured, plan, values)
     mine = OneDevice(step.outputs, step.gradients, buffers | step.buffers)
-    loss = None if step.loss is None else step.loss.item()
     report = VerifyReport(
         plan,
         precision,
-        loss,
+        None if step.loss is None else step.loss.item(),
         *_errors(captured, reference, mine, precision),
         _wire_bytes(plan),
         step.bytes_sent,
         step.collectives,
+        sends=step.sends,
+        diverging=None if step.programs else UNKNOWN,
     )
     return report, step.programs
-
-
-def _compared_pipeline(
-    captured: Captured, plan: Plan, values, reference: OneDevice, precision: str, buffers
-) -> VerifyReport:
-    step = simulate_pipeline(captured, plan, values)
-    outputs = tuple(step.outputs[name] for name in sorted(step.outputs, key=int))
-    mine = OneDevice(outputs, step.gradients, buffers | step.buffers)
-    loss = captured.returns.loss
-    sends: Counter = Counter()
-    for (_, phase), count in step.sends.items():
-        sends[phase] += count
-    return VerifyReport(
-        plan,
-        precision,
-        None if loss is None else outputs[loss].item(),
-        *_errors(captured, reference, mine, precision),
-        _wire_bytes(plan),
-        tuple(map(sum, zip(*step.bytes_sent))),
-        sum(step.collectives, Counter()),
-        sends=sends,
-        diverging="the first node that differs is looked for without stages and micro-batches only",
-    )
 
 
 def _errors(captured: Captured, reference: OneDevice, mine: OneDevice, precision: str):

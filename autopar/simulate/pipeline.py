@@ -28,14 +28,15 @@ from ..runtime.stage_executor import StageExecutor
 from ..runtime.walk import Links, walk
 from ..schedule.play import play
 from .collectives import Simulator, assemble
+from .oracle import output_name
 
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """One simulated step. Outputs by their position in the call, gradients by parameter and new values of buffers are
-    global. `in_flight`: by stage, the most micro-batches of which something was kept at once. `sends`: by (stage,
-    phase), how many values it sent. `bytes_sent`: by stage and rank, of the collectives inside of it; `collectives`: by
-    stage, how often its first rank called which, as (kind, axes)."""
+    """One simulated step. Outputs by their position in the call, gradients and new values by name as in
+    autopar/simulate/oracle.py are global. `in_flight`: by stage, the most micro-batches of which something was kept at
+    once. `sends`: by (stage, phase), how many values it sent. `bytes_sent`: by stage and rank, of the collectives
+    inside of it; `collectives`: by stage, how often its first rank called which, as (kind, axes)."""
 
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor]
@@ -86,7 +87,10 @@ class SimulatedStage:
     def __call__(self, key: GraphKey, arguments: list[list[Tensor]]) -> list[tuple]:
         if key not in self.graphs:
             self.graphs[key] = [program.graph(key) for program in self.programs]
-        return self.simulator.run(self.graphs[key], arguments)
+        results = self.simulator.run(self.graphs[key], arguments)
+        if key.kind not in "BW" or key.adds:
+            return results
+        return [tuple(v.clone() if isinstance(v, Tensor) else v for v in mine) for mine in results]
 
 
 class _Simulation:
@@ -97,13 +101,14 @@ class _Simulation:
         self.links = Links(self.stages, len(self.stages))
         self.parts = [{**values, **part} for part in parts_of(self.micro, values)]
         self.outputs: dict[str, dict[int, Tensor]] = {}
+        self.gradients: dict[str, Tensor] = {}
         self.buffers: dict[str, Tensor] = {}
         for stage in self.stages.values():
             stage.begin(self._leaf, partial(self._output, stage.program))
 
     def step(self) -> SimulatedStep:
         """Run all actions of the schedule and assemble the results. Raises VerifyError if a value is never received."""
-        most, gradients = [0] * len(self.stages), {}
+        most, gradients = [0] * len(self.stages), self.gradients
         played = sorted(play(self.plan.pipeline.orders), key=lambda event: event[2])
         for action, _, _ in walk((action for _, action, _, _ in played), self.stages, self.links):
             stage = self.stages[action.stage]
@@ -130,8 +135,10 @@ class _Simulation:
         whole = whole_output(program.sizes[self.micro.is_smaller(i)], role, values)
         if role.kind == "output":
             self.outputs.setdefault(role.name, {})[i] = whole
+        elif role.kind == "input_gradient":
+            self.gradients[output_name(role)] = whole
         else:  # every micro-batch reads the old value
-            self.buffers[role.name] = whole
+            self.buffers[output_name(role)] = whole
 
 
 def whole_output(program: StageProgram, role: OutputRole, blocks: list[Tensor]) -> Tensor:

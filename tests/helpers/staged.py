@@ -165,7 +165,7 @@ def play_stages(
 
     def run_of(program: StageProgram) -> Run:
         graph = cache(program.graph)
-        return lambda key, arguments: [graph(key)(*values) for values in arguments]
+        return lambda key, arguments: [[v.clone() for v in graph(key)(*values)] for values in arguments]
 
     executors = {i: StageExecutor([p], run_of(p), micro.is_smaller) for i, p in enumerate(programs)}
     for executor in executors.values():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx
@@ -18,9 +19,9 @@ from autopar.ir.layout import ZIGZAG, Layout, is_legal, local_part
 from autopar.ir.mesh import Mesh
 from autopar.passes.distribute.localize import localize
 from autopar.passes.distribute.lower_ops import lower_ops
-from autopar.passes.distribute.partition import partition
+from autopar.passes.distribute.partition import Parts, partition
 from autopar.plans.sharding import NodeSharding, Sharding
-from autopar.simulate.collectives import Simulator, assemble, local_inputs, simulate_step
+from autopar.simulate.collectives import Simulator, assemble
 
 
 def links(mesh: Mesh, seed: int = 0) -> dict[str, Link]:
@@ -103,7 +104,7 @@ def run_step(joint: fx.GraphModule, sharding: Sharding, values: dict, reduce_sca
     inputs, tangents = zip(*(local_inputs(graph, values) for graph in graphs))
     simulator = Simulator(sharding.mesh)
     parts = [partition(lower_ops(graph)) for graph in graphs]
-    outputs, gradients = simulate_step(simulator, parts, inputs, tangents)
+    outputs, gradients = run_parts(simulator, parts, inputs, tangents)
     roles, whole = output_node(joint.graph).meta["roles"], {}
     per_rank = [list(out) + list(grad) for out, grad in zip(outputs, gradients)]
     order = [i for i, r in enumerate(roles) if r.kind in ("output", "mutation")]
@@ -113,6 +114,37 @@ def run_step(joint: fx.GraphModule, sharding: Sharding, values: dict, reduce_sca
         blocks = [values[position] for values in per_rank]
         whole[roles[index].kind, roles[index].name] = assemble(blocks, layout, sharding.mesh, value.meta["val"].shape)
     return whole, parts, simulator
+
+
+def run_parts(
+    simulator: Simulator,
+    parts: Sequence[Parts],
+    inputs: Sequence[Sequence[torch.Tensor]],
+    tangents: Sequence[Sequence[torch.Tensor]] = (),
+) -> tuple[list[tuple], list[tuple]]:
+    """Run one forward and backward on all ranks: (outputs, gradients), one tuple of local tensors a rank.
+
+    inputs[rank]: the forward's placeholders; tangents[rank]: gradients of its outputs, in the order of the graphs."""
+    results = simulator.run([p.forward for p in parts], inputs)
+    counts = [len(r) - len(p.saved) for r, p in zip(results, parts)]
+    outputs = [r[:k] for r, k in zip(results, counts)]
+    if any(p.backward is None for p in parts):
+        return outputs, [()] * len(parts)
+    backward_inputs = [(*r[k:], *t) for r, k, t in zip(results, counts, tangents, strict=True)]
+    return outputs, simulator.run([p.backward for p in parts], backward_inputs)
+
+
+def local_inputs(
+    local: fx.GraphModule, values: Mapping[str, torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return (inputs, tangents) of a rank's joint graph: its parts of global `values`, given by placeholder name."""
+    mesh, coordinate = local.meta["mesh"], local.meta["mesh"].coordinate(local.meta["rank"])
+    inputs, tangents = [], []
+    for node in local.graph.nodes:
+        if node.op == "placeholder":
+            part = local_part(values[node.name], node.meta["layout"], mesh, coordinate)
+            (tangents if node.meta["role"].is_tangent else inputs).append(part)
+    return inputs, tangents
 
 
 class MLP(torch.nn.Module):

@@ -10,10 +10,12 @@ import torch
 from autopar.compiler import lower, lower_deferred
 from autopar.ir.graph import output_node
 from autopar.passes.distribute.defer import unreduced_layouts
-from autopar.simulate.collectives import Simulator, local_inputs
+from autopar.simulate.collectives import Simulator
 from autopar.simulate.oracle import global_values
 from autopar.simulate.step import plan_and_capture
 from tests.runtime import tiny
+
+from .lowering import local_inputs
 
 CASES = [("dp=2", "ddp"), ("dp=3", "zero1"), ("dp=2,tp=2", "fsdp"), ("dp=2,tp=2", "megatron")]
 

@@ -168,3 +168,20 @@ def test_random_numbers_are_not_drawn_again(alone):
     ):
         loss.backward()
     full(parallel(X)).sum().backward()
+
+
+def _other_size(rank, plan):
+    """Gradients wait for their reduction, and the backward that reduces them is of the first call of another size."""
+    for size in (4, 12):
+        parallel, reference = models = pair(tiny.Regressor(loss=True), device_mesh("dp=2"), CALL, plan=plan)
+        inputs = {name: torch.cat([x, x])[:size] for name, x in CALL.items()}
+        for m in models:
+            with m.no_sync() if m is parallel else nullcontext():
+                m(**CALL).loss.backward()
+            m(**inputs).loss.backward()
+        assert_same_gradients(parallel, reference)
+
+
+@pytest.mark.gloo
+def test_reduced_in_a_call_of_another_size():
+    gloo.run(2, _other_size, planned(tiny.Regressor(loss=True), "dp=2", CALL, strategy="fsdp"))

@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from autopar.models import build
-from autopar.runtime.backward import _Gradients
+from autopar.runtime.gradient_graph import GradientGraph
 from autopar.utils.allocation_tracker import Allocations
 
 from .parity import pair
@@ -53,7 +53,7 @@ def test_results_that_share_memory_are_copied():
     low, high = (graph.call_function(aten.slice.Tensor, (whole, 0, i, i + 2)) for i in (0, 2))
     row = graph.call_function(aten.expand.default, (graph.call_function(aten.sum.default, (b,)), [3]))
     graph.output((view, product, again, low, high, row))
-    gradients = _Gradients(fx.GraphModule(torch.nn.Module(), graph), _Groups(), torch.device("cpu"))
+    gradients = GradientGraph(fx.GraphModule(torch.nn.Module(), graph), _Groups(), torch.device("cpu"), "backward")
     for _ in range(2):
         results = gradients([torch.ones(4, 4), torch.ones(4, 4)])
         assert gradients.to_copy == [True, False, True, False, False, True]
@@ -70,6 +70,6 @@ def test_memory_that_is_used_again():
     graph.output(
         (graph.call_function(aten.expand.default, (b, [1])), graph.call_function(aten.full.default, ([64], 1.0)))
     )
-    gradients = _Gradients(fx.GraphModule(torch.nn.Module(), graph), _Groups(), torch.device("cpu"))
+    gradients = GradientGraph(fx.GraphModule(torch.nn.Module(), graph), _Groups(), torch.device("cpu"), "backward")
     gradients([torch.ones(64)])
     assert gradients.to_copy == [False, False]
