@@ -28,13 +28,13 @@ from autopar.planner.objective.checkpoint_blocks import Blocks
 from autopar.planner.objective.checkpoint_min_cut import FULL, Rematerialization
 from autopar.planner.pipeline import search as pipeline_search
 from autopar.planner.pipeline.plan import plan_pipeline
-from autopar.planner.plan import PlanOptions
-from autopar.planner.plan import search as search_flat
 from autopar.planner.solver import memory_limit, search
 from autopar.planner.solver import minimize as minimize_module
 from autopar.planner.solver.cutting_planes import Cuts
 from autopar.planner.solver.local_search import LocalSearch
 from autopar.planner.solver.minimize import Search, minimize
+from autopar.planner.spmd.plan import search as search_flat
+from autopar.planner.spmd.plan_options import PlanOptions
 from autopar.plans.pipeline import axis_of
 
 LIMIT = 6.0

@@ -33,14 +33,14 @@ from ..ir.compiler_pass import Pass
 from ..ir.graph import fingerprint
 from ..ir.layout import Layout
 from ..ir.mesh import Mesh
-from ..planner.batch import of_samples, samples_of
 from ..planner.options import options_of
 from ..planner.pipeline.replan import plan_same_stages, with_owners
-from ..planner.plan import IN_DOUBT, PlanOptions
 from ..planner.problem.hf_tp_plan import styles_of
 from ..planner.problem.tiled_loss import AUTO
 from ..planner.remedies import planned_or_fixes
 from ..planner.request import PlanRequest
+from ..planner.spmd.batch import of_samples, samples_of
+from ..planner.spmd.plan_options import IN_DOUBT, PlanOptions
 from ..plans.pipeline import axis_of
 from ..plans.plan import Plan
 from ..processes import agree

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..planner.objective.memory_timeline import SAVED
-from ..planner.plan import Planned
+from ..planner.spmd.planned import Planned
 from ..schedule.trace import ACTIONS, trace_of
 
 

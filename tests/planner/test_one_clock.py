@@ -22,9 +22,9 @@ from autopar.models import build
 from autopar.planner.objective.evaluate import Evaluation
 from autopar.planner.objective.player import Player, merged, played_seconds
 from autopar.planner.objective.script import Beside, Piece, Script
-from autopar.planner.plan import Planned
 from autopar.planner.problem.multipliers import Prices, drag, spans_of
 from autopar.planner.solver.search import Outcome
+from autopar.planner.spmd.planned import Planned
 
 from .planning import Instance, searched, toy
 from .random_graphs import every_cost, random_graph, thinned

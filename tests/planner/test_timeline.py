@@ -15,9 +15,11 @@ from autopar.planner.objective.checkpoint_blocks import Blocks, block_of
 from autopar.planner.objective.evaluate import Evaluation
 from autopar.planner.objective.pricer import Pricer
 from autopar.planner.objective.timeline import COMPUTE, Timeline, simulate
-from autopar.planner.plan import Planned, PlanOptions, search
 from autopar.planner.problem.multipliers import Prices
 from autopar.planner.problem.problem import Problem
+from autopar.planner.spmd.plan import search
+from autopar.planner.spmd.plan_options import PlanOptions
+from autopar.planner.spmd.planned import Planned
 
 from .planning import TINY_GPT, TINY_LLAMA, Instance, captured, toy
 

@@ -35,8 +35,8 @@ def average_fill(sizes: Sequence[int], bucket_bytes: float) -> float:
 class Pricer:
     """Prices redistributions of a problem's tensors, for pairs of layouts and for whole lists of them. A step has
     `micro_batches` passes; with `reduces_once` their gradients wait for one reduction
-    (autopar/planner/accumulation.py), with `gathers_once` they share the copies of parameters that are kept. Gradients
-    travel in `reduce_dtype`, if that is narrower than they are, while they are added up."""
+    (autopar/planner/spmd/accumulation.py), with `gathers_once` they share the copies of parameters that are kept.
+    Gradients travel in `reduce_dtype`, if that is narrower than they are, while they are added up."""
 
     def __init__(
         self,

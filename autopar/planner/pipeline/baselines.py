@@ -4,8 +4,8 @@ stages."""
 from __future__ import annotations
 
 from ...errors import AutoparError, not_compared
-from ..fixed_recompute import AUTO
 from ..problem.recipes import Restriction, compared_on
+from ..spmd.fixed_recompute import AUTO
 from .search import Candidate, Estimate
 
 LEFT_OUT = ("zero2", "hsdp")  # whose pipelines are those of zero1 and fsdp, or take a second data axis

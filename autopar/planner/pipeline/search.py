@@ -1,7 +1,7 @@
 """The pipelines of one mesh and one number of micro-batches: plans of a micro-batch, and for each schedule the best cut
 of them.
 
-    plans of one micro-batch: the fastest; if memory is short, those at ever higher prices of it   (planner/plan.py)
+    plans of one micro-batch: the fastest; if memory is short, those at ever higher prices of it      (spmd/plan.py)
         for some schedules                                                             (schedule/catalogue.py)
             the best cut into stages, and how much of each is computed again           (segments, cut, cut_interleaved)
                 estimated: the schedule played with the seconds of the cut's segments
@@ -27,16 +27,18 @@ from ...plans.pipeline import Pipeline, axis_of, inside, sizes_of
 from ...schedule.catalogue import KINDS
 from ...schedule.play import play
 from ...utils.format import size
-from ..batch import samples_of
-from ..fixed_recompute import AUTO, NONE
 from ..objective.evaluate import Evaluation
 from ..objective.expand import recomputes_alike
-from ..outputs import may_be_unmade
-from ..plan import Planned, PlanOptions, search, solvers_of
 from ..problem.recipes import Restriction
 from ..solver.minimize import Search
 from ..solver.search import Starts
 from ..solver.solver import Solver, replaced
+from ..spmd.batch import samples_of
+from ..spmd.fixed_recompute import AUTO, NONE
+from ..spmd.outputs import may_be_unmade
+from ..spmd.plan import search, solvers_of
+from ..spmd.plan_options import PlanOptions
+from ..spmd.planned import Planned
 from .checkpoint import StageRecomputation
 from .cut import cut_stages
 from .cut_interleaved import cut_looped

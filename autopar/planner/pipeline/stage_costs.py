@@ -38,9 +38,9 @@ from ..objective.memory_timeline import (
     staying_of,
 )
 from ..objective.pricer import Pricer
-from ..outputs import bytes_of_outputs
 from ..problem.problem import Problem
 from ..problem.vertices import STATE
+from ..spmd.outputs import bytes_of_outputs
 from .part import FORWARD, INPUT, WEIGHT, Part, no_work
 
 COMING_AND_GOING = (RECOMPUTED, GATHERED, PASSING, BUCKETS, WORKSPACE)

@@ -14,18 +14,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..errors import MemoryInfeasibleError, StrategyError
+from ...errors import MemoryInfeasibleError, StrategyError
+from ..objective.evaluate import evaluate
+from ..objective.pricer import Pricer
+from ..problem.recipes import Restriction
+from ..problem.tiled_loss import LOSS, NONE, TILINGS, may_save, moves_none, with_tiled_losses
+from ..solver.minimize import BeyondCutoff
+from ..solver.search import Outcome, Starts
+from ..solver.solver import Solver, replaced
 from . import fixed_recompute
-from .objective.evaluate import evaluate
-from .objective.pricer import Pricer
-from .problem.recipes import Restriction
-from .problem.tiled_loss import LOSS, NONE, TILINGS, may_save, moves_none, with_tiled_losses
-from .solver.minimize import BeyondCutoff
-from .solver.search import Outcome, Starts
-from .solver.solver import Solver, replaced
 
 if TYPE_CHECKING:
-    from .plan import PlanOptions
+    from .plan_options import PlanOptions
 
 Found = tuple[Solver, Outcome]
 NOTHING = (MemoryInfeasibleError, BeyondCutoff)

@@ -11,16 +11,17 @@ from dataclasses import replace
 
 from torch import fx
 
-from ..frontend.export import Captured
-from ..ir.graph import bytes_of, output_node, outputs_of
-from ..ir.layout import Layout
-from ..plans.plan import Output, Plan
-from ..plans.sharding import Sharding
-from ..utils.format import size
-from .objective.evaluate import Evaluation, Pricer
-from .objective.memory_timeline import PASSING
-from .problem.problem import Problem
-from .problem.vertices import STATE
+from ...frontend.export import Captured
+from ...ir.graph import bytes_of, output_node, outputs_of
+from ...ir.layout import Layout
+from ...plans.entries import Output
+from ...plans.plan import Plan
+from ...plans.sharding import Sharding
+from ...utils.format import size
+from ..objective.evaluate import Evaluation, Pricer
+from ..objective.memory_timeline import PASSING
+from ..problem.problem import Problem
+from ..problem.vertices import STATE
 
 
 def outputs_in(sharding: Sharding, problem: Problem, pricer: Pricer, call: Captured) -> tuple[Output, ...]:

@@ -13,13 +13,14 @@ from dataclasses import replace
 
 import torch
 
-from ..errors import InputError, MemoryInfeasibleError
-from ..frontend.call_signature import CallSignature
-from ..frontend.export import Captured
-from ..ir.mesh import NOT_DATA, Mesh
-from ..passes.pipeline.micro_batch import MicroBatched, micro_batch
-from .plan import Planned, PlanOptions
-from .problem.recipes import DATA, Restriction
+from ...errors import InputError, MemoryInfeasibleError
+from ...frontend.call_signature import CallSignature
+from ...frontend.export import Captured
+from ...ir.mesh import NOT_DATA, Mesh
+from ...passes.pipeline.micro_batch import MicroBatched, micro_batch
+from ..problem.recipes import DATA, Restriction
+from .plan_options import PlanOptions
+from .planned import Planned
 
 AUTO = "auto"
 MOST_SEARCHES = 3  # when the number of micro-batches is looked for
