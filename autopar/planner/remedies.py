@@ -27,7 +27,7 @@ from ..errors import MemoryInfeasibleError
 from ..frontend.export import Captured
 from ..ir.mesh import Mesh
 from ..utils.format import ms, size
-from .objective.memory_timeline import PASSING, RECOMPUTED, SAVED
+from .objective.memory_timeline import RECOMPUTED, SAVED, TRANSIENT
 from .problem import offload
 from .problem.recipes import ALIASES, RECIPES, Restriction
 from .request import PlanRequest
@@ -257,7 +257,7 @@ def _larger_axis(error: MemoryInfeasibleError, request: Refused, axis: str, time
 def _micro_batches(error: MemoryInfeasibleError, request: Refused, times: int) -> Iterator[_Change]:
     """Yield as many more micro-batches as seem to be needed; yield nothing if what does not shrink with the samples has
     no room, or if the samples cannot be divided so."""
-    shrinking = sum(error.breakdown.get(kind, 0.0) for kind in (SAVED, RECOMPUTED, PASSING))
+    shrinking = sum(error.breakdown.get(kind, 0.0) for kind in (SAVED, RECOMPUTED, TRANSIENT))
     room = shrinking - error.missing_bytes
     factor = times * _power_of_two(shrinking / room) if room > 0 else math.inf
     if factor in _divisions(request):

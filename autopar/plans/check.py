@@ -37,7 +37,7 @@ def check_decisions(graph: fx.Graph, sharding: Sharding) -> None:
     for names, known, what in (
         (sharding.nodes, ops, "op"),
         (sharding.leaves, leaves, "placeholder"),
-        (sharding.again, early, "op of the forward"),
+        (sharding.recomputed, early, "op of the forward"),
         (sharding.on_host, parameters, "parameter"),
         ({name for name, _, _ in sharding.kept}, ops | leaves, "tensor"),
     ):

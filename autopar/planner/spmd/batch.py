@@ -130,8 +130,8 @@ def excess(last: Planned | MemoryInfeasibleError | None) -> float:
         return 4.0
     e, limit = last.evaluation, last.solver.limit_bytes
     freed = sum(step.freed_bytes * count for levels in e.recomputed.values() for step, count in levels.values())
-    staying = last.problem.reserve_bytes + e.resident_bytes + e.gradient_bytes + e.whole_gradient_bytes
-    return max(2.0, (e.saved_bytes + freed) / max(limit - staying, 1.0))
+    resident = last.problem.reserve_bytes + e.resident_bytes + e.gradient_bytes + e.whole_gradient_bytes
+    return max(2.0, (e.saved_bytes + freed) / max(limit - resident, 1.0))
 
 
 def at_least(counts: Sequence[int], least: float) -> int | None:
