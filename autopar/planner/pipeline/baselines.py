@@ -18,10 +18,10 @@ def experts(best: Candidate) -> dict[str, Estimate | AutoparError]:
     options, found = search.options, {}
     if options.strategy is not None or options.pin or options.forbid or options.recompute != AUTO:
         return found
-    for name in (name for name in compared_on(search.mesh) if name not in LEFT_OUT):
+    for name in (name for name in compared_on(search.plans.mesh) if name not in LEFT_OUT):
         try:
-            Restriction.of(name, search.mesh)
-            search.report(name)
+            Restriction.of(name, search.plans.mesh)
+            search.plans.report(name)
             estimates = search.under(name, [(pipeline.schedule, pipeline.stages_per_rank)]).estimates()
             found[name] = min(estimates, key=lambda one: (0, one.step_seconds) if one.fits else (1, one.peak_bytes))
         except Exception as error:

@@ -252,7 +252,7 @@ class _MeshSearch:
             alike.setdefault((sizes.get("cp", 1), sizes.get("tp", 1)), []).append(one)
         for own in alike.values():
             singles = [one for one in own if one.samples == 1]
-            points = [Point.of(planned) for planned in self._search(singles[len(singles) // 2]).plans()]
+            points = [Point.of(planned) for planned in self._search(singles[len(singles) // 2]).plans.at_prices()]
             yield from (
                 (min(point.guess(one, self.kinds, self.room, self.segments) for point in points), one) for one in own
             )
