@@ -59,7 +59,9 @@ class Case:
 
 GPT, MOE = "gpt:hidden=64,heads=4,vocab=64,seq=16", "moe:hidden=32,layers=2,heads=4,kv_heads=2,ffn=48,vocab=64,seq=16"
 WIDE = "gpt:hidden=1024,layers=4,heads=16,vocab=4096,seq=512"
-ONE_F_ONE_B = {"schedule": "1f1b", "micro_batches": 8}
+DEEP = "gpt:hidden=1024,layers=8,heads=16,vocab=4096,seq=128"
+ONE_F_ONE_B = {"schedule": "1f1b", "micro_batches": 4}
+LOOPED = {"schedule": "interleaved_1f1b", "micro_batches": 8, "stages_per_rank": 2}
 CASES = [
     Case("small gpt", f"{GPT},layers=11", "a=2,b=2", 8, 16, precision="fp32"),
     Case("small moe", f"{MOE},experts=4,active=2", "a=2,b=2", 8, 16, 8e9, hardware="cpu-gloo", precision="fp32"),
@@ -77,7 +79,19 @@ CASES = [
     Case("gpt2-xl, offload, 14 GiB", "gpt2-xl", "dp=4", 8, 1024, 14 * GIB, "auto"),
     Case("gpt2-xl, offload, 7 GiB", "gpt2-xl", "dp=4", 8, 1024, 7 * GIB, "auto"),
     Case("gpt, slow links", WIDE, "dp=2,tp=8", 16, 512, hardware="rtx4090", precision="fp32"),
-    Case("gpt2, stages, 2.6 GiB", "gpt2", "pp=2,dp=4", 32, 1024, 2.6 * GIB, pipeline=ONE_F_ONE_B),
+    Case("gpt, stages, 2.4 GiB", DEEP, "pp=2,dp=4", 16, 128, 2.4 * GIB, precision="fp32", pipeline=ONE_F_ONE_B),
+    Case(
+        "gpt, stages, 1.5 GiB",
+        DEEP,
+        "pp=2,dp=4",
+        16,
+        128,
+        1.5 * GIB,
+        hardware="rtx4090",
+        precision="fp32",
+        pipeline=ONE_F_ONE_B,
+    ),  # fmt: skip
+    Case("gpt, looped stages", DEEP, "pp=3", 16, 128, precision="fp32", pipeline=LOOPED),
     Case("llama3-8b, pipeline", "llama3-8b", "pp=4,dp=4,tp=4", 64, 8192),
 ]
 
@@ -133,7 +147,8 @@ PATCHES: dict[str, tuple] = {
     "pipeline: plans at prices of memory": ((micro_batch_plans, "MEMORY_PRICES", ()),),
     "pipeline: what ranks compute again": ((PS, "_within_memory", lambda self, inner, pipeline, again:
                                             SETTLED(self, inner, pipeline, None)),),
-    "pipeline: even stages and even ranks": ((pipeline_search, "MOST_CUTS", 1),),
+    "pipeline: even stages and even ranks": ((pipeline_search, "LOOPED_CUTS", (False,)),),
+    "pipeline: cut again until it fits": ((pipeline_search, "MOST_CUTS", 1),),
 }  # fmt: skip
 SETTLED, HIGHEST = PS._within_memory, Cuts.highest
 

@@ -15,7 +15,8 @@ def experts(best: Candidate) -> dict[str, Estimate | AutoparError]:
     """Return by name what each strategy would take with the best of its cuts, or why there is none; nothing if
     something of the sharding was asked for."""
     search, pipeline = best.search, best.evaluated.pipeline
-    options, found = search.options, {}
+    options = search.options
+    found: dict[str, Estimate | AutoparError] = {}
     if options.strategy is not None or options.pin or options.forbid or options.recompute != AUTO:
         return found
     for name in (name for name in compared_on(search.plans.mesh) if name not in LEFT_OUT):

@@ -11,7 +11,7 @@ from functools import cached_property
 from ...frontend.export import Captured
 from ...ir.mesh import Mesh
 from ...passes.pipeline.micro_batch import MicroBatched, few_blocks, micro_batch
-from ...plans.pipeline import axis_of, inside, sizes_of
+from ...plans.pipeline import inside, sizes_of
 from ..problem.recipes import Restriction
 from ..solver.minimize import Search
 from ..solver.search import Starts
@@ -30,14 +30,21 @@ Report = Callable[[str], None]
 
 
 class MicroBatchPlans:
-    """Plans of one of so many micro-batches of a captured graph of the whole batch, on the mesh of a stage; of a deep
-    model they are searched by few blocks. Raises MicroBatchError if the batch cannot be cut so."""
+    """Plans of one of so many micro-batches of a captured graph of the whole batch, on the mesh of a stage, without
+    the `axis` of the stages; of a deep model they are searched by few blocks. Raises
+    MicroBatchError if the batch cannot be cut so."""
 
     def __init__(
-        self, captured: Captured, micro_batches: int, mesh: Mesh, options: PlanOptions, name: str, report: Report
+        self,
+        captured: Captured,
+        micro_batches: int,
+        mesh: Mesh,
+        axis: str,
+        options: PlanOptions,
+        name: str,
+        report: Report,
     ):
         self.captured, self.micro_batches, self.name, self.report = captured, micro_batches, name, report
-        axis = axis_of(mesh)
         self.mesh = inside(mesh, axis)
         self.most_bytes = mesh.size(axis) * float(options.memory_bytes or options.hardware.memory_bytes)  # of all ranks
         self.starts: Starts = ()  # choices that the fastest plan is at least as good as

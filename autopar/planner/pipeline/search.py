@@ -42,6 +42,7 @@ from .part import Part
 from .segments import Chain, chain
 
 LESS = 0.95  # of what a next plan of a micro-batch may hold, so that it is another one
+LOOPED_CUTS = (True, False)  # roughly, for stages of even seconds, and for ranks of even seconds
 MOST_LIMITS = 3  # on the memory of a micro-batch's plan that are tried, until its stages fit
 MOST_CUTS = 3  # of one schedule, each with less memory than the one before, until its evaluation agrees that it fits
 MOST_RECOMPUTE_ROUNDS = 4  # times that a cut is given more to compute again
@@ -109,13 +110,15 @@ class PipelineSearch:
         kinds: Sequence[tuple[str, int]],
         report: Report,
     ):
-        self.axis, self.whole_mesh, self.kinds = axis_of(mesh), mesh, kinds
+        axis = axis_of(mesh)
+        assert axis is not None  # who searches has looked
+        self.axis, self.whole_mesh, self.kinds = axis, mesh, kinds
         self.ranks, self.micro_batches = mesh.size(self.axis), micro_batches
         self.limit = float(options.memory_bytes or options.hardware.memory_bytes)
         self.collectives = CollectiveCost(options.hardware, mesh)
         self._prepared: dict[Planned, tuple[Planned, Chain, StageRecomputation | None]] = {}
         report(f"{mesh}, {micro_batches} micro-batches")
-        self.plans = MicroBatchPlans(captured, micro_batches, mesh, options, name, report)
+        self.plans = MicroBatchPlans(captured, micro_batches, mesh, self.axis, options, name, report)
 
     @property
     def options(self) -> PlanOptions:
@@ -266,7 +269,7 @@ class PipelineSearch:
         looped = one.stages_per_rank > 1 and not KINDS[one.schedule].v_shaped
         # stages of even seconds, or ranks of even seconds: the order of a looped schedule may wait for the longest
         # stage
-        found = [self._fitted(one, is_rough) for is_rough in ((True, False) if looped else (False,))]
+        found = [self._fitted(one, is_rough) for is_rough in (LOOPED_CUTS if looped else (False,))]
         fitting = [pair for pair in found if pair[0].peak_bytes <= self.limit]
         evaluated, e = min(fitting or found, key=lambda pair: pair[0].step_seconds if fitting else pair[0].peak_bytes)
         return Candidate(evaluated, one.inner, replace(inner, written=(inner.whole[0], e)), self)
