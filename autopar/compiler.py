@@ -161,7 +161,7 @@ MICRO_BATCHES = (
 STAGES = (Pass("cut", cut, lambda pipeline: (pipeline.cuts,), takes=CAPTURE, needs="an axis pp: --mesh pp=2,dp=2"),)
 RANK = (
     Pass("localize", localize, _localized),
-    Pass("recompute", recompute, lambda here: (here.plan.sharding.again,)),
+    Pass("recompute", recompute, lambda here: (here.plan.sharding.recomputed,)),
     Pass("tile_loss", tile_loss, lambda here: ([t.node for t in here.plan.tiled],), lambda here: bool(here.plan.tiled),
          needs="--tile loss"),
     Pass("lower_ops", lower_ops),

@@ -232,7 +232,12 @@ def not_compared(error: Exception) -> AutoparError:
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return up to three of the `known` names that look like `word`, else all of them, as text for a `fix`."""
     names = sorted(known)
-    return ", ".join(difflib.get_close_matches(word, names, n=3, cutoff=0.5) or names)
+    return ", ".join(like(word, names) or names)
+
+
+def like(word: str, known: Iterable[str]) -> list[str]:
+    """Return up to three of the `known` names that look like `word`, the most similar first."""
+    return difflib.get_close_matches(word, sorted(known), n=3, cutoff=0.5)
 
 
 added: list[str] = []  # what code outside of autopar has registered

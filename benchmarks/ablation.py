@@ -1,8 +1,9 @@
 """Measure what each mechanism of the search for a plan earns: the same searches with one of them off.
 
-    OMP_NUM_THREADS=1 python benchmarks/ablation.py [WORD ...] > benchmarks/results/ablation.txt
+    OMP_NUM_THREADS=1 python benchmarks/ablation.py [WORD ...] [--rows TEXT] > benchmarks/results/ablation.txt
 
-A case is captured once and searched with everything on, then once a mechanism without it; WORDs choose cases. Seconds
+A case is captured once and searched with everything on, then once a mechanism without it; WORDs choose cases, TEXT the
+rows that have it in their names. Seconds
 are of the process's CPU; where the search itself ran longer than `LIMIT` times the whole one it is stopped. `plan`: how
 much longer the plan without the mechanism takes a step (negative: the mechanism cost something); `gap`: what is then
 proven; `CPU`: seconds of the search as a multiple of those with everything on. Experts are left out but for the row
@@ -17,7 +18,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from unittest import mock
 
 from autopar import compiler, models
@@ -26,15 +27,16 @@ from autopar.hardware.profile import load
 from autopar.ir.mesh import Mesh
 from autopar.planner.objective.checkpoint_blocks import Blocks
 from autopar.planner.objective.checkpoint_min_cut import FULL, Rematerialization
+from autopar.planner.pipeline import micro_batch_plans
 from autopar.planner.pipeline import search as pipeline_search
 from autopar.planner.pipeline.plan import plan_pipeline
-from autopar.planner.plan import PlanOptions
-from autopar.planner.plan import search as search_flat
 from autopar.planner.solver import memory_limit, search
 from autopar.planner.solver import minimize as minimize_module
 from autopar.planner.solver.cutting_planes import Cuts
 from autopar.planner.solver.local_search import LocalSearch
 from autopar.planner.solver.minimize import Search, minimize
+from autopar.planner.spmd.plan import search as search_flat
+from autopar.planner.spmd.plan_options import PlanOptions
 from autopar.plans.pipeline import axis_of
 
 LIMIT = 6.0
@@ -52,9 +54,14 @@ class Case:
     offload: str = "none"
     hardware: str = "h100"
     precision: str = "bf16"
+    pipeline: dict = field(default_factory=dict)  # what is asked of it: schedule, micro_batches, stages_per_rank
 
 
 GPT, MOE = "gpt:hidden=64,heads=4,vocab=64,seq=16", "moe:hidden=32,layers=2,heads=4,kv_heads=2,ffn=48,vocab=64,seq=16"
+WIDE = "gpt:hidden=1024,layers=4,heads=16,vocab=4096,seq=512"
+DEEP = "gpt:hidden=1024,layers=8,heads=16,vocab=4096,seq=128"
+ONE_F_ONE_B = {"schedule": "1f1b", "micro_batches": 4}
+LOOPED = {"schedule": "interleaved_1f1b", "micro_batches": 8, "stages_per_rank": 2}
 CASES = [
     Case("small gpt", f"{GPT},layers=11", "a=2,b=2", 8, 16, precision="fp32"),
     Case("small moe", f"{MOE},experts=4,active=2", "a=2,b=2", 8, 16, 8e9, hardware="cpu-gloo", precision="fp32"),
@@ -71,6 +78,20 @@ CASES = [
     Case("llama3-8b, offload", "llama3-8b", "dp=2", 2, 4096, 80e9, "auto"),
     Case("gpt2-xl, offload, 14 GiB", "gpt2-xl", "dp=4", 8, 1024, 14 * GIB, "auto"),
     Case("gpt2-xl, offload, 7 GiB", "gpt2-xl", "dp=4", 8, 1024, 7 * GIB, "auto"),
+    Case("gpt, slow links", WIDE, "dp=2,tp=8", 16, 512, hardware="rtx4090", precision="fp32"),
+    Case("gpt, stages, 2.4 GiB", DEEP, "pp=2,dp=4", 16, 128, 2.4 * GIB, precision="fp32", pipeline=ONE_F_ONE_B),
+    Case(
+        "gpt, stages, 1.5 GiB",
+        DEEP,
+        "pp=2,dp=4",
+        16,
+        128,
+        1.5 * GIB,
+        hardware="rtx4090",
+        precision="fp32",
+        pipeline=ONE_F_ONE_B,
+    ),  # fmt: skip
+    Case("gpt, looped stages", DEEP, "pp=3", 16, 128, precision="fp32", pipeline=LOOPED),
     Case("llama3-8b, pipeline", "llama3-8b", "pp=4,dp=4,tp=4", 64, 8192),
 ]
 
@@ -123,10 +144,11 @@ PATCHES: dict[str, tuple] = {
     "copies kept while they fit": ((memory_limit, "keep_copies", lambda problem, e, limit, pricer: e),),
     "parts of blocks recomputed (minimum cuts)": ((Rematerialization, "chain", whole_blocks_alone),),
     "parameters back on the device": ((Limit, "_filled", lambda self, fitted, prices: fitted),),
-    "pipeline: plans at prices of memory": ((pipeline_search, "MEMORY_PRICES", ()),),
+    "pipeline: plans at prices of memory": ((micro_batch_plans, "MEMORY_PRICES", ()),),
     "pipeline: what ranks compute again": ((PS, "_within_memory", lambda self, inner, pipeline, again:
                                             SETTLED(self, inner, pipeline, None)),),
-    "pipeline: even stages and even ranks": ((pipeline_search, "MOST_CUTS", 1),),
+    "pipeline: even stages and even ranks": ((pipeline_search, "LOOPED_CUTS", (False,)),),
+    "pipeline: cut again until it fits": ((pipeline_search, "MOST_CUTS", 1),),
 }  # fmt: skip
 SETTLED, HIGHEST = PS._within_memory, Cuts.highest
 
@@ -153,7 +175,7 @@ def searched(case: Case, captured, options: PlanOptions, limit: float) -> Found 
     signal.setitimer(signal.ITIMER_VIRTUAL, limit)
     try:
         if axis_of(mesh):
-            plan = plan_pipeline(captured, mesh, options, case.model).plan
+            plan = plan_pipeline(captured, mesh, options, case.model, **case.pipeline).plan
         else:
             plan = search_flat(captured, mesh, options, case.model).plan
     except TooLong:
@@ -165,8 +187,8 @@ def searched(case: Case, captured, options: PlanOptions, limit: float) -> Found 
     return Found(plan.step_seconds, plan.gap, time.process_time() - start)
 
 
-def run(case: Case) -> None:
-    """Print a case: the search with everything on, then each mechanism off."""
+def run(case: Case, of_rows: str = "") -> None:
+    """Print a case: the search with everything on, then each mechanism off whose row has the text `of_rows`."""
     model, inputs = models.build(case.model, batch=case.batch, seq=case.seq)
     captured = compiler.trace_to_plan(model, inputs, None, forms_of(model), case.precision, ())
     options = PlanOptions(
@@ -181,7 +203,7 @@ def run(case: Case) -> None:
             if axis_of(Mesh.parse(case.mesh)) or not name.startswith("pipeline")]  # fmt: skip
     rows += [(name, captured, change(options), ()) for name, change in OPTIONS.items()]
     rows += [("deep models by eight blocks", replace(captured, compact=None), options, ())]
-    for name, graph, changed, changes in rows:
+    for name, graph, changed, changes in (row for row in rows if of_rows in row[0]):
         with without(*changes):
             found = searched(case, graph, changed, limit)
         if isinstance(found, str):
@@ -193,10 +215,10 @@ def run(case: Case) -> None:
 
 def main() -> None:
     warnings.simplefilter("ignore")
-    words = sys.argv[1:]
+    words, _, of_rows = " ".join(sys.argv[1:]).partition("--rows ")
     for case in CASES:
-        if not words or any(word in case.name for word in words):
-            run(case)
+        if not words or any(word in case.name for word in words.split()):
+            run(case, of_rows)
 
 
 if __name__ == "__main__":

@@ -38,8 +38,8 @@ from autopar.api import entry
 from autopar.cli.common import quiet
 from autopar.planner.objective.evaluate import Evaluation, evaluate
 from autopar.planner.objective.player import played_seconds
-from autopar.planner.plan import Planned
 from autopar.planner.solver import search
+from autopar.planner.spmd.planned import Planned
 from benchmarks.additive_costs import AdditiveCosts
 
 SPREAD = 0.9  # of an op's neighbours that take a strategy which fits it

@@ -24,7 +24,8 @@ from autopar import AutoparError, Mesh, compiler, rules
 from autopar.frontend.export import Captured
 from autopar.hardware.profile import load
 from autopar.ir.graph import is_op
-from autopar.planner.plan import PlanOptions, make_plan
+from autopar.planner.spmd.plan import make_plan
+from autopar.planner.spmd.plan_options import PlanOptions
 from autopar.simulate.compare import TOLERANCE, VerifyReport, verify_plan
 from tests.families import FAMILIES
 from tests.families.build import as_shipped

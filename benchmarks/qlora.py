@@ -24,7 +24,8 @@ from autopar.compiler import trace
 from autopar.frontend.fake_parameters import forms_of
 from autopar.hardware.profile import load
 from autopar.ops.nf4 import dequantize, quantize
-from autopar.planner.plan import PlanOptions, make_plan
+from autopar.planner.spmd.plan import make_plan
+from autopar.planner.spmd.plan_options import PlanOptions
 from autopar.simulate.oracle import global_values
 from autopar.simulate.step import simulate_step
 

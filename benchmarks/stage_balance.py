@@ -42,7 +42,9 @@ from autopar.planner.pipeline.cut import cut_stages
 from autopar.planner.pipeline.evaluate import timing_of
 from autopar.planner.pipeline.segments import chain
 from autopar.planner.pipeline.stage_costs import Parts, crossing_bytes
-from autopar.planner.plan import Planned, PlanOptions, search
+from autopar.planner.spmd.plan import search
+from autopar.planner.spmd.plan_options import PlanOptions
+from autopar.planner.spmd.planned import Planned
 from autopar.plans.pipeline import inside
 
 STAGES = (2, 4, 8)

@@ -38,7 +38,7 @@ for step in range(1, STEPS + 1):
 measured = model.measured_schedule()  # of the last call; all ranks ask
 if rank == 0:
     print(model.plan)
-    print(autopar.schedule.beside(model.plan.pipeline.played(), measured))
+    print(autopar.schedule.overlay(model.plan.pipeline.played(), measured))
     Path("output").mkdir(exist_ok=True)
     autopar.schedule.save("output/pipeline.svg", {"planned": model.plan.pipeline.played(), "measured": measured})
 dist.destroy_process_group()

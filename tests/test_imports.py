@@ -14,7 +14,7 @@ import autopar
 from autopar import hardware
 from autopar.cli.main import COMMANDS
 from autopar.planner.problem.recipes import RECIPES
-from autopar.plans.plan import MeshCandidate
+from autopar.plans.entries import MeshCandidate
 from autopar.schedule import KINDS
 from tests.test_layers import FILES
 

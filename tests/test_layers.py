@@ -11,7 +11,14 @@ ORDER = (
     "_torch utils errors models ir schedule hardware ops frontend rules adapt cost plans passes planner codegen "
     "compiler processes storage runtime calibrate api integrations simulate view cli"
 ).split()
-PLANNER = ("problem", "objective", "solver", "pipeline")  # the planner's folders, lowest first
+# The folders of a folder, lowest first; the files beside them stand above.
+INSIDE = {
+    "planner": ("problem", "objective", "solver", "spmd", "pipeline"),
+    "passes": ("canonicalize", "adapt", "distribute", "pipeline"),
+    "hardware": ("profiles",),
+}
+# Files that import each other: the text of a report is in a file of its own, and reads tolerances that the report has.
+CIRCLES = [["autopar.simulate.compare", "autopar.simulate.report_text"]]
 TOP = ("__init__", "compiler", "errors")  # the files beside the folders
 FILES = [f for folder in ("autopar", "passes", "models") for f in sorted((ROOT / folder).rglob("*.py"))]
 
@@ -60,16 +67,57 @@ def test_imports_go_down():
     assert not wrong, "\n".join(wrong)
 
 
-def test_imports_go_down_inside_the_planner():
+def without_types(file: Path) -> ast.Module:
+    """Return the tree of a file without the imports that only say a type."""
+    tree = ast.parse(file.read_text())
+    tree.body = [n for n in tree.body if not (isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")]
+    return tree
+
+
+def floor(module: str) -> tuple[str, int] | None:
+    """Return the folder that a module is in and its place inside of it, None in a folder without folders."""
+    parts = module.split(".")
+    if len(parts) < 2 or parts[1] not in INSIDE:
+        return None
+    order = INSIDE[parts[1]]
+    return parts[1], order.index(parts[2]) if len(parts) > 2 and parts[2] in order else len(order)
+
+
+def test_every_folder_inside_a_folder_has_a_place():
+    found = {(f.parent.parent.name, f.parent.name) for f in FILES if f.parent.parent.parent in (ROOT, ROOT / "autopar")}
+    found -= {("autopar", folder) for folder in ORDER}
+    assert found == {(folder, inner) for folder, order in INSIDE.items() for inner in order}
+
+
+def test_imports_go_down_inside_a_folder():
     """But for those that only say a type."""
     wrong = []
-    for floor, folder in enumerate(PLANNER):
-        for file in (ROOT / "autopar/planner" / folder).glob("*.py"):
-            tree = ast.parse(file.read_text())
-            tree.body = [n for n in tree.body if not (isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")]
-            above = [f"autopar.planner.{name}." for name in PLANNER[floor + 1 :]]
-            wrong += [f"{file}:{line} {name}" for line, name in imports_of(file, tree) if name.startswith(tuple(above))]
+    for file in FILES:
+        here = floor(module_of(file))
+        for line, name in imports_of(file, without_types(file)) if here else ():
+            there = floor(name)
+            if there is not None and there[0] == here[0] and there[1] > here[1]:
+                wrong.append(f"{file.relative_to(ROOT)}:{line} imports {name}")
     assert not wrong, "\n".join(wrong)
+
+
+def circles(imports: dict[str, set[str]]) -> list[list[str]]:
+    """Return the groups of modules that import each other, through others as well."""
+    reached = {}
+    for module in imports:
+        seen, left = set(), [module]
+        while left:
+            new = imports.get(left.pop(), set()) - seen
+            seen |= new
+            left += new
+        reached[module] = seen
+    groups = {tuple(sorted(b for b in reached[a] if a in reached[b])) for a in reached if a in reached[a]}
+    return sorted(map(list, groups))
+
+
+def test_files_import_in_no_circle():
+    """Inside of functions as well, but for those that only say a type."""
+    assert circles({module_of(f): {name for _, name in imports_of(f, without_types(f))} for f in FILES}) == CIRCLES
 
 
 def test_few_files_lie_at_the_top():

@@ -16,6 +16,8 @@ ROOT = Path(__file__).parent.parent
 # First words of docstrings that have no main clause: `Of a rank.`, `What a stage holds.`, `By case, on this process.`
 HALVES = "As By How Of What When Where Whether Which Who Whose Why".split()
 MOST = 25  # statements that keep their form and are no tables
+MOST_COPIED = 8  # parameters that a class without @dataclass keeps as they are
+COPYING = {"autopar/runtime/captures.py Captures"}  # classes that still do: they only become fewer
 
 
 @pytest.mark.parametrize("words", [("check",), ("format", "--check")], ids=["check", "format"])
@@ -85,3 +87,27 @@ def without_table(source: str) -> int:
 def test_only_tables_keep_their_form():
     """But for what files of nearly 400 lines have no room for: a number that only falls."""
     assert sum(without_table(file.read_text()) for file in FILES) <= MOST
+
+
+def copied(init: ast.FunctionDef) -> set[str]:
+    """Return the parameters of an `__init__` that it only keeps as an attribute."""
+    names, found = {a.arg for a in (*init.args.posonlyargs, *init.args.args, *init.args.kwonlyargs)}, set()
+    for node in (n for n in ast.walk(init) if isinstance(n, (ast.Assign, ast.AnnAssign)) and n.value is not None):
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            is_pairs = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
+            for one, value in zip(target.elts, node.value.elts) if is_pairs else [(target, node.value)]:
+                is_own = isinstance(one, ast.Attribute) and ast.unparse(one.value) == "self"
+                found |= {value.id} & names if is_own and isinstance(value, ast.Name) else set()
+    return found
+
+
+def test_what_only_keeps_its_arguments_is_a_dataclass():
+    """Eight arguments or more, but in modules of torch and classes that are a list or a dict."""
+    found = set()
+    for file in FILES:
+        for node in (n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.ClassDef)):
+            inits = [n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"]
+            is_own = not {ast.unparse(base) for base in node.bases} & {"nn.Module", "torch.nn.Module", "dict", "list"}
+            if is_own and any(len(copied(init)) >= MOST_COPIED for init in inits):
+                found.add(f"{file.relative_to(ROOT)} {node.name}")
+    assert found <= COPYING

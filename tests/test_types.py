@@ -18,9 +18,9 @@ from typing import get_args
 
 from autopar.api import words
 from autopar.cost import memory
-from autopar.planner import fixed_recompute
 from autopar.planner.problem import offload, recipes
 from autopar.planner.solver import minimize
+from autopar.planner.spmd import fixed_recompute
 from autopar.schedule import catalogue
 
 ROOT = Path(__file__).parent.parent

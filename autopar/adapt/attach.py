@@ -6,8 +6,9 @@ graph read it (see passes/adapt/lora.py), and `autopar.compile` takes it over wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -103,3 +104,10 @@ class Attachment:
             self._undo.pop()()
         self.added.clear()
         self.replaced.clear()
+
+
+def marked(model: nn.Module, name: str) -> Iterator[tuple[str, nn.Module, Any]]:
+    """Iterate over (path, module, one) of all that `Attachment.mark` set as an attribute `name` of modules."""
+    for path, module in model.named_modules():
+        for one in module.__dict__.get(name, ()):
+            yield path, module, one

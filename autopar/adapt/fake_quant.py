@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from ..errors import AdaptError, nearest
-from .attach import Attachment
+from .attach import Attachment, marked
 from .grid import DTYPES, MAPPINGS, Grid, at_least_float32
 from .parse import parse
 from .targets import ALL_LINEAR, Targets, checked_kind, chosen, is_conv1d, is_number
@@ -205,10 +205,8 @@ class QuantSite:
 
 
 def sites_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, QuantSite]]:
-    """Yield (path, module, site) of every fake-quantized layer."""
-    for path, module in model.named_modules():
-        for site in module.__dict__.get(SITES, ()):
-            yield path, module, site
+    """Iterate over (path, module, site) of every fake-quantized layer."""
+    return marked(model, SITES)
 
 
 def _dtype_name(dtype: object) -> object:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from .attach import marked
+
 SITES = "lora_sites"  # attribute of an adapted module
 LORA_A, LORA_B = "lora_A", "lora_B"  # the modules of the two factors
 
@@ -54,7 +56,5 @@ def is_factor(name: str) -> bool:
 
 
 def sites_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, LoraSite]]:
-    """Yield (path, module, site) of every adapted parameter."""
-    for path, module in model.named_modules():
-        for site in module.__dict__.get(SITES, ()):
-            yield path, module, site
+    """Iterate over (path, module, site) of every adapted parameter."""
+    return marked(model, SITES)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..errors import AdaptError
 from ..ops.nf4 import QUANT_TYPES, forms_of_parts, quantize, tile_of
-from .attach import Attachment
+from .attach import Attachment, marked
 from .lora import LoRA
 from .targets import ALL_LINEAR, Targets, all_linear, check_found, is_conv1d, layer_kind, listed, matches
 
@@ -182,10 +182,8 @@ class QLoRA(LoRA):
 
 
 def quantized_weights(model: nn.Module) -> Iterator[tuple[str, QuantizedWeight]]:
-    """Yield (path of the module, weight) of every quantized parameter."""
-    for path, module in model.named_modules():
-        for site in module.__dict__.get(SITES, ()):
-            yield path, site
+    """Iterate over (path of the module, weight) of every quantized parameter."""
+    return ((path, weight) for path, _, weight in marked(model, SITES))
 
 
 def _shared(model: nn.Module) -> set[int]:

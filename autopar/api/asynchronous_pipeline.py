@@ -23,9 +23,9 @@ from ..frontend.call_signature import CallSignature, describe_call, split_exampl
 from ..frontend.precision import AUTO, has_half
 from ..ir.graph import fingerprint
 from ..ir.mesh import Mesh
-from ..planner.batch import of_samples, samples_of
 from ..planner.options import precision_on
 from ..planner.pipeline.replan import cuts_of, with_owners
+from ..planner.spmd.batch import of_samples, samples_of
 from ..plans.pipeline import Pipeline, axis_of, inside
 from ..plans.plan import Plan
 from ..processes import agree, process_groups, watch

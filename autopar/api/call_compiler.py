@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,14 +34,14 @@ from ..ir.compiler_pass import Pass
 from ..ir.graph import fingerprint
 from ..ir.layout import Layout
 from ..ir.mesh import Mesh
-from ..planner.batch import of_samples, samples_of
 from ..planner.options import options_of
 from ..planner.pipeline.replan import plan_same_stages, with_owners
-from ..planner.plan import IN_DOUBT, PlanOptions
 from ..planner.problem.hf_tp_plan import styles_of
 from ..planner.problem.tiled_loss import AUTO
 from ..planner.remedies import planned_or_fixes
 from ..planner.request import PlanRequest
+from ..planner.spmd.batch import of_samples, samples_of
+from ..planner.spmd.plan_options import IN_DOUBT, PlanOptions
 from ..plans.pipeline import axis_of
 from ..plans.plan import Plan
 from ..processes import agree
@@ -53,28 +54,26 @@ from .kept_program import kept_or_lowered
 from .shared_capture import shared_capture
 
 
+@dataclass(eq=False)
 class CallCompiler:
     """Traces, plans and lowers calls of one model, on all ranks together (see runtime/captures.py)."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        device_mesh,
-        inputs: str,
-        given: Plan | str | Path | None,
-        loss_fn,
-        options: dict,
-        adapt: Sequence[Adaptation] = (),
-        passes: Sequence[Pass] = (),
-    ):
-        self.adapt, self.passes = adapt, passes
-        self.model, self.device_mesh, self.mesh = model, device_mesh, Mesh.of(device_mesh)
+    model: nn.Module
+    device_mesh: Any
+    inputs: str
+    given: Plan | str | Path | None
+    loss_fn: Any
+    options: dict
+    adapt: Sequence[Adaptation] = ()
+    passes: Sequence[Pass] = ()
+
+    def __post_init__(self):
+        self.mesh = Mesh.of(self.device_mesh)
         self.axis = axis_of(self.mesh)
-        self.inputs, self.given, self.loss_fn, self.options = inputs, given, loss_fn, options
-        self.forms = forms_of(model)  # of the parameters before they are taken over
+        self.forms = forms_of(self.model)  # of the parameters before they are taken over
         self.programs = CompileCache.of_environment()
         self.cache = self.programs if dist.get_rank() == 0 else CompileCache(None)
-        self.sources = sources(model) if self.cache.folder is not None else None
+        self.sources = sources(self.model) if self.cache.folder is not None else None
 
     def trace(
         self, example_inputs, gradients: bool, adapters: bool = True, trains: Mapping[str, bool] | None = None

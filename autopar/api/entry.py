@@ -28,15 +28,16 @@ from ..frontend.user_lines import located
 from ..hardware.profile import Hardware
 from ..ir.compiler_pass import Pass
 from ..ir.mesh import Mesh
-from ..planner import accumulation, free_batch
-from ..planner.batch import AUTO
+from ..planner import free_batch
 from ..planner.explain import Explanation, explain_plan
 from ..planner.explain_pipeline import PipelineExplanation, explain_pipeline
 from ..planner.options import hardware_of, precision_on
-from ..planner.plan import Planned
 from ..planner.problem.hf_tp_plan import styles_of
 from ..planner.remedies import planned_or_fixes
 from ..planner.request import PlanRequest
+from ..planner.spmd import accumulation
+from ..planner.spmd.batch import AUTO
+from ..planner.spmd.planned import Planned
 from ..plans.plan import Plan
 from ..processes import agree, process_groups, watch
 from ..processes.machines import fitted_to_machines

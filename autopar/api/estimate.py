@@ -1,7 +1,7 @@
 """Estimate what a configuration that somebody else chose costs: seconds, FLOPs per second and memory, fitting or not.
 
-Model FLOPs are those of autopar/planner/model_flops.py. Hardware FLOPs add the products that are computed again: with
-all blocks, for a GPT as there, these are those of the paper's F,
+Model FLOPs are those of autopar/planner/spmd/model_flops.py. Hardware FLOPs add the products that are computed again:
+with all blocks, for a GPT as there, these are those of the paper's F,
 96 B s L h^2 (1 + s / (6 h) + V / (16 L h)), less 8 B s L h^2: what a block's last product gives, its backward does not
 read.
 """
@@ -13,13 +13,14 @@ from dataclasses import asdict, dataclass
 
 from torch import nn
 
-from ..planner.model_flops import model_flops
 from ..planner.objective.evaluate import Evaluation
-from ..planner.plan import Planned
 from ..planner.problem.problem import Problem
+from ..planner.spmd.model_flops import model_flops
+from ..planner.spmd.planned import Planned
 from ..plans.plan import Plan
 from . import entry as api
 from . import words
+from .estimate_text import estimate_text
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,6 @@ class Estimate:
         }  # fmt: skip
 
     def __str__(self) -> str:
-        from .estimate_text import estimate_text
-
         return estimate_text(self)
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ..plans.pipeline_text import pipeline_lines
 from ..plans.text import in_order, parts_of
 from ..plans.wording import wording
 from ..utils.format import byte_column, ms, number, percent, size, table
-from .estimate import Estimate
+
+if TYPE_CHECKING:
+    from .estimate import Estimate
 
 
 def estimate_text(e: Estimate) -> str:

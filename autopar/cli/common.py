@@ -24,7 +24,7 @@ from ..utils.format import fit
 
 if TYPE_CHECKING:
     from ..planner.objective.timeline import Timeline
-    from ..planner.plan import Planned
+    from ..planner.spmd.planned import Planned
 
 Report = Callable[[str], None]
 
@@ -162,8 +162,8 @@ def search(args: argparse.Namespace, report: Report, **options) -> Planned:
     is kept for the next time; `options` of `api.search` come on top."""
     quiet()
     from ..api import entry as api
-    from ..planner.batch import AUTO, micro_batches_of
     from ..planner.options import PIPELINES
+    from ..planner.spmd.batch import AUTO, micro_batches_of
     from ..storage.compile_cache import CompileCache
 
     mesh, many = Mesh.parse(args.mesh) if args.mesh else None, args.micro_batches

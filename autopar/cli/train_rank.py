@@ -174,7 +174,7 @@ def _trace(model, settings: dict, say) -> None:
     """Show how the last step ran beside what was predicted, as a table here and as a file. Rank 0 writes it, of its own
     pipeline."""
     measured, predicted = model.measured_schedule(), model.plan.pipeline.played()
-    say("", schedule.beside(predicted, measured), sep="\n")
+    say("", schedule.overlay(predicted, measured), sep="\n")
     if dist.get_rank() == 0:
         title = f"{settings['model']} on mesh {model.plan.mesh}, {measured.schedule.name}: predicted and measured"
         schedule.save(settings["trace"], {"predicted": predicted, "measured": measured}, title)

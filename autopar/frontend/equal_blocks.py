@@ -19,7 +19,7 @@ from .. import _torch
 from ..errors import AutoparError
 from .block_lists import DROPPED_FROM, KEPT_AT_END, RepeatedBlocks, candidates, name_if_kept
 from .call_record import Call, CallRecord, Source
-from .export import Captured, Run, traced, with_tables
+from .export import Captured, TracedCall, traced, with_tables
 from .fake_parameters import Form, Forms
 from .flat_call import ROOT, FlatCall
 from .guards import Guards
@@ -30,7 +30,7 @@ class EqualBlocks:
     """Blocks of a model that are equal in a call: of `run` all calls are known, and what it read of Python."""
 
     blocks: RepeatedBlocks
-    run: Run
+    run: TracedCall
 
     def completed(self, captured: Captured) -> Captured:
         """Return an unrolled capture with what the whole model's run tells: the Python state that it holds for, and
@@ -74,7 +74,7 @@ class Rehearsal:
 
 def _rehearsed(
     model: nn.Module, example_inputs, forms, results: dict, loss_fn, dtype, loss_alone, with_gradients
-) -> Run | None:
+) -> TracedCall | None:
     """Run a model's call without values, as it is exported; None if that fails or does what no record shows."""
     try:
         run = traced(
@@ -102,7 +102,7 @@ def _rehearse(results: dict, mode, call: FlatCall, inputs: list[Tensor]) -> Rehe
     return Rehearsal(tuple(record.calls), tuple(map(record.source, outputs)), record)
 
 
-def _return_alike(run: Run, short: Run) -> bool:
+def _return_alike(run: TracedCall, short: TracedCall) -> bool:
     one, two = run.call.returns, short.call.returns
     return (one.outputs, one.loss_alone, one.names) == (two.outputs, two.loss_alone, two.names)
 

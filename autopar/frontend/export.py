@@ -144,7 +144,7 @@ def open_sizes(
 
 
 @dataclass(frozen=True)
-class Run:
+class TracedCall:
     """A trace of a call, by torch or as `program` of `traced` makes it, with what was seen meanwhile."""
 
     program: Any
@@ -164,7 +164,7 @@ class Run:
         return not (more or self.call.signature.open_numbers)
 
 
-def _with_open_numbers(model: nn.Module, example_inputs, *how) -> Run:
+def _with_open_numbers(model: nn.Module, example_inputs, *how) -> TracedCall:
     """Trace a call, again with those numbers closed of which the forward reads the values."""
     args, kwargs = split_example(example_inputs)
     open_names = list(CallSignature.of(args, kwargs)[0].open_numbers)
@@ -185,7 +185,7 @@ def _with_open_numbers(model: nn.Module, example_inputs, *how) -> Run:
 def traced(model: nn.Module, example_inputs, loss_fn: Callable | None, forms: Mapping[str, Form] | None,
            dtype: torch.dtype | None, loss_alone: bool, with_gradients: bool,
            program: Callable[[Any, FlatCall, list[torch.Tensor]], Any] | None = None, as_eager: bool = False,
-           with_values: bool = True, mode: Any = None) -> Run:  # fmt: skip
+           with_values: bool = True, mode: Any = None) -> TracedCall:  # fmt: skip
     """Trace a call, or make a `program` of a FlatCall and its inputs, which are of a fake `mode`; without `with_values`
     buffers are fake too. Raises what `export` raises."""
     signature, inputs = CallSignature.of(*split_example(example_inputs))
@@ -222,7 +222,7 @@ def traced(model: nn.Module, example_inputs, loss_fn: Callable | None, forms: Ma
             shape=", ".join(f"{n} {tuple(x.shape)}" for n, x in zip(signature.tensor_names, inputs)),
             fix=FIX_VALUES if _torch.is_data_dependent(error) else "check that model(**example_inputs) runs",
         ) from error
-    return Run(made, call, watch, inputs, ties, forms, with_gradient, entered)
+    return TracedCall(made, call, watch, inputs, ties, forms, with_gradient, entered)
 
 
 def _of_no_inference(value: object) -> object:

@@ -20,14 +20,15 @@ import numpy as np
 from ..cost.compute import FREE
 from ..errors import MemoryInfeasibleError, StrategyError
 from ..rules import Strategy
-from .attention_text import attention_text
+from .explain_text import explain_text
 from .objective.evaluate import Evaluation
 from .objective.module_table import module_of
-from .plan import Planned
 from .problem.vertices import Vertex
 from .solver.dual import Dual
 from .solver.search import Outcome
 from .solver.solver import Solver
+from .spmd.attention_text import attention_text
+from .spmd.planned import Planned
 
 SWEEPS = 16
 TRIED_GAP = 1e-2  # good enough for a plan that is only compared with
@@ -83,8 +84,6 @@ class Explanation:
     left_out: int
 
     def __str__(self) -> str:
-        from .explain_text import explain_text
-
         return explain_text(self)
 
 

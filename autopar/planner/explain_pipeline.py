@@ -18,10 +18,12 @@ from ..plans.pipeline import Pipeline
 from ..plans.plan import Plan
 from ..schedule.catalogue import KINDS
 from .explain import Explanation, explain_plan
+from .explain_pipeline_text import explain_pipeline_text
 from .pipeline.evaluate import PipelineCost, evaluate_pipeline
 from .pipeline.plan import plan_pipeline, with_schedules
 from .pipeline.segments import Chain
-from .plan import Planned, PlanOptions
+from .spmd.plan_options import PlanOptions
+from .spmd.planned import Planned
 
 MOST_BORDERS = 6  # of which the moves are priced: those next to the slowest stages
 
@@ -69,8 +71,6 @@ class PipelineExplanation:
     inside: Explanation | None
 
     def __str__(self) -> str:
-        from .explain_pipeline_text import explain_pipeline_text
-
         return explain_pipeline_text(self)
 
 

@@ -4,12 +4,15 @@ cost."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ..plans.pipeline_text import pipeline_line
 from ..plans.plan import Plan
 from ..utils.format import byte_column, column, ms, percent, size, table
-from .explain_pipeline import PipelineExplanation, Priced
 from .explain_text import explain_text
+
+if TYPE_CHECKING:
+    from .explain_pipeline import PipelineExplanation, Priced
 
 
 def explain_pipeline_text(e: PipelineExplanation) -> str:

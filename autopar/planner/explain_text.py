@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ..utils.format import byte_unit, decimals, ms, size, table
-from .explain import Choice, Explanation
+
+if TYPE_CHECKING:
+    from .explain import Choice, Explanation
 
 
 def explain_text(e: Explanation) -> str:

@@ -16,8 +16,8 @@ import torch
 from .._torch import tree_flatten, tree_map
 from ..errors import InputError, MemoryInfeasibleError
 from ..frontend.call_signature import split_example
-from ..plans.plan import BatchCandidate
-from .plan import Planned
+from ..plans.entries import BatchCandidate
+from .spmd.planned import Planned
 
 MOST_STEPS = 10  # up or down
 GAIN = 1.005  # times the tokens a second: less is not worth twice the batch

@@ -13,14 +13,15 @@ from dataclasses import dataclass, replace
 
 from ..errors import AutoparError, MemoryInfeasibleError
 from ..frontend.export import Captured
-from . import plan
-from .accumulation import fastest, solvers_for
-from .batch import at_least, data_ways, micro_batch_of, samples_of
-from .expert_plans import Row, allowed_by, row
 from .problem import offload
 from .problem.recipes import MODELS_OWN, Restriction
 from .solver.search import Outcome
 from .solver.solver import Solver
+from .spmd import plan
+from .spmd.accumulation import fastest, solvers_for
+from .spmd.batch import at_least, data_ways, micro_batch_of, samples_of
+from .spmd.expert_plans import Row, allowed_by, row
+from .spmd.planned import Planned
 
 USEFUL = 10.0  # times the seconds of a recipe where memory is no limit, from where a plan of it is of no use
 
@@ -33,7 +34,7 @@ class _Way:
     offload: str = offload.NONE
 
 
-def made_to_fit(planned: plan.Planned, captured: Captured, report: Callable[[str], None]) -> plan.Planned:
+def made_to_fit(planned: Planned, captured: Captured, report: Callable[[str], None]) -> Planned:
     """Return the finished search for the captured call of a whole batch with the recipes that did not fit as they do
     with more micro-batches, or offloaded, if they fit so."""
     search = _Ways(planned, captured, report)
@@ -44,7 +45,7 @@ def made_to_fit(planned: plan.Planned, captured: Captured, report: Callable[[str
 class _Ways:
     """The problems of a mesh in all ways that recipes are tried in, each built when it is first asked for."""
 
-    def __init__(self, planned: plan.Planned, captured: Captured, report: Callable[[str], None]):
+    def __init__(self, planned: Planned, captured: Captured, report: Callable[[str], None]):
         self.planned, self.captured, self.report = planned, captured, report
         self.mesh, self.options = planned.problem.mesh, planned.options
         self.batch, self.limit_bytes = samples_of(captured.signature), planned.solver.limit_bytes

@@ -16,7 +16,7 @@ from ..errors import StrategyError
 from ..frontend.precision import AUTO, precision_name
 from ..hardware.profile import load as load_hardware
 from ..hardware.schema import Hardware
-from .plan import IN_DOUBT, PlanOptions
+from .spmd.plan_options import IN_DOUBT, PlanOptions
 
 PIPELINES = "pipelines"  # of `baselines`: experts' pipelines are costed beside a plan without stages, too
 

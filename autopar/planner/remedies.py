@@ -27,13 +27,15 @@ from ..errors import MemoryInfeasibleError
 from ..frontend.export import Captured
 from ..ir.mesh import Mesh
 from ..utils.format import ms, size
-from . import fixed_recompute, plan
-from .batch import in_micro_batches, samples_of
-from .objective.memory_timeline import PASSING, RECOMPUTED, SAVED
+from .objective.memory_timeline import RECOMPUTED, SAVED, TRANSIENT
 from .problem import offload
 from .problem.recipes import ALIASES, RECIPES, Restriction
 from .request import PlanRequest
 from .solver.minimize import Search
+from .spmd import fixed_recompute, plan
+from .spmd.batch import in_micro_batches, samples_of
+from .spmd.plan_options import PlanOptions
+from .spmd.planned import Planned
 
 SEARCH = Search(gap=2e-2, rounds=8, largest_program=0)
 STAGES = {  # that hold less of every device, by what they follow
@@ -78,7 +80,7 @@ class _Change:
     argument: str
     option: str
     mesh: Mesh
-    options: plan.PlanOptions
+    options: PlanOptions
     captured: Callable[[], Captured]
 
 
@@ -89,7 +91,7 @@ class Refused:
 
     captured: Captured
     mesh: Mesh
-    options: plan.PlanOptions
+    options: PlanOptions
     adapts: bool
     retrace: Callable[[Sequence[LoRA]], Captured]
 
@@ -119,7 +121,7 @@ def planned_or_fixes(
     retrace: Callable[..., Captured],
     fixes: bool = True,
     report: Callable[[str], None] = lambda text: None,
-) -> plan.Planned:
+) -> Planned:
     """Return what is found for a captured call; raise a refusal with what would fit instead, if `fixes` are wanted.
     `retrace(more)` traces the same call with more adaptations."""
     try:
@@ -178,13 +180,13 @@ def _evaluated(change: _Change) -> Fix | None:
     )
 
 
-def _planned(change: _Change) -> plan.Planned:
+def _planned(change: _Change) -> Planned:
     """Search the plan that a change asks for, if its smallest plan fits. Raise AutoparError if there is none."""
     change.options.check(change.mesh)
     return in_micro_batches(change.captured(), change.options, partial(_searched, change.mesh))
 
 
-def _searched(mesh: Mesh, captured: Captured, options: plan.PlanOptions) -> plan.Planned:
+def _searched(mesh: Mesh, captured: Captured, options: PlanOptions) -> Planned:
     solvers = plan.solvers_of(captured, mesh, options)
     restriction = Restriction.of(options.strategy, mesh, options.forbid)
     least = [(solver, solver.run(restriction, dict(options.pin)).smallest()) for solver in solvers]
@@ -255,7 +257,7 @@ def _larger_axis(error: MemoryInfeasibleError, request: Refused, axis: str, time
 def _micro_batches(error: MemoryInfeasibleError, request: Refused, times: int) -> Iterator[_Change]:
     """Yield as many more micro-batches as seem to be needed; yield nothing if what does not shrink with the samples has
     no room, or if the samples cannot be divided so."""
-    shrinking = sum(error.breakdown.get(kind, 0.0) for kind in (SAVED, RECOMPUTED, PASSING))
+    shrinking = sum(error.breakdown.get(kind, 0.0) for kind in (SAVED, RECOMPUTED, TRANSIENT))
     room = shrinking - error.missing_bytes
     factor = times * _power_of_two(shrinking / room) if room > 0 else math.inf
     if factor in _divisions(request):

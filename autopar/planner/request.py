@@ -10,16 +10,18 @@ from ..ir.mesh import Mesh
 from ..plans.axes import check_axes
 from ..plans.pipeline import axis_of, check_staged, inside
 from ..schedule.actions import Schedule
-from . import accumulation
-from .batch import AUTO, data_ways, fewest, in_micro_batches, samples_of
-from .fixed_recompute import AUTO as ANY_SCHEDULE
 from .made_to_fit import made_to_fit
 from .options import PIPELINES, options_of
 from .pipeline import mesh_search
-from .pipeline.beside import staged_rows
+from .pipeline.expert_pipelines import staged_rows
 from .pipeline.plan import plan_pipeline
-from .plan import Planned, PlanOptions, search
 from .problem.allowed import check_globs
+from .spmd import accumulation
+from .spmd.batch import AUTO, data_ways, fewest, in_micro_batches, samples_of
+from .spmd.fixed_recompute import AUTO as ANY_SCHEDULE
+from .spmd.plan import search
+from .spmd.plan_options import PlanOptions
+from .spmd.planned import Planned
 
 Report = Callable[[str], None]
 
@@ -101,7 +103,7 @@ class PlanRequest:
         else:
             planned = self._in(many or 1, captured, report)
         if self.options.baselines == PIPELINES and isinstance(self.mesh, Mesh) and not planned.staged:
-            planned = replace(planned, beside=staged_rows(captured, self.mesh, self.options, self.name, report))
+            planned = replace(planned, staged_rows=staged_rows(captured, self.mesh, self.options, self.name, report))
         if self.options.strict and isinstance(self.mesh, Mesh):
             check_axes(planned.plan, True)
         return planned

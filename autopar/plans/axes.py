@@ -7,11 +7,14 @@ an axis may carry nothing, so that its devices all do the same. The plan's text 
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 from ..errors import StrategyError
 from ..ir.layout import ZIGZAG, Layout
 from ..utils.format import ms
-from .plan import Plan
+
+if TYPE_CHECKING:
+    from .plan import Plan
 
 BATCH, INPUTS, PARAMETERS, VALUES = "the batch", "another dim of the inputs", "parameters", "values between ops"
 SEQUENCE = "the sequence"

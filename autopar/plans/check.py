@@ -17,7 +17,7 @@ from ..ir.casts import CAST, own_casts
 from ..ir.graph import PARTNERS, describe, is_op, outputs_of, tensor_arguments, tensor_of, values_of
 from ..ir.layout import ROWS, Layout, is_even, is_legal
 from ..ir.mesh import Mesh
-from ..rules.expert_rows import has_rows
+from ..rules.lookup import has_rows
 from ..rules.loss_regions import loss_regions
 from ..rules.rule import Strategy
 from .sharding import NodeSharding, Sharding
@@ -37,7 +37,7 @@ def check_decisions(graph: fx.Graph, sharding: Sharding) -> None:
     for names, known, what in (
         (sharding.nodes, ops, "op"),
         (sharding.leaves, leaves, "placeholder"),
-        (sharding.again, early, "op of the forward"),
+        (sharding.recomputed, early, "op of the forward"),
         (sharding.on_host, parameters, "parameter"),
         ({name for name, _, _ in sharding.kept}, ops | leaves, "tensor"),
     ):

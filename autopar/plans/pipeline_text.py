@@ -3,10 +3,14 @@ grid."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ..schedule.text import grid
 from ..utils.format import byte_column, column, percent, table, text_width
 from .pipeline import sizes_of
-from .plan import Plan
+
+if TYPE_CHECKING:
+    from .plan import Plan
 
 MOST_RANKS, MOST_MICRO_BATCHES = 8, 8  # of a schedule that is drawn
 COLUMNS, FEWEST = 40, 20

@@ -37,7 +37,7 @@ class Sharding:
     kept: copies that the forward makes and the backward reuses, as (producer node, output index, layout). A backward
         op that wants another layout of a forward tensor and finds it not kept redistributes again from the producer's
         own layout: this is how ZeRO-3 gathers a parameter a second time. So does an op that is computed again.
-    again: names of the op nodes that the backward computes again instead of reading what they gave.
+    recomputed: names of the op nodes that the backward computes again instead of reading what they gave.
     on_host: placeholders whose local value arrives in the host's memory; what is their gradient leaves to there.
     hierarchy: all-reduces over several axes that go one tier of links after the other.
     """
@@ -49,7 +49,7 @@ class Sharding:
     leaves: Mapping[str, Layout]
     outputs: tuple[Layout | None, ...]
     kept: frozenset[tuple[str, int, Layout]] = field(default_factory=frozenset)
-    again: frozenset[str] = field(default_factory=frozenset)
+    recomputed: frozenset[str] = field(default_factory=frozenset)
     on_host: frozenset[str] = field(default_factory=frozenset)
     hierarchy: Hierarchy = field(default_factory=dict)
 

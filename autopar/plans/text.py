@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ..utils.format import byte_column, byte_unit, column, ms, number, percent, size, table
 from .axes import axis_lines
+from .entries import Alternative, Region
 from .file import MEMORY_KINDS
 from .pipeline_text import pipeline_lines
-from .plan import Alternative, Plan, Region
 from .wording import wording
+
+if TYPE_CHECKING:
+    from .plan import Plan
 
 MOST_KINDS = 6  # that a line names
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ..utils.format import ms, percent
 from .axes import unsharded_lines
 from .pipeline import Pipeline
 from .pipeline_text import batches_text, pipeline_line
-from .plan import Plan
+
+if TYPE_CHECKING:
+    from .plan import Plan
 
 
 @dataclass(frozen=True)

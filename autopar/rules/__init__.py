@@ -20,9 +20,10 @@ the same way: docs/extending.md.
 
 from . import table  # noqa: F401  registers autopar's own rules
 from .localize import local_call
+from .lookup import rule_of
 from .numeric_check import check_rule
 from .parts import cut_inside, factor_parts, propagate_parts
-from .register import register_rule, rule_of
+from .register import register_rule
 from .rule import Rule, Strategy, strategies, strategy_of
 
 __all__ = [

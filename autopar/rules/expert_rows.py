@@ -10,7 +10,6 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from ..ir.graph import is_op, tensor_arguments, tensor_of
 from ..ops import autopar
 from .localize import LOCAL
 from .rule import Dim, Rows, Rule
@@ -26,21 +25,11 @@ KEEPS_ROWS = {
 }  # fmt: skip
 
 
-def has_rows(node: fx.Node) -> bool:
-    """Return whether dim 0 of a node's tensor is rows that were dispatched."""
-    node, _ = tensor_of(node)
-    if "rows" not in node.meta:
-        if not is_op(node) or not node.graph.find_nodes(op="call_function", target=autopar.dispatch.default):
-            return False
-        _mark(node.graph)
-    return bool(node.meta["rows"])
-
-
-def by_owner(node: fx.Node, rule: Rule) -> Rule:
-    """Return a rule under which the rows that an op takes may be where their experts are."""
+def by_owner(node: fx.Node, rule: Rule, is_rows: list[bool]) -> Rule:
+    """Return a rule under which the rows that an op takes may be where their experts are. `is_rows`: of each tensor
+    argument whether its dim 0 is rows that were dispatched."""
     if node.target in WAYS | PRODUCTS:
         return rule
-    is_rows = [has_rows(argument) for argument in tensor_arguments(node)]
     factor = row_factor(node, rule, is_rows) if any(is_rows) else None
     if factor is None:
         return rule
@@ -67,21 +56,3 @@ def row_factor(node: fx.Node, rule: Rule, is_rows: list[bool]) -> str | None:
 
 def _has(dim: Dim, factor: str) -> bool:
     return dim is not None and (dim == factor or isinstance(dim, tuple) and factor in dim)
-
-
-def _mark(graph: fx.Graph) -> None:
-    """Say of every op of a graph whether dim 0 of what it makes is rows."""
-    from .register import rule_of
-
-    for node in graph.nodes:
-        if "rows" in node.meta:
-            continue
-        node.meta["rows"] = node.target in DISPATCHES
-        if not is_op(node) or node.target in WAYS:
-            continue
-        if any(has_rows(a) for a in tensor_arguments(node)) and (rule := rule_of(node)) is not None:
-            node.meta["rows"] = any(
-                isinstance(dims[0], tuple) and any(isinstance(e, Rows) and e.by_owner for e in dims[0])
-                for dims in rule.outputs
-                if dims
-            )

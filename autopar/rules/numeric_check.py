@@ -17,7 +17,8 @@ from ..ir.layout import Layout, dim_ranges, local_part, local_shape
 from ..ir.mesh import Mesh
 from .layers import RING
 from .localize import local_call
-from .register import overload_of, rule_of, suggestion
+from .lookup import rule_of
+from .register import overload_of, suggestion
 from .rule import Rule, Strategy, strategies
 
 MESHES = tuple(map(Mesh.parse, ("x=2", "x=3", "x=2,y=2")))

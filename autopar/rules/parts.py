@@ -24,8 +24,8 @@ from torch import fx
 from ..ir.graph import tensor_arguments, tensor_of, values_of
 from ..ir.layout import ZIGZAG
 from ..ops import autopar
+from .lookup import rule_of
 from .reading import bound, input_shapes, output_indices, output_shapes
-from .register import rule_of
 from .rule import Inner, Rows, Rule, entries_of
 
 Tensor = tuple[fx.Node, int]  # a producer and which of its outputs, as `tensor_of` says

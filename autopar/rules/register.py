@@ -1,6 +1,4 @@
-"""The door through which every sharding rule comes in, autopar's own (table.py) and a user's, and `rule_of`, which
-finds the rule of a node.
-"""
+"""The door through which every sharding rule comes in, autopar's own (table.py) and a user's."""
 
 from __future__ import annotations
 
@@ -12,14 +10,10 @@ from torch import fx
 from .. import _torch
 from ..errors import RuleError, check_new
 from ..ir.graph import describe, tensor_arguments, values_of
-from .expert_rows import by_owner, has_rows
 from .families import Builder, einsum
-from .normalize import contradiction, normalize
-from .reading import is_zero
+from .lookup import KNOWN, TABLE
+from .normalize import contradiction
 from .rule import Rule, rule
-
-TABLE: dict[str, Builder] = {}
-_KNOWN: dict[tuple[object, ...], Rule | None] = {}  # repeated blocks ask for the same rules again and again
 
 
 def register_rule(
@@ -54,38 +48,13 @@ def register_rule(
     for name in _names(op):
         check_new(RuleError, "rule of", name, TABLE, replace)
         TABLE[name] = rule
-    _KNOWN.clear()
-
-
-def rule_of(node: fx.Node) -> Rule | None:
-    """Return the sharding rule of a graph node, from the global shapes in its metadata; None if the op has none."""
-    if node.op != "call_function":
-        return None
-    key = (node.target, tuple(map(_seen, node.args)), tuple((k, _seen(v)) for k, v in node.kwargs.items()))
-    if key not in _KNOWN:
-        builder = TABLE.get(str(node.target))
-        made = builder(node) if builder else None
-        made = normalize(node, made) if made else None
-        _KNOWN[key] = by_owner(node, made) if made else None
-    return _KNOWN[key]
+    KNOWN.clear()
 
 
 def full_name(name: str) -> str:
     """Return the full name of an op: `mm` -> aten.mm.default, `add.Tensor` -> aten.add.Tensor; a name with two dots
     stays."""
     return name if name.count(".") == 2 else f"aten.{name}" if "." in name else f"aten.{name}.default"
-
-
-def _seen(argument: object) -> object:
-    """Return all that a rule may depend on: shape, dtype and zeroness of tensors, other arguments as they print."""
-    if isinstance(argument, (tuple, list)):
-        return tuple(map(_seen, argument))
-    if not isinstance(argument, fx.Node):
-        return repr(argument)
-    value = argument.meta.get("val")
-    if not isinstance(value, torch.Tensor):
-        return "other"
-    return tuple(value.shape), value.dtype, is_zero(argument), has_rows(argument)
 
 
 def _names(op: object) -> list[str]:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import ScheduleError, StrategyError, check_new, nearest, said
+from ..errors import ScheduleError, StrategyError, check_new, like, said
 from . import building_block as blocks
 from . import phases
 from .actions import Action, Schedule
@@ -177,8 +177,9 @@ def canonical(name: str | Schedule) -> str:
         register_schedule(word, name)
     word = ALIASES.get(word, word)
     if word not in KINDS:
-        close = nearest(word, {*KINDS, *ALIASES})
-        raise StrategyError(f"there is no pipeline schedule {name!r}", fix=f"use {close}; there are {', '.join(KINDS)}")
+        close, every = ", ".join(like(word, {*KINDS, *ALIASES})), ", ".join(KINDS)
+        fix = f"use {close}; there are {every}" if close else f"use one of {every}"
+        raise StrategyError(f"there is no pipeline schedule {name!r}", fix=fix)
     return word
 
 

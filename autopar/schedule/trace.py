@@ -20,11 +20,11 @@ IN_FLIGHT, HELD = "micro-batches in flight", "bytes of a device"
 def trace_of(
     played: Played | Mapping[str, Played],
     transfer_seconds: Sequence[float] = (),
-    staying: Sequence[Mapping[str, float]] = (),
+    resident: Sequence[Mapping[str, float]] = (),
 ) -> Json:
     """Return the trace as plain data for `json.dump`, of one run or of several by their names, one after the other in
-    the list of processes. `transfer_seconds`: of each border between two stages. `staying`: by rank and kind, the bytes
-    that it holds all the time; `activation` of the runs is then in bytes."""
+    the list of processes. `transfer_seconds`: of each border between two stages. `resident`: by rank and kind, the
+    bytes that it holds all the time; `activation` of the runs is then in bytes."""
     runs = {"": played} if isinstance(played, Played) else played
     events: list[Json] = []
     for number, (name, run) in enumerate(runs.items()):
@@ -38,7 +38,7 @@ def trace_of(
             if transfer_seconds and (other := _receiver(run.schedule, action)) is not None:
                 to, late = run.schedule.rank_of_stage[other], transfer_seconds[min(action.stage, other)]
                 events.append(_slice(first + rank, SENDS, f"{action} to rank {to}", "send", done, done + late, where))
-        events += _held(run, first, staying)
+        events += _held(run, first, resident)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -66,23 +66,23 @@ def _receiver(schedule: Schedule, action: Action) -> int | None:
     return other if schedule.rank_of_stage[other] != schedule.rank_of_stage[action.stage] else None
 
 
-def _held(run: Played, first: int, staying: Sequence[Mapping[str, float]]) -> Iterator[Json]:
+def _held(run: Played, first: int, resident: Sequence[Mapping[str, float]]) -> Iterator[Json]:
     """Iterate over what each rank holds, wherever it changes: a micro-batch from the start of its F to the end of its B
     or W."""
     for rank in range(run.schedule.ranks):
         changes = [(0.0, 0.0)]
         for action, start, end in zip(run.schedule.orders[rank], run.starts[rank], run.ends[rank]):
-            size = run.activation[action.stage] if run.activation and staying else 1.0
+            size = run.activation[action.stage] if run.activation and resident else 1.0
             if action.kind != "I":
                 changes.append((start - run.first, size) if action.kind == "F" else (end - run.first, -size))
         held = 0.0
         for at, change in changes:
             held += change
-            kinds = {**staying[rank], "activations": max(held, 0.0)} if staying else {"in flight": held}
+            kinds = {**resident[rank], "activations": max(held, 0.0)} if resident else {"in flight": held}
             yield {
                 "ph": "C",
                 "pid": first + rank,
-                "name": HELD if staying else IN_FLIGHT,
+                "name": HELD if resident else IN_FLIGHT,
                 "ts": _us(at),
                 "args": {kind: round(value) for kind, value in kinds.items()},
             }

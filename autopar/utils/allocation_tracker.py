@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from .._torch import TorchDispatchMode, local_of, storage_key, tree_flatten
 
-PASSING, BUCKETS = "values between ops", "collective buffers"
+TRANSIENT, BUCKETS = "values between ops", "collective buffers"
 
 
 @dataclass(eq=False)
@@ -48,9 +48,9 @@ class Allocations(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # it calls ops on its local tensors, which come by here in turn
-        self._track(tree_flatten((args, kwargs))[0], PASSING, "")
+        self._track(tree_flatten((args, kwargs))[0], TRANSIENT, "")
         results = func(*args, **kwargs or {})
-        self._track(tree_flatten(results)[0], BUCKETS if "c10d" in func.namespace else PASSING, str(func))
+        self._track(tree_flatten(results)[0], BUCKETS if "c10d" in func.namespace else TRANSIENT, str(func))
         return results
 
     def hold(self, kind: str, tensors: Iterable[torch.Tensor]) -> None:
@@ -71,7 +71,7 @@ class Allocations(TorchDispatchMode):
         """Leave these tensors out of the count."""
         self._left_out |= {storage_key(_local(tensor)) for tensor in tensors}
 
-    def hold_rest(self, kind: str, old: str = PASSING) -> None:
+    def hold_rest(self, kind: str, old: str = TRANSIENT) -> None:
         """Give what is alive and still of the kind `old` another one, for all its life."""
         for storage in self._alive.values():
             if storage.kind == old:

@@ -6,7 +6,7 @@ import numpy as np
 
 from ..planner.objective.memory_timeline import ends_of
 from ..planner.objective.timeline import COMPUTE, Event, Timeline
-from ..planner.plan import Planned
+from ..planner.spmd.planned import Planned
 from ..plans.file import MEMORY_KINDS
 from ..utils.format import byte_unit, ms, size
 from .html import Html, joined, tag

@@ -6,7 +6,7 @@ from __future__ import annotations
 from ..planner.explain_pipeline import PipelineExplanation
 from ..planner.explain_pipeline_text import inside_lines, priced_table
 from ..planner.pipeline.evaluate import PipelineCost
-from ..planner.plan import Planned
+from ..planner.spmd.planned import Planned
 from ..plans.file import MEMORY_KINDS
 from ..plans.pipeline_text import pipeline_line
 from ..plans.plan import Plan

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from ..planner.objective.memory_timeline import SAVED
-from ..planner.plan import Planned
+from ..planner.spmd.planned import Planned
 from ..schedule.trace import ACTIONS, trace_of
 
 
 def pipeline_trace_of(planned: Planned) -> dict:
     """Return the trace as plain data for `json.dump`. Gradients are reduced after a rank's last action."""
     evaluated = planned.stages.evaluated
-    staying = [{kind: bytes_ for kind, bytes_ in held.items() if kind != SAVED} for held in evaluated.memory]
+    resident = [{kind: bytes_ for kind, bytes_ in held.items() if kind != SAVED} for held in evaluated.memory]
     transfers = [cost.transfer_seconds for cost in evaluated.pipeline.costs[:-1]]
-    trace = trace_of(evaluated.played, transfers, staying)
+    trace = trace_of(evaluated.played, transfers, resident)
     for event in trace["traceEvents"]:
         if event["name"] == "process_name":
             event["args"]["name"] += f" of {planned.plan.model} on mesh {planned.plan.mesh}, predicted"

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from ..planner.explain import runners_up
 from ..planner.objective.timeline import Timeline
-from ..planner.plan import Planned
-from ..plans.plan import Plan, Region
+from ..planner.spmd.planned import Planned
+from ..plans.entries import Region
+from ..plans.plan import Plan
 from ..plans.text import (
     alternatives_table,
     costed,

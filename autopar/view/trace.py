@@ -12,7 +12,7 @@ from ..ir.layout import Layout, local_shape
 from ..ops import autopar
 from ..planner.objective.memory_timeline import ends_of
 from ..planner.objective.timeline import COMPUTE, Event, Timeline
-from ..planner.plan import Planned
+from ..planner.spmd.planned import Planned
 
 EMITTED = {  # canonical ops as passes/distribute/lower_ops.py emits them
     autopar.linear.default: "aten::linear",

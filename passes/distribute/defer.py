@@ -72,7 +72,7 @@ def reductions(graph: fx.Graph, sharding: Sharding) -> tuple[fx.GraphModule, Sha
         leaves=leaves,
         outputs=tuple(targets.values()),
         kept=frozenset(),
-        again=frozenset(),
+        recomputed=frozenset(),
         on_host=frozenset(node.name for name, node in nodes.items() if name in owners),
     )
     return graph_module(torch.nn.Module(), new), decisions

@@ -31,6 +31,7 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -85,6 +86,28 @@ def localize(
     return localizer.finish()
 
 
+@dataclass(frozen=True)
+class _Outputs:
+    """The outputs of a joint graph in their order, with their roles; where each gradient stands among them; and the
+    gradients that nothing else reads."""
+
+    every: list[tuple[fx.Node, OutputRole]]
+    gradients: dict[fx.Node, list[int]]
+    alone: frozenset[fx.Node]
+
+    @staticmethod
+    def of(graph: fx.Graph) -> _Outputs:
+        """Return the outputs of a graph."""
+        every, gradients = outputs_of(graph), defaultdict(list)
+        kinds: dict[fx.Node, set[str]] = defaultdict(set)
+        for at, (value, role) in enumerate(every):
+            kinds[value].add(role.kind)
+            if role.kind == "gradient":
+                gradients[value].append(at)
+        alone = (value for value, found in kinds.items() if found == {"gradient"} and len(value.users) == 1)
+        return _Outputs(every, gradients, frozenset(alone))
+
+
 class _Localizer:
     """The state of the walk: `own` has every tensor's local value in its producer's layout, `copies` all others."""
 
@@ -112,16 +135,7 @@ class _Localizer:
         leaves = [n for n in joint.graph.nodes if n.op == "placeholder" and n.name in sharding.on_host]
         self.on_host = {n.name for n in leaves}  # tensors that the device has no copy of yet
         self.from_host = {n.meta["role"].name for n in leaves}
-        self.gradients: dict[fx.Node, list[int]] = defaultdict(list)  # where they stand among the outputs
-        self.outputs = outputs_of(joint.graph)
-        for at, (value, role) in enumerate(self.outputs):
-            if role.kind == "gradient":
-                self.gradients[value].append(at)
-        kinds: dict[fx.Node, set[str]] = defaultdict(set)
-        for value, role in self.outputs:
-            kinds[value].add(role.kind)
-        alone = {value for value, found in kinds.items() if found == {"gradient"} and len(value.users) == 1}
-        self.reduce_dtype = dict.fromkeys(alone, reduce_dtype)  # by gradient that nothing else reads
+        self.outputs, self.reduce_dtype = _Outputs.of(joint.graph), reduce_dtype
         self.given: dict[int, fx.Node] = {}  # outputs that are there already
         self.casts = {cast.name: n.name for n, cast in own_casts(joint.graph).items() if n.name in self.on_host}
 
@@ -238,14 +252,14 @@ class _Localizer:
     def gradient(self, node: fx.Node) -> None:
         """Bring a gradient to where its parameter is as soon as it is made: until it is reduced it may be many times
         its size."""
-        for at in self.gradients.get(node, ()):
-            self.given[at] = self._output(node, self.sharding.outputs[at], self.outputs[at][1])
+        for at in self.outputs.gradients.get(node, ()):
+            self.given[at] = self._output(node, self.sharding.outputs[at], self.outputs.every[at][1])
 
     def output(self, node: fx.Node) -> None:
         """Add the output node, with every output in its layout."""
         values = [
             self.given[at] if at in self.given else self._output(value, layout, role)
-            for at, ((value, role), layout) in enumerate(zip(self.outputs, self.sharding.outputs, strict=True))
+            for at, ((value, role), layout) in enumerate(zip(self.outputs.every, self.sharding.outputs, strict=True))
         ]
         local = self.builder.graph.output(tuple(values))
         local.meta = {**node.meta, "layouts": self.sharding.outputs}
@@ -256,7 +270,8 @@ class _Localizer:
         phase = "forward" if role.is_forward else "backward"
         producer, index = tensor_of(value)
         layout = layout or self.own[producer.name, index][1]
-        local = self._copy(value, layout, phase, value, self.reduce_dtype.get(value))
+        reduce_dtype = self.reduce_dtype if value in self.outputs.alone else None
+        local = self._copy(value, layout, phase, value, reduce_dtype)
         if role.kind == "gradient" and role.name in self.from_host:
             return self._moved(local, HOST, value.meta["val"], layout, phase, f"{value.name}_on_host")
         return local

@@ -66,7 +66,7 @@ class Stage:
             leaves=leaves,
             outputs=tuple(whole.outputs[o] if isinstance(o, int) else self._layout(o, whole) for o in self.outputs),
             kept=frozenset(k for k in kept if k[0] in names),
-            again=whole.again & names,
+            recomputed=whole.recomputed & names,
             on_host=whole.on_host & names,
         )
 

@@ -14,7 +14,8 @@ from autopar.adapt import order
 from autopar.frontend.export import Captured
 from autopar.frontend.fake_parameters import forms_of
 from autopar.hardware.profile import load
-from autopar.planner.plan import PlanOptions, make_plan
+from autopar.planner.spmd.plan import make_plan
+from autopar.planner.spmd.plan_options import PlanOptions
 from autopar.simulate.oracle import global_values
 from autopar.simulate.step import StepResult, simulate_step
 from tests.families import FAMILIES

@@ -16,7 +16,8 @@ from autopar.frontend.export import Captured
 from autopar.frontend.fake_parameters import forms_of
 from autopar.hardware.profile import load
 from autopar.ops.nf4 import dequantize
-from autopar.planner.plan import PlanOptions, make_plan
+from autopar.planner.spmd.plan import make_plan
+from autopar.planner.spmd.plan_options import PlanOptions
 from autopar.plans.plan import Plan
 from autopar.simulate.oracle import global_values
 from autopar.simulate.step import StepResult, simulate_step

@@ -11,7 +11,8 @@ from autopar.errors import AutoparError, CaptureError
 from autopar.frontend.device import move
 from autopar.hardware.profile import load
 from autopar.ir.graph import output_node, values_of
-from autopar.planner.plan import PlanOptions, make_plan
+from autopar.planner.spmd.plan import make_plan
+from autopar.planner.spmd.plan_options import PlanOptions
 
 from ..families import FAMILIES
 

@@ -15,7 +15,8 @@ import torch
 
 from autopar import AutoparError, Mesh, compiler
 from autopar.hardware.profile import load
-from autopar.planner.plan import PlanOptions, make_plan
+from autopar.planner.spmd.plan import make_plan
+from autopar.planner.spmd.plan_options import PlanOptions
 from autopar.simulate.compare import verify_plan
 from tests.families import FAMILIES as ZOO
 

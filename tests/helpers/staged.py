@@ -24,7 +24,8 @@ from autopar.ir.mesh import Mesh
 from autopar.passes.distribute.partition import partition
 from autopar.passes.pipeline.micro_batch import MicroBatched
 from autopar.passes.pipeline.stages import Stage, cut
-from autopar.planner.plan import PlanOptions, search
+from autopar.planner.spmd.plan import search
+from autopar.planner.spmd.plan_options import PlanOptions
 from autopar.plans.pipeline import Pipeline, inside
 from autopar.plans.plan import Plan
 from autopar.runtime.stage_executor import Run, StageExecutor

@@ -16,7 +16,8 @@ from autopar.errors import StrategyError
 from autopar.hardware.profile import load
 from autopar.ir.graph import bytes_of
 from autopar.models import build
-from autopar.planner.plan import PlanOptions, make_plan
+from autopar.planner.spmd.plan import make_plan
+from autopar.planner.spmd.plan_options import PlanOptions
 from autopar.plans.plan import Plan
 from autopar.simulate import step
 from autopar.simulate.compare import verify_model

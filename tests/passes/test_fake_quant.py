@@ -14,7 +14,8 @@ from autopar.frontend.fake_parameters import forms_of
 from autopar.hardware.profile import load
 from autopar.ir.mesh import Mesh
 from autopar.passes.adapt.fake_quant import fake_quant
-from autopar.planner.plan import PlanOptions, make_plan
+from autopar.planner.spmd.plan import make_plan
+from autopar.planner.spmd.plan_options import PlanOptions
 from autopar.simulate.oracle import global_values, one_device_step
 from autopar.simulate.step import plan_and_capture, simulate_step
 from tests.runtime import tiny

@@ -20,7 +20,8 @@ from autopar.ir.graph import fingerprint
 from autopar.models import build
 from autopar.passes.adapt.lora import lora
 from autopar.passes.canonicalize.rewrite import canonicalize
-from autopar.planner.plan import PlanOptions, make_plan
+from autopar.planner.spmd.plan import make_plan
+from autopar.planner.spmd.plan_options import PlanOptions
 from autopar.simulate.oracle import global_values, one_device_step
 from autopar.simulate.step import plan_and_capture, simulate_step
 

@@ -18,7 +18,6 @@ from autopar.ir.mesh import Mesh
 from autopar.models import registry
 from autopar.planner.objective.evaluate import Evaluation, evaluate
 from autopar.planner.objective.pricer import Pricer
-from autopar.planner.plan import Planned, PlanOptions, make_plan
 from autopar.planner.problem import symmetry as folding
 from autopar.planner.problem.allowed import allowed_strategies
 from autopar.planner.problem.multipliers import Prices
@@ -29,6 +28,9 @@ from autopar.planner.solver.dual import Dual
 from autopar.planner.solver.hyperedges import HyperedgePrices, hyperedges_of
 from autopar.planner.solver.ilp import Program, Solution
 from autopar.planner.solver.minimize import Search, minimize
+from autopar.planner.spmd.plan import make_plan
+from autopar.planner.spmd.plan_options import PlanOptions
+from autopar.planner.spmd.planned import Planned
 from autopar.plans.plan import Plan
 
 TINY_GPT = "gpt:hidden=32,layers=1,heads=4,vocab=64,seq=16"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import autopar
-from autopar.planner.attention_text import attention_text
+from autopar.planner.spmd.attention_text import attention_text
 
 from ..helpers.sequences import Decoder, Packed, batch, packed_batch
 from ..runtime.parity import planned

@@ -8,8 +8,8 @@ import pytest
 
 from autopar.errors import InputError, MemoryInfeasibleError
 from autopar.ir.mesh import Mesh
-from autopar.planner.batch import data_ways, fewest, micro_batches_of
-from autopar.planner.plan import Planned
+from autopar.planner.spmd.batch import data_ways, fewest, micro_batches_of
+from autopar.planner.spmd.planned import Planned
 
 
 @pytest.mark.parametrize("mesh, strategy, ways", [

@@ -14,7 +14,8 @@ from autopar.cost.measured import SENT
 from autopar.hardware.profile import load
 from autopar.models import build
 from autopar.planner.objective.pricer import average_fill
-from autopar.planner.plan import PlanOptions, make_plan
+from autopar.planner.spmd.plan import make_plan
+from autopar.planner.spmd.plan_options import PlanOptions
 
 GPT = "gpt:hidden=64,layers=3,heads=2,vocab=128,seq=16"
 

@@ -67,7 +67,7 @@ def test_what_some_blocks_recompute_is_predicted(shares, mesh="dp=2,tp=2"):
     recomputing = 0
     for share in shares:
         plan = make(deep, mesh, MACHINE, batch=64, memory_bytes=least + share * (free.peak_bytes - least))
-        recomputing += any(name.startswith("linear") for name in plan.sharding.again)  # more than what is cheap
+        recomputing += any(name.startswith("linear") for name in plan.sharding.recomputed)  # more than what is cheap
         sent = emitted(graph, plan, 1)
         assert {k: round(v) for k, v in predicted(plan).items()} == {k: round(v) for k, v in sent.items()}
     assert recomputing

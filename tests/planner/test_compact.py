@@ -17,9 +17,10 @@ from autopar.models import registry
 from autopar.planner.objective.checkpoint_min_cut import FULL
 from autopar.planner.objective.evaluate import evaluate
 from autopar.planner.objective.memory_timeline import live_bytes
-from autopar.planner.plan import PlanOptions, search, solvers_of
 from autopar.planner.problem.multipliers import Prices
 from autopar.planner.problem.recipes import Restriction
+from autopar.planner.spmd.plan import search, solvers_of
+from autopar.planner.spmd.plan_options import PlanOptions
 
 from .planning import Instance, toy
 

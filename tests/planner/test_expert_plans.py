@@ -11,9 +11,9 @@ from autopar.errors import MemoryInfeasibleError, StrategyError
 from autopar.frontend.export import Captured
 from autopar.ir.mesh import Mesh
 from autopar.models.registry import build
-from autopar.planner.plan import Planned
 from autopar.planner.problem.recipes import BASELINES, Restriction, compared_on
 from autopar.planner.solver.search import Outcome
+from autopar.planner.spmd.planned import Planned
 
 from .planning import counts, make, searched
 

@@ -13,8 +13,8 @@ from autopar.errors import CaptureError, MemoryInfeasibleError
 from autopar.ir.mesh import Mesh
 from autopar.models import registry
 from autopar.planner import remedies
-from autopar.planner.plan import PlanOptions
-from autopar.planner.plan import search as plan_search
+from autopar.planner.spmd.plan import search as plan_search
+from autopar.planner.spmd.plan_options import PlanOptions
 
 from .planning import captured, toy
 

@@ -17,11 +17,11 @@ from autopar.planner.objective.checkpoint_blocks import Blocks
 from autopar.planner.objective.memory_timeline import (
     GATHERED,
     GRADIENTS,
-    PASSING,
     RECOMPUTED,
+    RESIDENT,
     RETAINED,
     SAVED,
-    STAYING,
+    TRANSIENT,
     ends_of,
     live_bytes,
 )
@@ -43,10 +43,10 @@ def test_what_is_charged_is_alive_between_forward_and_backward(strategy):
     last = max(i for i, run in enumerate(live.order.runs) if run.phase == "forward")
     saved = sum(live.kinds.get(kind, np.zeros(last + 1))[last] for kind in (SAVED, RETAINED))
     assert saved == pytest.approx(e.saved_bytes)
-    assert sum(live.most.get(kind, 0.0) for kind in (*STAYING, GRADIENTS)) == pytest.approx(
+    assert sum(live.most.get(kind, 0.0) for kind in (*RESIDENT, GRADIENTS)) == pytest.approx(
         e.resident_bytes + e.gradient_bytes)  # fmt: skip
     assert live.peak_bytes == pytest.approx(e.bytes_) and live.total[live.peak_at] == live.peak_bytes
-    for kind in (SAVED, RETAINED, GATHERED, PASSING):
+    for kind in (SAVED, RETAINED, GATHERED, TRANSIENT):
         if kind in live.kinds:
             assert (live.kinds[kind] >= 0).all() and live.kinds[kind][-1] < live.kinds[kind].max() / 2
     ends = ends_of(live.order, found.timeline)

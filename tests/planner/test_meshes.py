@@ -10,9 +10,10 @@ import pytest
 from autopar.errors import InputError, MemoryInfeasibleError, StrategyError
 from autopar.hardware.profile import Tier
 from autopar.ir.mesh import Mesh
-from autopar.planner.mesh_search import _quick_bounds, candidates, refines, search
-from autopar.planner.plan import PlanOptions, solvers_of
 from autopar.planner.problem.recipes import Restriction
+from autopar.planner.spmd.mesh_search import _quick_bounds, candidates, refines, search
+from autopar.planner.spmd.plan import solvers_of
+from autopar.planner.spmd.plan_options import PlanOptions
 from autopar.plans.plan import Plan
 
 from .planning import captured, make, toy

@@ -10,7 +10,8 @@ import autopar
 from autopar import models
 from autopar.errors import StrategyError
 from autopar.hardware import load
-from autopar.plans.plan import Flops, Plan
+from autopar.plans.entries import Flops
+from autopar.plans.plan import Plan
 from autopar.utils.format import percent
 
 HIDDEN, LAYERS, VOCAB, SEQ, BATCH = 64, 3, 512, 32, 8

@@ -18,7 +18,8 @@ from autopar.ir.graph import values_of
 from autopar.ir.layout import Layout, largest_local_numel
 from autopar.ir.mesh import Mesh
 from autopar.models import build, registry
-from autopar.plans.plan import Offloaded, Plan
+from autopar.plans.entries import Offloaded
+from autopar.plans.plan import Plan
 from autopar.simulate import step
 from autopar.simulate.compare import verify_plan
 

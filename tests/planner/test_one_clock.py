@@ -21,10 +21,10 @@ from autopar.ir.mesh import Mesh
 from autopar.models import build
 from autopar.planner.objective.evaluate import Evaluation
 from autopar.planner.objective.player import Player, merged, played_seconds
-from autopar.planner.objective.script import Beside, Piece, Script
-from autopar.planner.plan import Planned
+from autopar.planner.objective.script import Overlapped, Piece, Script
 from autopar.planner.problem.multipliers import Prices, drag, spans_of
 from autopar.planner.solver.search import Outcome
+from autopar.planner.spmd.planned import Planned
 
 from .planning import Instance, searched, toy
 from .random_graphs import every_cost, random_graph, thinned
@@ -60,7 +60,7 @@ def scripts() -> st.SearchStrategy[Script]:
 
     def script(main: list[Piece], beside: list) -> Script:
         n = len(main)
-        made = [Beside(tuple(p), min(a, n), None if b is None else min(max(a, b), n - 1)) for p, a, b in beside]
+        made = [Overlapped(tuple(p), min(a, n), None if b is None else min(max(a, b), n - 1)) for p, a, b in beside]
         return Script(main, sorted(made, key=lambda b: b.issued))
 
     return st.builds(script, main, beside)
@@ -70,7 +70,7 @@ def scripts() -> st.SearchStrategy[Script]:
 @given(scripts(), st.sampled_from([0.3, 0.5, 0.8, 1.0]))
 def test_a_play_lies_between_its_busiest_stream_and_the_sum(script, overlap):
     seconds = Player(script, overlap).play()
-    hidden = [piece for b in script.beside for piece in b.pieces]
+    hidden = [piece for b in script.overlapped for piece in b.pieces]
     waited = sum(piece.seconds for piece in script.main)
     main = waited + drag(overlap, 2) * sum(piece.seconds for piece in hidden)
     links = [sum(p.seconds for p in [*script.main, *hidden] if p.stream == stream) for stream in (1, 2)]
@@ -82,7 +82,7 @@ def test_a_play_lies_between_its_busiest_stream_and_the_sum(script, overlap):
 def test_what_is_waited_for_pushes_what_is_hidden_aside():
     told = []
     main = [Piece(0, 1.0, "a"), Piece(1, 2.0, "b"), Piece(0, 4.0, "c")]
-    player = Player(Script(main, [Beside((Piece(1, 3.0, "h"),), 0, None)]), 1.0, lambda *of: told.append(of))
+    player = Player(Script(main, [Overlapped((Piece(1, 3.0, "h"),), 0, None)]), 1.0, lambda *of: told.append(of))
     assert player.play() == pytest.approx(7.0)  # one second beside a, none beside b, two beside c
     stretches = [(start, end) for piece, start, end in told if piece.source == "h"]
     assert (stretches[0][1], stretches[1][0]) == (1.0, 3.0) and stretches[-1][1] == pytest.approx(5.0)

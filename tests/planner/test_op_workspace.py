@@ -10,7 +10,8 @@ from autopar.ir.mesh import Mesh
 from autopar.ops import autopar
 from autopar.ops.workspace import workspace_bytes
 from autopar.planner.objective.memory_timeline import WORKSPACE
-from autopar.planner.plan import PlanOptions, search
+from autopar.planner.spmd.plan import search
+from autopar.planner.spmd.plan_options import PlanOptions
 
 from .planning import captured
 

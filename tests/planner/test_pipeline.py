@@ -22,7 +22,7 @@ from autopar.ir.graph import fingerprint
 from autopar.ir.mesh import Mesh
 from autopar.models import build
 from autopar.planner.pipeline.plan import kinds_of, plan_pipeline
-from autopar.planner.plan import PlanOptions
+from autopar.planner.spmd.plan_options import PlanOptions
 from autopar.schedule.play import play
 from autopar.simulate import oracle
 from autopar.simulate.pipeline import simulate_pipeline

@@ -8,11 +8,11 @@ import pytest
 from autopar.cli.main import main
 from autopar.errors import StageError
 from autopar.hardware.profile import Tier
-from autopar.planner import mesh_search as meshes
 from autopar.planner.pipeline import mesh_search
 from autopar.planner.pipeline.mesh_search import combinations
-from autopar.planner.plan import PlanOptions
 from autopar.planner.solver.minimize import BeyondCutoff, Search
+from autopar.planner.spmd import mesh_search as meshes
+from autopar.planner.spmd.plan_options import PlanOptions
 from tests.planner.planning import captured, toy
 from tests.planner.test_pipeline import GPT, SMALL, check_step, trace_of
 

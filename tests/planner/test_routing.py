@@ -9,7 +9,8 @@ from autopar.cost.expert_load import load_of_rows
 from autopar.errors import StrategyError
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
-from autopar.planner.plan import PlanOptions, make_plan
+from autopar.planner.spmd.plan import make_plan
+from autopar.planner.spmd.plan_options import PlanOptions
 from autopar.plans.plan import Plan
 from tests.planner.planning import toy
 from tests.simulate.test_experts import HIDDEN, Mixture, inputs

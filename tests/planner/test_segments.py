@@ -18,7 +18,8 @@ from autopar.planner.pipeline import segments as segments_module
 from autopar.planner.pipeline.evaluate import besides, evaluate_pipeline
 from autopar.planner.pipeline.segments import chain
 from autopar.planner.pipeline.stage_costs import INPUT, WEIGHT, Parts
-from autopar.planner.plan import PlanOptions, search, solvers_of
+from autopar.planner.spmd.plan import search, solvers_of
+from autopar.planner.spmd.plan_options import PlanOptions
 from autopar.plans.pipeline import Pipeline, inside
 from tests.planner.planning import captured, toy
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from autopar.api import entry as api
 from autopar.errors import StrategyError
-from autopar.planner.describe import describe_plan
 from autopar.planner.problem.allowed import allowed_strategies
 from autopar.planner.problem.hf_tp_plan import STYLES, TensorPlan, styles_of
+from autopar.planner.spmd.describe import describe_plan
 from autopar.plans.plan import Plan
 
 from ..families import FAMILIES

@@ -10,8 +10,8 @@ from torch import nn
 from autopar.api import entry as api
 from autopar.hardware.profile import load
 from autopar.models.output import next_token_loss
-from autopar.planner import fixed_recompute
 from autopar.planner.problem.tiled_loss import may_save, with_tiled_losses
+from autopar.planner.spmd import fixed_recompute
 
 
 class Model(nn.Module):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import time
 from dataclasses import replace
 
 import pytest
@@ -184,13 +183,11 @@ def test_json_that_is_refused(text, reason, tmp_path):
     '["' * 32 + '\\"]' * 500_000,
 ], ids=["quotes", "empty strings", "backslashes", "letters", "brackets"])  # fmt: skip
 def test_strings_without_an_end(text, tmp_path):
-    """In a time that grows with the length of the file alone; it was an hour where each quote looked for its end
-    again."""
+    """A file of megabytes is refused within a test's time: it would be an hour if each quote looked for its end again
+    (`benchmarks/fuzz.py` says how long the slowest file takes)."""
     (tmp_path / "plan.json").write_text(text)
-    start = time.process_time()
     with pytest.raises(PlanFormatError):
         Plan.load(tmp_path / "plan.json")
-    assert time.process_time() - start < 10
 
 
 @pytest.mark.parametrize("times, simulated", [(2, 5), pytest.param(4, 10, marks=pytest.mark.slow)])

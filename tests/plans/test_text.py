@@ -4,7 +4,7 @@ import pytest
 
 import autopar
 from autopar.models import build
-from autopar.plans.plan import Alternative, Region
+from autopar.plans.entries import Alternative, Region
 from autopar.plans.text import alternatives_table, in_tree_order, memory_table, summary
 
 

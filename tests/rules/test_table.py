@@ -6,9 +6,9 @@ import pytest
 
 from autopar.ir.graph import tensor_arguments, tensor_of
 from autopar.rules import factor_parts
+from autopar.rules.lookup import TABLE, rule_of
 from autopar.rules.numeric_check import check, make_node
 from autopar.rules.reading import output_indices
-from autopar.rules.register import TABLE, rule_of
 
 from .instances import overload
 from .rule_check import MESHES, assert_right

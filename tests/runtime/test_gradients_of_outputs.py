@@ -16,7 +16,7 @@ from autopar.errors import InputError
 from autopar.ir.mesh import Mesh
 from autopar.models.output import Output
 from autopar.planner.options import options_of
-from autopar.planner.plan import make_plan
+from autopar.planner.spmd.plan import make_plan
 from autopar.runtime.captures import Captures
 from autopar.simulate.compare import verify_plan
 from tests.helpers import gloo

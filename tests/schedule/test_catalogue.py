@@ -37,6 +37,12 @@ def test_an_unknown_name_gets_the_nearest():
     assert error.value.fix == f"use gpipe; there are {', '.join(KINDS)}"
 
 
+def test_a_name_like_none_gets_each_once():
+    with pytest.raises(StrategyError) as error:
+        make("nonsense", 2, 2)
+    assert error.value.fix == f"use one of {', '.join(KINDS)}"
+
+
 @pytest.mark.parametrize("arguments, message", [
     (("1f1b", 0, 2), "0 ranks"),
     (("1f1b", 2, 0), "0 micro-batches"),

@@ -18,7 +18,8 @@ from autopar.frontend.fake_parameters import forms_of
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 from autopar.ops import autopar
-from autopar.planner.plan import PlanOptions, make_plan
+from autopar.planner.spmd.plan import make_plan
+from autopar.planner.spmd.plan_options import PlanOptions
 from autopar.rules import rule_of, strategies
 from autopar.rules.experts import ONCE
 from autopar.simulate import step

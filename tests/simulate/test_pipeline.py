@@ -21,7 +21,7 @@ from autopar.ir.graph import bytes_of
 from autopar.ir.mesh import Mesh
 from autopar.passes.pipeline.micro_batch import micro_batch
 from autopar.planner.pipeline.plan import plan_pipeline
-from autopar.planner.plan import PlanOptions
+from autopar.planner.spmd.plan_options import PlanOptions
 from autopar.schedule import KINDS, Action, play
 from autopar.simulate.pipeline import Lowered, _Simulation, simulate_pipeline
 from tests.helpers import staged

@@ -9,7 +9,8 @@ import torch
 from autopar import compiler
 from autopar.cost.exchange import OF_TOKENS, devices_of_token
 from autopar.ir.mesh import Mesh
-from autopar.planner.plan import PlanOptions, make_plan
+from autopar.planner.spmd.plan import make_plan
+from autopar.planner.spmd.plan_options import PlanOptions
 from autopar.rules.experts import ONCE
 from autopar.simulate import step
 from autopar.simulate.compare import verify_plan

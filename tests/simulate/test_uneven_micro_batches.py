@@ -15,8 +15,9 @@ import autopar
 from autopar.api import entry as api
 from autopar.hardware.profile import load
 from autopar.passes.pipeline.micro_batch import micro_batch
-from autopar.planner.plan import PlanOptions, solvers_of
 from autopar.planner.problem.recipes import RECIPES, Restriction
+from autopar.planner.spmd.plan import solvers_of
+from autopar.planner.spmd.plan_options import PlanOptions
 from autopar.plans.pipeline import sizes_of
 from autopar.schedule import KINDS, play
 from autopar.schedule.catalogue import make

@@ -82,7 +82,7 @@ class Evaluation:
     reduces_once: bool = False  # gradients of several passes wait for one reduction
     gathers_once: bool = False  # copies of parameters that are kept serve all passes of a step
     transient_bytes: float = 0.0  # one recomputed block, alive again during its backward
-    passing_bytes: float = (
+    uncharged_bytes: float = (
         0.0  # what else is alive when memory peaks, less what of the rest is not (see memory_timeline.py)
     )
     peaks_early: bool = True  # whether memory peaks before most gradients are there
@@ -159,7 +159,7 @@ class Evaluation:
     @property
     def bytes_(self) -> float:
         """Return the bytes at the peak of the step."""
-        return self.charged_bytes + self.passing_bytes
+        return self.charged_bytes + self.uncharged_bytes
 
     @property
     def charged_bytes(self) -> float:

@@ -29,9 +29,9 @@ from .step_order import StepOrder, Travel, step_order
 from .timeline import Timeline
 
 PARAMETERS = "parameters"
-STAYING = (PARAMETERS, "optimizer", "buffers")
+RESIDENT = (PARAMETERS, "optimizer", "buffers")
 RESERVE = "allocator reserve"
-GRADIENTS, SAVED, RETAINED, RECOMPUTED, GATHERED, PASSING, BUCKETS, WORKSPACE = (
+GRADIENTS, SAVED, RETAINED, RECOMPUTED, GATHERED, TRANSIENT, BUCKETS, WORKSPACE = (
     "gradients", "activations", "gathered parameters kept", "recomputed block", "gathered parameters",
     "values between ops", "collective buffers", "op workspace",
 )  # fmt: skip
@@ -75,16 +75,16 @@ class LiveBytes:
         return int(self.total.argmax()) if len(self.total) else 0
 
 
-def staying_bytes(problem: Problem, e: Evaluation) -> dict[str, float]:
+def resident_bytes(problem: Problem, e: Evaluation) -> dict[str, float]:
     """Return the bytes of a device that stay all through training, by kind."""
-    result = dict.fromkeys(STAYING, 0.0)
+    result = dict.fromkeys(RESIDENT, 0.0)
     for v in problem.vertices:
-        for kind, bytes_ in staying_of(problem, e, v).items():
+        for kind, bytes_ in resident_of(problem, e, v).items():
             result[kind] += bytes_
     return result
 
 
-def staying_of(problem: Problem, e: Evaluation, v: Vertex) -> dict[str, float]:
+def resident_of(problem: Problem, e: Evaluation, v: Vertex) -> dict[str, float]:
     """Return the bytes of one vertex that stay on a device all through training, by kind."""
     options, k = problem.choices(v.index), e.choice[v.index]
     resident = float(options.resident_bytes[k]) * problem.copies(e.first)[v.index]
@@ -102,7 +102,7 @@ def live_bytes(problem: Problem, evaluation: Evaluation, pricer: Pricer) -> Live
     order = step_order(problem, evaluation)
     count = max(len(order.runs), 1)
     changes: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(count + 1))
-    for kind, bytes_ in staying_bytes(problem, evaluation).items():
+    for kind, bytes_ in resident_bytes(problem, evaluation).items():
         changes[kind][0] += bytes_
     changes[RESERVE][0] += problem.reserve_bytes
     for bytes_ in bucket_bytes(problem, pricer, evaluation, order).values():
@@ -183,7 +183,7 @@ class _Lives:
         for v in self.problem.vertices:
             if v.kind == "input":
                 yield (
-                    PASSING,
+                    TRANSIENT,
                     0,
                     len(self.order.runs),
                     self._bytes(v.index, 0, self._layout(v.index, 0)) * self.copies[v.index],
@@ -205,7 +205,7 @@ class _Lives:
                     continue
                 if use and self._layout(use.consumer, 0) == layout and self._keeps_gradient(use.consumer):
                     continue
-                kind, last = RECOMPUTED if run.recomputed else PASSING, self.reads[run.vertex, output, run.phase]
+                kind, last = RECOMPUTED if run.recomputed else TRANSIENT, self.reads[run.vertex, output, run.phase]
                 yield kind, i, max(i, last), self._bytes(run.vertex, output, layout)
 
     def _of_all_copies(self, kind: str, first: int, last: int, vertex: Vertex, bytes_: float):
@@ -284,7 +284,7 @@ class _Lives:
         if travel.first == count or not travel.recomputed and travel.phase == "forward" and key in saved:
             return None
         is_parameter = self.problem.vertices[t.producer].kind == "parameter"
-        kind = RECOMPUTED if travel.recomputed and not is_parameter else GATHERED if is_parameter else PASSING
+        kind = RECOMPUTED if travel.recomputed and not is_parameter else GATHERED if is_parameter else TRANSIENT
         return kind, travel.held, travel.last, self._bytes(*key)
 
     def _collective_buffers(self):

@@ -6,7 +6,7 @@ import re
 from collections import Counter, defaultdict
 
 from ...adapt.lora_site import is_factor
-from ...plans.plan import Region
+from ...plans.entries import Region
 from ..problem.problem import Problem
 from ..problem.vertices import Vertex
 from .evaluate import Evaluation

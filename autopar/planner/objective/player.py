@@ -18,7 +18,7 @@ from ..problem.multipliers import PHASES, drag
 from ..problem.problem import Problem
 from .evaluate import Evaluation
 from .pricer import Pricer
-from .script import Beside, Piece, Script, StreamOf, scripts_of
+from .script import Overlapped, Piece, Script, StreamOf, scripts_of
 from .step_order import step_order
 
 Tell = Callable[[Piece, float, float], None]
@@ -30,26 +30,26 @@ SLOWEST = 1e-12  # share of its speed that compute keeps at least
 class _Running:
     """Collectives beside compute that were issued: the number of the one that is next, and what is left of it."""
 
-    beside: Beside
+    overlapped: Overlapped
     next: int = 0
     left: float = 0.0
 
     @property
     def is_over(self) -> bool:
-        return self.next == len(self.beside.pieces)
+        return self.next == len(self.overlapped.pieces)
 
 
 class Player:
     """Plays one script. `tell` is given each stretch of a piece with its begin and end."""
 
     def __init__(self, script: Script, overlap: float, tell: Tell | None = None):
-        classes = len({piece.stream for beside in script.beside for piece in beside.pieces})
+        classes = len({piece.stream for overlapped in script.overlapped for piece in overlapped.pieces})
         self.script, self.loss, self.tell, self.now = script, drag(overlap, classes), tell, 0.0
         self.queues: dict[int, deque[_Running]] = defaultdict(deque)
 
     def play(self) -> float:
         """Return the seconds until every stream has ended."""
-        script, issued, wanted = self.script, iter([*self.script.beside, None]), defaultdict(list)
+        script, issued, wanted = self.script, iter([*self.script.overlapped, None]), defaultdict(list)
         coming = next(issued)
         for i, piece in enumerate(script.main):
             while coming is not None and coming.issued <= i:
@@ -68,9 +68,9 @@ class Player:
             self._run(None)
         return self.now
 
-    def _issue(self, beside: Beside) -> _Running:
-        running = _Running(beside, 0, beside.pieces[0].seconds)
-        self.queues[beside.pieces[0].stream].append(running)
+    def _issue(self, overlapped: Overlapped) -> _Running:
+        running = _Running(overlapped, 0, overlapped.pieces[0].seconds)
+        self.queues[overlapped.pieces[0].stream].append(running)
         return running
 
     def _run(self, piece: Piece | None) -> None:
@@ -91,7 +91,7 @@ class Player:
             self.tell(piece, start, self.now)
 
     def _advance(self, running: _Running, step: float) -> None:
-        piece = running.beside.pieces[running.next]
+        piece = running.overlapped.pieces[running.next]
         if self.tell:
             self.tell(piece, self.now, self.now + step)
         running.left -= step
@@ -99,7 +99,7 @@ class Player:
             self.queues[piece.stream].popleft()
             running.next += 1
             if not running.is_over:
-                following = running.beside.pieces[running.next]
+                following = running.overlapped.pieces[running.next]
                 running.left = following.seconds
                 self.queues[following.stream].append(running)
 
@@ -107,7 +107,7 @@ class Player:
 def merged(script: Script) -> Script:
     """Return a script that takes as long, with neighbouring pieces of one stream as one where nothing is issued or
     wanted between them."""
-    borders = {b.issued for b in script.beside} | {b.wanted for b in script.beside if b.wanted is not None}
+    borders = {b.issued for b in script.overlapped} | {b.wanted for b in script.overlapped if b.wanted is not None}
     main: list[Piece] = []
     place = []
     for i, piece in enumerate(script.main):
@@ -118,10 +118,11 @@ def merged(script: Script) -> Script:
             place.append(len(main))
             main.append(piece)
     place.append(len(main))
-    beside = [
-        replace(b, issued=place[b.issued], wanted=None if b.wanted is None else place[b.wanted]) for b in script.beside
+    overlapped = [
+        replace(b, issued=place[b.issued], wanted=None if b.wanted is None else place[b.wanted])
+        for b in script.overlapped
     ]
-    return Script(main, beside)
+    return Script(main, overlapped)
 
 
 def stretch_of(problem: Problem, e: Evaluation, pricer: Pricer) -> float:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 import torch
 
 from ...cost.expert_load import load_of, load_of_rows
+from ...cost.redistribute import Redistributor
 from ...cost.transfer_prices import TransferPrices
 from ...ir.graph import operand
 from ...ir.layout import Layout, largest_local_numel
@@ -32,30 +33,36 @@ def average_fill(sizes: Sequence[int], bucket_bytes: float) -> float:
     return shared / buckets if buckets else bucket_bytes
 
 
+@dataclass(frozen=True, eq=False)
 class Pricer:
     """Prices redistributions of a problem's tensors, for pairs of layouts and for whole lists of them. A step has
     `micro_batches` passes; with `reduces_once` their gradients wait for one reduction
-    (autopar/planner/accumulation.py), with `gathers_once` they share the copies of parameters that are kept. Gradients
-    travel in `reduce_dtype`, if that is narrower than they are, while they are added up."""
+    (autopar/planner/spmd/accumulation.py), with `gathers_once` they share the copies of parameters that are kept.
+    Gradients travel in `reduce_dtype`, if that is narrower than they are, while they are added up. `other_load`: of
+    experts, instead of the problem's."""
 
-    def __init__(
-        self,
-        problem: Problem,
-        prices: TransferPrices,
-        bucket_bytes: float,
-        micro_batches: int = 1,
-        reduces_once: bool = False,
-        gathers_once: bool = False,
-        reduce_dtype: torch.dtype | None = None,
-    ):
-        self.problem, self.prices, self.redistribute = problem, prices, prices.redistribute
-        self.bucket_bytes, self.reduce_dtype = bucket_bytes, reduce_dtype
-        self.micro_batches, self.reduces_once, self.gathers_once = micro_batches, reduces_once, gathers_once
-        self.expert_load = problem.expert_load
-        self._local: dict[tuple, float] = {}
-        self._inside: dict[tuple[int, int], float] = {}
-        self._tables: dict[tuple[float, float], np.ndarray] = {}
-        self._shares_of: dict[tuple[int, float], tuple[float, ...]] = {}
+    problem: Problem
+    prices: TransferPrices
+    bucket_bytes: float
+    micro_batches: int = 1
+    reduces_once: bool = False
+    gathers_once: bool = False
+    reduce_dtype: torch.dtype | None = None
+    other_load: float | None = None
+    _local: dict[tuple, float] = field(default_factory=dict, init=False, repr=False)
+    _inside: dict[tuple[int, int], float] = field(default_factory=dict, init=False, repr=False)
+    _tables: dict[tuple[float, float], np.ndarray] = field(default_factory=dict, init=False, repr=False)
+    _shares_of: dict[tuple[int, float], tuple[float, ...]] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def redistribute(self) -> Redistributor:
+        """Return what finds the moves between layouts."""
+        return self.prices.redistribute
+
+    @property
+    def expert_load(self) -> float:
+        """Return the rows that the busiest device gets over the mean of all."""
+        return self.problem.expert_load if self.other_load is None else self.other_load
 
     @property
     def exchanges(self) -> bool:
@@ -167,9 +174,7 @@ class Pricer:
 
     def with_load(self, expert_load: float) -> Pricer:
         """Return a pricer under which the busiest device of experts has so many times the mean of their rows."""
-        other = copy(self)
-        other.expert_load, other._local, other._inside = expert_load, {}, {}
-        return other
+        return replace(self, other_load=expert_load)
 
     def inside_bytes(self, vertex: Vertex, k: int) -> float:
         """Return the bytes that an op allocates while it runs under the strategy `k` of its class."""

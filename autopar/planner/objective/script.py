@@ -33,7 +33,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Beside:
+class Overlapped:
     """Collectives that run beside compute, one after the other: issued before the piece `issued` of the compute stream,
     and waited for before the piece `wanted`, if anything of the phase waits for them."""
 
@@ -47,7 +47,7 @@ class Script:
     """One phase of a pass, to be played."""
 
     main: list[Piece] = field(default_factory=list)
-    beside: list[Beside] = field(default_factory=list)
+    overlapped: list[Overlapped] = field(default_factory=list)
 
 
 @dataclass
@@ -57,7 +57,7 @@ class _Segment:
 
     copies: int
     main: list[Piece] = field(default_factory=list)
-    beside: list[tuple[bool, int, int | None, tuple[Piece, ...]]] = field(default_factory=list)
+    overlapped: list[tuple[bool, int, int | None, tuple[Piece, ...]]] = field(default_factory=list)
 
 
 def scripts_of(
@@ -108,7 +108,9 @@ class _Writer:
         self.begin, self.end = (own[0], own[-1] + 1) if own else (len(order.runs), len(order.runs))
         self.runs, self.blocks = order.runs[self.begin : self.end], order.blocks[self.begin : self.end]
         self.travels = [t for t in order.travels if t.phase == phase]
-        self.again = {v: n for levels in e.recomputed.values() for step, n in levels.values() for v in step.recomputed}
+        self.recomputed_copies = {
+            v: n for levels in e.recomputed.values() for step, n in levels.values() for v in step.recomputed
+        }
 
     def script(self) -> Script:
         segments = self._segments()
@@ -117,11 +119,11 @@ class _Writer:
             for _ in range(segment.copies):
                 start = len(result.main)
                 result.main += segment.main
-                for is_before, issued, wanted, pieces in segment.beside:
+                for is_before, issued, wanted, pieces in segment.overlapped:
                     at = min(before + issued, start) if is_before else start + issued
-                    result.beside.append(Beside(pieces, at, None if wanted is None else start + wanted))
+                    result.overlapped.append(Overlapped(pieces, at, None if wanted is None else start + wanted))
                 before = start
-        result.beside.sort(key=lambda b: (b.issued, len(result.main) if b.wanted is None else b.wanted))
+        result.overlapped.sort(key=lambda b: (b.issued, len(result.main) if b.wanted is None else b.wanted))
         return result
 
     def _segments(self) -> list[_Segment]:
@@ -176,7 +178,7 @@ class _Writer:
                     issued = at[made] + 1
                 if pieces:
                     wanted = read_at[i] if is_wanted else None
-                    segments[own].beside.append((is_before, issued, wanted, pieces))
+                    segments[own].overlapped.append((is_before, issued, wanted, pieces))
         return segments
 
     def _in_line(self, travel: Travel, seconds: float) -> list[Piece]:
@@ -192,7 +194,7 @@ class _Writer:
 
     def _op_seconds(self, run: Execution) -> float:
         """Return the seconds of an op in all its copies."""
-        times = self.again.get(run.vertex, 0) if run.recomputed else self.copies[run.vertex]
+        times = self.recomputed_copies.get(run.vertex, 0) if run.recomputed else self.copies[run.vertex]
         return float(self.problem.choices(run.vertex).seconds[self.e.choice[run.vertex]]) * times
 
     def _seconds(self, t: Transfer) -> float:

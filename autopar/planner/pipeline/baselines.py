@@ -4,8 +4,8 @@ stages."""
 from __future__ import annotations
 
 from ...errors import AutoparError, not_compared
-from ..fixed_recompute import AUTO
 from ..problem.recipes import Restriction, compared_on
+from ..spmd.fixed_recompute import AUTO
 from .search import Candidate, Estimate
 
 LEFT_OUT = ("zero2", "hsdp")  # whose pipelines are those of zero1 and fsdp, or take a second data axis
@@ -15,13 +15,14 @@ def experts(best: Candidate) -> dict[str, Estimate | AutoparError]:
     """Return by name what each strategy would take with the best of its cuts, or why there is none; nothing if
     something of the sharding was asked for."""
     search, pipeline = best.search, best.evaluated.pipeline
-    options, found = search.options, {}
+    options = search.options
+    found: dict[str, Estimate | AutoparError] = {}
     if options.strategy is not None or options.pin or options.forbid or options.recompute != AUTO:
         return found
-    for name in (name for name in compared_on(search.mesh) if name not in LEFT_OUT):
+    for name in (name for name in compared_on(search.plans.mesh) if name not in LEFT_OUT):
         try:
-            Restriction.of(name, search.mesh)
-            search.report(name)
+            Restriction.of(name, search.plans.mesh)
+            search.plans.report(name)
             estimates = search.under(name, [(pipeline.schedule, pipeline.stages_per_rank)]).estimates()
             found[name] = min(estimates, key=lambda one: (0, one.step_seconds) if one.fits else (1, one.peak_bytes))
         except Exception as error:

@@ -12,7 +12,7 @@ from ..objective.checkpoint_blocks import block_of, taking
 from ..objective.evaluate import Evaluation
 from ..objective.expand import whole_of
 from ..objective.memory_timeline import SAVED
-from ..plan import Planned
+from ..spmd.planned import Planned
 from .evaluate import PipelineCost
 
 

@@ -24,7 +24,7 @@ from ...schedule.catalogue import KINDS
 from ...schedule.play import play
 from ...schedule.played import Played
 from ..objective.evaluate import Evaluation
-from ..objective.memory_timeline import BUCKETS, GRADIENTS, PARAMETERS, PASSING, RESERVE, RETAINED, SAVED, LiveBytes
+from ..objective.memory_timeline import BUCKETS, GRADIENTS, PARAMETERS, RESERVE, RETAINED, SAVED, TRANSIENT, LiveBytes
 from ..objective.player import stretch_of
 from ..objective.pricer import Pricer
 from ..problem.problem import Problem
@@ -123,7 +123,7 @@ def evaluate_pipeline(
         mine, outputs = [parts[s] for s in orders.stages_of(rank)], 0.0
         if pipeline.micro_batches > 1:  # the output of one is counted where the op that makes it runs
             outputs = pipeline.micro_batches * sum(part.output_bytes for part in mine)
-        held[PASSING] += besides(held, outputs if keeps_outputs else 0.0, [part.reducing_bytes for part in mine])
+        held[TRANSIENT] += besides(held, outputs if keeps_outputs else 0.0, [part.reducing_bytes for part in mine])
         unmade_bytes = max(unmade_bytes, 0.0 if keeps_outputs else outputs)
         held[RESERVE] += problem.reserve_bytes
     peaks = [sum(held.values()) for held in memory]
@@ -153,20 +153,20 @@ def _memory(parts: Sequence[Part], stages: Sequence[int]) -> Counter:
     """Return what a rank holds besides activations, in bytes by kind."""
     held: Counter = Counter()
     for s in stages:
-        held.update(parts[s].staying)
+        held.update(parts[s].resident)
         held[PARAMETERS] += parts[s].computing_bytes
         held[RETAINED] += parts[s].retained_bytes
         held[GRADIENTS] += parts[s].gradient_bytes + parts[s].whole_bytes
         held[BUCKETS] += sum(parts[s].sent) + sum(parts[s].returned)
         held[BUCKETS] += sum(parts[s - 1].sent) + sum(parts[s - 1].returned) if s else 0.0
-    held[PASSING] += max(parts[s].transient_bytes for s in stages)
+    held[TRANSIENT] += max(parts[s].transient_bytes for s in stages)
     return held
 
 
 def besides(held: Counter, output_bytes: float, reducing_bytes: Sequence[float]) -> float:
     """Return the bytes that a rank holds besides what one of its micro-batches at work does: the outputs of all; and,
     when nothing else comes and goes any more, gradients in the buffers that reduce them, if those are more."""
-    working = held[SAVED] + held[PASSING] + held[BUCKETS]
+    working = held[SAVED] + held[TRANSIENT] + held[BUCKETS]
     return output_bytes + max(0.0, max(reducing_bytes) - working)
 
 

@@ -5,7 +5,7 @@ costs depends on cp and tp, hardly on pp: so some plans of a micro-batch of one 
 memory, say how fast and how large all combinations with them are, by the formulas of schedules, with as much computed
 again as the fullest rank must (planner/pipeline/model.py). The most promising combinations are searched
 (autopar/planner/pipeline/search.py), the best of them is evaluated, and the plan is that or, if it is faster, the best
-one without stages (planner/mesh_search.py).
+one without stages (planner/spmd/mesh_search.py).
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from ...errors import AutoparError, MicroBatchError, StageError, StrategyError
 from ...frontend.export import Captured
 from ...ir.graph import is_op
 from ...ir.mesh import Mesh
+from ...plans.entries import MeshCandidate
 from ...plans.pipeline import AXIS
-from ...plans.plan import MeshCandidate
 from ...schedule.actions import Schedule
 from ...schedule.catalogue import KINDS
-from .. import mesh_search
-from ..batch import samples_of
-from ..fixed_recompute import AUTO
 from ..objective.checkpoint_min_cut import FULL
-from ..plan import Planned, PlanOptions
 from ..solver.minimize import BeyondCutoff
+from ..spmd import mesh_search
+from ..spmd.batch import samples_of
+from ..spmd.fixed_recompute import AUTO
+from ..spmd.plan_options import PlanOptions
+from ..spmd.planned import Planned
 from .evaluate import timing_of
 from .plan import check_solver, described, kinds_of, promise
 from .search import Candidate, Estimate, PipelineSearch
@@ -251,7 +252,7 @@ class _MeshSearch:
             alike.setdefault((sizes.get("cp", 1), sizes.get("tp", 1)), []).append(one)
         for own in alike.values():
             singles = [one for one in own if one.samples == 1]
-            points = [Point.of(planned) for planned in self._search(singles[len(singles) // 2]).plans()]
+            points = [Point.of(planned) for planned in self._search(singles[len(singles) // 2]).plans.at_prices()]
             yield from (
                 (min(point.guess(one, self.kinds, self.room, self.segments) for point in points), one) for one in own
             )

@@ -61,7 +61,7 @@ def no_work(streams: int) -> dict[str, Work]:
 class Part:
     """One part. `work`: by FORWARD, INPUT and WEIGHT. `stretch`: how much longer a micro-batch takes as it is played
     than its busiest streams need. `saved_bytes`: what a micro-batch holds from
-    its forward to its backward; `staying`: parameters, optimizer state and buffers, by kind; `computing_bytes`: copies
+    its forward to its backward; `resident`: parameters, optimizer state and buffers, by kind; `computing_bytes`: copies
     of parameters in the type that computes; `retained_bytes`: those that are gathered once and stay through the step;
     `gradient_bytes`: shards of gradients, and `whole_bytes`: what they are more while they wait for their reduction;
     `transient_bytes`: the most that comes and goes while an op of the part runs; `reducing_bytes`: the same while
@@ -74,7 +74,7 @@ class Part:
     stretch: float = 1.0
     parameter_seconds: float = 0.0  # of a step, the optimizer's and of parameters on the host
     saved_bytes: float = 0.0
-    staying: Counter = field(default_factory=Counter)
+    resident: Counter = field(default_factory=Counter)
     computing_bytes: float = 0.0
     retained_bytes: float = 0.0
     gradient_bytes: float = 0.0
@@ -128,7 +128,7 @@ class Part:
     @property
     def resident_bytes(self) -> float:
         """Return the bytes of parameters, optimizer state and buffers."""
-        return sum(self.staying.values())
+        return sum(self.resident.values())
 
     @property
     def state_bytes(self) -> float:

@@ -18,16 +18,18 @@ from ...errors import AutoparError, MemoryInfeasibleError, MeshError, MicroBatch
 from ...frontend.export import Captured
 from ...ir.graph import fingerprint
 from ...ir.mesh import Mesh
+from ...plans.entries import Alternative, Routing
 from ...plans.pipeline import AXIS, axis_of, inside
-from ...plans.plan import Alternative, Plan, Routing
+from ...plans.plan import Plan
 from ...schedule.actions import Schedule
 from ...schedule.catalogue import KINDS, canonical
 from ...utils.format import percent, size
-from ..batch import data_ways, samples_of
-from ..fixed_recompute import AUTO
-from ..outputs import outputs_in
-from ..plan import Planned, PlanOptions
 from ..solver.minimize import ILP
+from ..spmd.batch import data_ways, samples_of
+from ..spmd.fixed_recompute import AUTO
+from ..spmd.outputs import outputs_in
+from ..spmd.plan_options import PlanOptions
+from ..spmd.planned import Planned
 from .baselines import evaluated_if_faster, experts
 from .evaluate import PipelineCost
 from .search import Candidate, Estimate, PipelineSearch

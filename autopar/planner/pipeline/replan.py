@@ -16,8 +16,9 @@ from ...ir.stage_placement import StagePlacement
 from ...passes.pipeline.micro_batch import MicroBatched, micro_batch
 from ...passes.pipeline.stages import cut
 from ...plans.plan import Plan
-from ..batch import samples_of
-from ..plan import PlanOptions, make_plan, search
+from ..spmd.batch import samples_of
+from ..spmd.plan import make_plan, search
+from ..spmd.plan_options import PlanOptions
 
 
 def with_owners(captured: Captured, plan: Plan) -> Plan:

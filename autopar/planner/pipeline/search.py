@@ -1,7 +1,7 @@
 """The pipelines of one mesh and one number of micro-batches: plans of a micro-batch, and for each schedule the best cut
 of them.
 
-    plans of one micro-batch: the fastest; if memory is short, those at ever higher prices of it   (planner/plan.py)
+    plans of one micro-batch: the fastest; if memory is short, those at ever higher prices of it      (spmd/plan.py)
         for some schedules                                                             (schedule/catalogue.py)
             the best cut into stages, and how much of each is computed again           (segments, cut, cut_interleaved)
                 estimated: the schedule played with the seconds of the cut's segments
@@ -14,43 +14,37 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from ...cost.collectives import CollectiveCost
 from ...errors import MemoryInfeasibleError
 from ...frontend.export import Captured
 from ...ir.mesh import Mesh
-from ...passes.pipeline.micro_batch import MicroBatched, few_blocks, micro_batch
-from ...plans.pipeline import Pipeline, axis_of, inside, sizes_of
+from ...passes.pipeline.micro_batch import MicroBatched
+from ...plans.pipeline import Pipeline, axis_of
 from ...schedule.catalogue import KINDS
 from ...schedule.play import play
 from ...utils.format import size
-from ..batch import samples_of
-from ..fixed_recompute import AUTO, NONE
 from ..objective.evaluate import Evaluation
 from ..objective.expand import recomputes_alike
-from ..outputs import may_be_unmade
-from ..plan import Planned, PlanOptions, search, solvers_of
-from ..problem.recipes import Restriction
-from ..solver.minimize import Search
-from ..solver.search import Starts
-from ..solver.solver import Solver, replaced
+from ..spmd.fixed_recompute import AUTO
+from ..spmd.outputs import may_be_unmade
+from ..spmd.plan_options import PlanOptions
+from ..spmd.planned import Planned
 from .checkpoint import StageRecomputation
 from .cut import cut_stages
 from .cut_interleaved import cut_looped
 from .evaluate import PipelineCost, evaluate_pipeline, timing_of
+from .micro_batch_plans import MicroBatchPlans
 from .model import StageCut
 from .part import Part
 from .segments import Chain, chain
 
 LESS = 0.95  # of what a next plan of a micro-batch may hold, so that it is another one
+LOOPED_CUTS = (True, False)  # roughly, for stages of even seconds, and for ranks of even seconds
 MOST_LIMITS = 3  # on the memory of a micro-batch's plan that are tried, until its stages fit
 MOST_CUTS = 3  # of one schedule, each with less memory than the one before, until its evaluation agrees that it fits
-LITTLE = 1e-2  # of the compute: what all memory of the ranks is worth to the fastest plan
-MEMORY_PRICES = (0.1, 1.0, 10.0)  # the same to others; at the last, experts are no longer gathered
-ROUGH = Search(gap=1e-2, largest_program=0)  # of which none is the best: as far as they are searched
 MOST_RECOMPUTE_ROUNDS = 4  # times that a cut is given more to compute again
 
 Report = Callable[[str], None]
@@ -117,42 +111,34 @@ class PipelineSearch:
         report: Report,
     ):
         axis = axis_of(mesh)
-        self.captured, self.micro_batches, self.axis, self.whole_mesh = captured, micro_batches, axis, mesh
-        self.name, self.kinds, self.report = name, kinds, report
-        self.ranks, self.mesh = mesh.size(axis), inside(mesh, axis)
+        assert axis is not None  # who searches has looked
+        self.axis, self.whole_mesh, self.kinds = axis, mesh, kinds
+        self.ranks, self.micro_batches = mesh.size(self.axis), micro_batches
         self.limit = float(options.memory_bytes or options.hardware.memory_bytes)
-        self.options = replace(options, within=mesh, micro_batches=micro_batches, baselines=False, memory_bytes=None)
         self.collectives = CollectiveCost(options.hardware, mesh)
-        self.starts: Starts = ()  # choices that the fastest plan of a micro-batch is at least as good as
         self._prepared: dict[Planned, tuple[Planned, Chain, StageRecomputation | None]] = {}
         report(f"{mesh}, {micro_batches} micro-batches")
-        if captured.compact is None:
-            self.micro = micro_batch(captured, micro_batches)
-        self.few = few_blocks(captured, micro_batches) if captured.compact else self.micro.captured
-        batch = samples_of(captured.signature)
-        self.samples, self.share = batch, batch / (micro_batches * sizes_of(batch, micro_batches)[0]) if batch else 1.0
-        smaller = few_blocks(captured, micro_batches, True) if captured.compact and self.share < 1 else None
-        smaller = smaller or (self.micro.smaller if self.share < 1 else None)
-        self.options = replace(self.options, overlay=smaller and smaller.graph)
-        self.solvers = solvers_of(self.few, self.mesh, self.options, report)
+        self.plans = MicroBatchPlans(captured, micro_batches, mesh, self.axis, options, name, report)
 
-    @cached_property
-    def fastest(self) -> Planned:
-        """Return the fastest plan of a micro-batch, whatever memory it takes; of almost equally fast ones a small
-        one."""
-        return self._planned(math.inf)
+    @property
+    def options(self) -> PlanOptions:
+        """Return the options of planning one micro-batch."""
+        return self.plans.options
+
+    @property
+    def micro(self) -> MicroBatched:
+        """Return the batch of the whole graph cut into micro-batches."""
+        return self.plans.micro
+
+    @property
+    def share(self) -> float:
+        """Return what the mean micro-batch takes of the seconds of the largest, which is planned."""
+        return self.plans.share
 
     @property
     def bound(self) -> float:
-        """Return seconds of a step that no pipeline with as many micro-batches undercuts. `share`: what the mean
-        micro-batch takes of the seconds of the largest, which was planned."""
-        return self.share * self.micro_batches * self.fastest.chosen.bound_seconds / self.ranks
-
-    @cached_property
-    def micro(self) -> MicroBatched:
-        """Cut the batch of the whole graph into micro-batches."""
-        self.report(f"cutting the batch into {self.micro_batches}")
-        return micro_batch(self.captured, self.micro_batches)
+        """Return seconds of a step that no pipeline with as many micro-batches undercuts."""
+        return self.share * self.micro_batches * self.plans.fastest.chosen.bound_seconds / self.ranks
 
     def send(self, bytes_: float) -> float:
         """Return the seconds of a tensor of so many bytes of a device from one stage to the next."""
@@ -161,9 +147,7 @@ class PipelineSearch:
     def under(self, strategy: str, kinds: Sequence[tuple[str, int]]) -> PipelineSearch:
         """Return the same search of what a strategy allows, with some schedules."""
         other = copy.copy(self)
-        other.options, other.kinds, other._prepared = replace(self.options, strategy=strategy), kinds, {}
-        other.starts = self.fastest.chosen.found
-        other.__dict__.pop("fastest", None)
+        other.plans, other.kinds, other._prepared = self.plans.under(strategy), kinds, {}
         return other
 
     def estimates(self) -> list[Estimate]:
@@ -171,7 +155,7 @@ class PipelineSearch:
         are of use: until one fits with nothing computed again, or is no faster than one before it."""
         found: list[Estimate] = []
         fastest: Estimate | None = None  # of those that fit
-        for inner in self.plans():
+        for inner in self.plans.at_prices():
             new = self._cuts(inner)
             found += new
             best = min(new, key=lambda one: one.step_seconds)
@@ -179,21 +163,6 @@ class PipelineSearch:
                 break
             fastest = best if best.fits else fastest
         return found
-
-    def plans(self) -> Iterator[Planned]:
-        """Iterate over plans of a micro-batch: the fastest, then those that are fastest where memory has ever higher
-        prices."""
-        yield self.fastest
-        if self.options.recompute != AUTO:
-            return
-        solver, seen = self.fastest.solver, [self.fastest.evaluation.choice]
-        restriction = Restriction.of(self.options.strategy, self.mesh, self.options.forbid)
-        run = solver.run(restriction, dict(self.options.pin), self.fastest.chosen.found)
-        for price in MEMORY_PRICES:
-            one = run.at(replace(solver.free, byte_seconds=solver.unit_price * price, saved=True), ROUGH)
-            if one.evaluation.choice not in seen:
-                seen.append(one.evaluation.choice)
-                yield replace(self.fastest, chosen=replace(one, bound_seconds=self.fastest.chosen.bound_seconds))
 
     def smaller(self, found: Sequence[Estimate]) -> list[Estimate]:
         """Estimate the same of plans that hold ever less than those of `found`, which do not fit, until one fits."""
@@ -204,7 +173,7 @@ class PipelineSearch:
             share = (self.limit - reserve) / max(closest.peak_bytes - reserve, 1.0)
             limit = reserve + (closest.inner.evaluation.bytes_ - reserve) * min(LESS, share)
             try:
-                new += self._cuts(self._planned(limit)) if limit > reserve else []
+                new += self._cuts(self.plans.within(limit)) if limit > reserve else []
             except MemoryInfeasibleError:
                 break
             if limit <= reserve or any(one.fits for one in new):
@@ -212,20 +181,8 @@ class PipelineSearch:
         return new
 
     def _cuts(self, inner: Planned) -> list[Estimate]:
-        segments = self._chain(inner if recomputes_alike(inner.evaluation) else self._of_whole(inner))
+        segments = self._chain(inner if recomputes_alike(inner.evaluation) else self.plans.of_whole(inner))
         return [self._estimate(inner, segments, kind, v) for kind, v in self._possible(segments)]
-
-    def _planned(self, limit: float) -> Planned:
-        """Return the fastest plan of a micro-batch that holds so many bytes at most."""
-        solvers = [replaced(solver, solver.search, min(limit, self.ranks * self.limit)) for solver in self.solvers]
-        options = replace(self.options, refuses=True)
-        starts = self.starts if limit == math.inf else self.fastest.chosen.found
-        if limit == math.inf:
-            level = NONE if self.options.recompute == AUTO else self.options.recompute
-            options = replace(self.options, refuses=False, recompute=level)
-            for solver in solvers:
-                solver.free = replace(solver.free, byte_seconds=solver.unit_price * LITTLE)
-        return search(self.few, self.mesh, options, self.name, self.report, solvers, starts)
 
     def _chain(self, inner: Planned) -> Chain:
         fewest = self.ranks * max(1, min(v for _, v in self.kinds))
@@ -275,7 +232,13 @@ class PipelineSearch:
     def _pipeline(self, kind: str, v: int, cuts: tuple[str, ...]) -> Pipeline:
         """Return a pipeline without costs."""
         return Pipeline(
-            self.axis, self.ranks, kind, self.micro_batches, v, cuts, samples=self.samples if self.share < 1 else 0
+            self.axis,
+            self.ranks,
+            kind,
+            self.micro_batches,
+            v,
+            cuts,
+            samples=self.plans.samples if self.share < 1 else 0,
         )
 
     def _check_state(self, segments: Chain, room: float) -> None:
@@ -306,7 +269,7 @@ class PipelineSearch:
         looped = one.stages_per_rank > 1 and not KINDS[one.schedule].v_shaped
         # stages of even seconds, or ranks of even seconds: the order of a looped schedule may wait for the longest
         # stage
-        found = [self._fitted(one, is_rough) for is_rough in ((True, False) if looped else (False,))]
+        found = [self._fitted(one, is_rough) for is_rough in (LOOPED_CUTS if looped else (False,))]
         fitting = [pair for pair in found if pair[0].peak_bytes <= self.limit]
         evaluated, e = min(fitting or found, key=lambda pair: pair[0].step_seconds if fitting else pair[0].peak_bytes)
         return Candidate(evaluated, one.inner, replace(inner, written=(inner.whole[0], e)), self)
@@ -348,7 +311,7 @@ class PipelineSearch:
         computed again on each rank as it demands then, or as can be."""
         problem, e = inner.whole
         evaluated, keeps = evaluate_pipeline(problem, e, inner.pricer, pipeline, self.send, inner.live_bytes), True
-        if evaluated.peak_bytes > self.limit and may_be_unmade(self.captured):
+        if evaluated.peak_bytes > self.limit and may_be_unmade(self.plans.captured):
             keeps = False
             evaluated = evaluate_pipeline(problem, e, inner.pricer, pipeline, self.send, inner.live_bytes, keeps)
         for _ in range(MOST_RECOMPUTE_ROUNDS if recomputation is not None else 0):
@@ -365,29 +328,10 @@ class PipelineSearch:
         """Return a plan of the whole graph, its segments, and what may be computed again, if that is left to the
         search."""
         if inner not in self._prepared:
-            whole = self._of_whole(inner)
+            whole = self.plans.of_whole(inner)
             is_free = self.options.recompute == AUTO and not whole.evaluation.recomputed
             self._prepared[inner] = whole, self._chain(whole), StageRecomputation(whole) if is_free else None
         return self._prepared[inner]
-
-    def _of_whole(self, inner: Planned) -> Planned:
-        """Return the same plan of the whole graph; it is searched anew if the graph's blocks are not cut alike."""
-        if self.few.compact is None or self.few.compact.whole:
-            return inner
-        if self.micro.captured.compact is None:  # its blocks are not cut alike
-            return search(
-                self.micro.captured, self.mesh, replace(self._whole_options, refuses=False), self.name, self.report
-            )
-        solver = next(s for s in self._whole_solvers if s.pricer.reduces_once == inner.pricer.reduces_once)
-        return replace(inner, captured=self.micro.captured, solver=solver)
-
-    @property
-    def _whole_options(self) -> PlanOptions:
-        return replace(self.options, overlay=self.micro.smaller and self.micro.smaller.graph)
-
-    @cached_property
-    def _whole_solvers(self) -> list[Solver]:
-        return solvers_of(self.micro.captured, self.mesh, self._whole_options, self.report)
 
 
 def _seconds(parts: Sequence[Part]) -> tuple[float, float, float]:

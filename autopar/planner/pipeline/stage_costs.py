@@ -29,21 +29,21 @@ from ..objective.memory_timeline import (
     GATHERED,
     GRADIENTS,
     PARAMETERS,
-    PASSING,
     RECOMPUTED,
+    TRANSIENT,
     WORKSPACE,
     LiveBytes,
     bucket_bytes,
     live_bytes,
-    staying_of,
+    resident_of,
 )
 from ..objective.pricer import Pricer
-from ..outputs import bytes_of_outputs
 from ..problem.problem import Problem
 from ..problem.vertices import STATE
+from ..spmd.outputs import bytes_of_outputs
 from .part import FORWARD, INPUT, WEIGHT, Part, no_work
 
-COMING_AND_GOING = (RECOMPUTED, GATHERED, PASSING, BUCKETS, WORKSPACE)
+COMING_AND_GOING = (RECOMPUTED, GATHERED, TRANSIENT, BUCKETS, WORKSPACE)
 SEVERAL = ""  # in place of a parameter's name: the gradients of several follow from an op
 
 
@@ -131,7 +131,7 @@ class Parts:
                 continue
             options, k = self.problem.choices(v.index), self.e.choice[v.index]
             seconds, mask = float(options.seconds[k]), self.where.get(v.node, 0)
-            staying = staying_of(self.problem, self.e, v)
+            resident = resident_of(self.problem, self.e, v)
             gradient, waiting = float(options.gradient_bytes[k]), whole.get(v.index, 0.0)
             copy = 0.0
             casts = v.kind == "parameter" and 0 in v.casts and not options.strategies[k].on_host
@@ -148,7 +148,7 @@ class Parts:
                         part.modules.append(module)
                 else:
                     part.parameter_seconds += seconds * micro_batches
-                part.staying.update(staying)
+                part.resident.update(resident)
                 part.gradient_bytes += gradient
                 part.whole_bytes += waiting
                 part.computing_bytes += copy
@@ -158,7 +158,7 @@ class Parts:
                     part.work[INPUT].recompute += seconds
             if v.kind == "parameter" and mask.bit_count() > 1:
                 parts = tuple(i for i in range(len(self.found)) if mask >> i & 1)
-                kinds = Counter(staying) + Counter({PARAMETERS: copy, GRADIENTS: gradient + waiting})
+                kinds = Counter(resident) + Counter({PARAMETERS: copy, GRADIENTS: gradient + waiting})
                 self.tied.append(SharedParameter(parts, dict(kinds), gradient))
 
     def _is_read_alone(self, parameter: int) -> bool:
@@ -258,14 +258,14 @@ class Parts:
         return self.pricer.bytes_of(node.meta["val"], self._strategy(v).outputs[output])
 
     def _transients(self, live: LiveBytes) -> None:
-        passing = [live.kinds[kind] for kind in COMING_AND_GOING if kind in live.kinds]
+        transient = [live.kinds[kind] for kind in COMING_AND_GOING if kind in live.kinds]
         later = bucket_bytes(self.problem, self.pricer, self.e, live.order)[BUCKETS]  # not beside the activations
         if not self.e.reduces_once:
             later[:] = 0.0
         for part in self.found if self.e.reduces_once else ():
             part.reducing_bytes = min(later.max(initial=0.0), 2 * (part.gradient_bytes + part.whole_bytes))
         for i, run in enumerate(live.order.runs):
-            bytes_ = float(sum(kind[i] for kind in passing) - later[i])
+            bytes_ = float(sum(kind[i] for kind in transient) - later[i])
             for part in self._charged(self.where.get(self.problem.vertices[run.vertex].node, 0)):
                 part.transient_bytes = max(part.transient_bytes, bytes_)
 

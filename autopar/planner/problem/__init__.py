@@ -9,7 +9,7 @@ Sets
 
 Variables
 
-    strategy[v, k], again[v, k]    0 or 1: v takes k, or takes it and runs once more in the backward
+    strategy[v, k], recomputed[v, k] 0 or 1: v takes k, or takes it and runs once more in the backward
     reads[h, consumer, p, q]       the tensor is made in p and this consumer reads it in q
     made[h, p, q], kept[h, p, q]   the forward makes a copy in q, and keeps it for the backward
     redone[h, p, q]                the backward makes one
@@ -30,21 +30,21 @@ Minimize  phase[forward] + phase[backward] + host                seconds of a st
 Subject to
 
     constraint                                                                               where it is
-    every class takes one strategy                  sum_k strategy + again = 1               Program._one_hot
+    every class takes one strategy                  sum_k strategy + recomputed = 1          Program._one_hot
     what is read was made so                        sum_q reads = sum of the producer's k    Program._flow
                                                       that make p; the same for the consumer
     a copy is paid for once for all its readers     reads <= made                            Program._pay_once
     the backward makes a copy or reads a kept one   reads <= redone + kept, kept <= made     Program._serve
     only what the forward reads is kept             made <= sum of the forward's reads       Program._serve
     what a recipe keeps is not made anew (ZeRO-1)   made + redone <= 1                       Program._serve
-    what the backward starts from is there          redone <= saved + again of the producer  Program._serve
-    memory where the forward ends                   staying + saved + kept bytes, with the   full_program.solve
+    what the backward starts from is there          redone <= saved + recomputed (producer)  Program._serve
+    memory where the forward ends                   resident + saved + kept bytes, with the  full_program.solve
                                                       gradients of earlier passes <= room
-    memory where the backward ends                  staying + gradient bytes <= room         full_program.solve
+    memory where the backward ends                  resident + gradient bytes <= room        full_program.solve
     a recipe, a pin or a forbidden layout           some strategies are not there            allowed.allowed_strategies
     a gradient comes in its parameter's layout      a use whose consumer is the parameter    vertices.vertices_of
 
-`staying` counts parameters, optimizer state and buffers; a parameter on the host leaves the copy that computes
+`resident` counts parameters, optimizer state and buffers; a parameter on the host leaves the copy that computes
 (offload.py). Not linear, and settled for each plan: values between two ops, blocks that compute again as a whole,
 buckets (objective/memory_timeline.py, objective/checkpoint_blocks.py).
 

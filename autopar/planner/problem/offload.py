@@ -16,7 +16,7 @@ from ...cost.host import HostCost
 from ...errors import MemoryInfeasibleError, StrategyError
 from ...hardware.profile import Hardware
 from ...ir.layout import largest_local_numel
-from ...plans.plan import Offloaded
+from ...plans.entries import Offloaded
 from .vertices import Vertex
 
 if TYPE_CHECKING:

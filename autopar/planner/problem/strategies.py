@@ -20,7 +20,7 @@ from ...ir.graph import bytes_of, is_foreign, tensor_arguments, tensor_of, value
 from ...ir.layout import ZIGZAG, Layout, fraction, is_even, is_legal, largest_local_numel
 from ...ir.mesh import Mesh
 from ...rules import Rule, Strategy
-from ...rules.expert_rows import has_rows
+from ...rules.lookup import has_rows
 from .offload import Offload
 from .vertices import STATE, Vertex
 

@@ -24,13 +24,13 @@ from .ilp import Program, Solution
 from .last_word import limit_peaks, one_hot
 
 if TYPE_CHECKING:
-    from .search import Run
+    from .search import RestrictedSearch
 
 GAP = 1e-4
 MOST_SECONDS = 900.0
 
 
-def solve(run: Run, is_limited: bool) -> Solution | None:
+def solve(run: RestrictedSearch, is_limited: bool) -> Solution | None:
     """Return the choice of options by class that the full program of a search finds best, with its seconds and a bound
     on those of every plan, or of every plan that fits if it `is_limited`; None if none fits. Raise StrategyError if the
     time is too short."""

@@ -25,7 +25,7 @@ from .dual import Dual
 from .ilp import Program, flows_of
 
 if TYPE_CHECKING:
-    from .search import Run
+    from .search import RestrictedSearch
 
 SWEEPS = 4  # at the best prices, before reduced costs are read
 GAP = 1e-3
@@ -53,7 +53,7 @@ class Room:
 
 
 def last_word(
-    run: Run, dual: Dual, prices: Prices, best: Evaluation, joint: dict[int, int], room: Room | None = None
+    run: RestrictedSearch, dual: Dual, prices: Prices, best: Evaluation, joint: dict[int, int], room: Room | None = None
 ) -> LastWord:
     """Return what the program decides among the options that can be in a plan faster than `best`, whose own options by
     class are `joint`. The dual has what was learned at prices near these; with `room` the plan has to fit it."""
@@ -88,7 +88,7 @@ def last_word(
 
 
 def _program(
-    run: Run, dual: Dual, options: dict[int, np.ndarray], room: Room | None, best: Evaluation
+    run: RestrictedSearch, dual: Dual, options: dict[int, np.ndarray], room: Room | None, best: Evaluation
 ) -> tuple[Program, np.ndarray]:
     """Return the program with its rows, and its costs."""
     solver = run.solver
@@ -105,8 +105,8 @@ def _program(
     )
     costs = program.costs()
     if room is not None:
-        passing = (best.passing_bytes + best.transient_bytes) / room.bytes_
-        limit_peaks(program, costs[count:] - costs[0], 1.0 - passing)
+        uncharged = (best.uncharged_bytes + best.transient_bytes) / room.bytes_
+        limit_peaks(program, costs[count:] - costs[0], 1.0 - uncharged)
     return program, program.busiest(costs[0] if room is not None else costs[-1], costs[:count] - costs[0], spans)
 
 

@@ -29,7 +29,7 @@ from .interpolate import between, keep_copies, mix
 from .last_word import Room, last_word
 from .local_search import LocalSearch
 from .minimize import ILP, BeyondCutoff, minimize
-from .search import DEAREST_PRICE, Outcome, Run, fastest_played
+from .search import DEAREST_PRICE, Outcome, RestrictedSearch, fastest_played
 from .squeeze import squeezed
 
 MOST_PRICES = 9  # of one search; the cuts seldom ask for more
@@ -51,7 +51,7 @@ PROGRAM_PRICES = tuple(MOST_PRICE / 4.0**i for i in range(8))  # of memory, at w
 class WithinLimit:
     """The second half of a search, whose first half found `fastest`."""
 
-    def __init__(self, run: Run, fastest: Outcome):
+    def __init__(self, run: RestrictedSearch, fastest: Outcome):
         self.run, self.solver, self.problem, self.limit_bytes = run, run.solver, run.problem, run.limit_bytes
         self.first = fastest
         self.kept = [e for e in run.cuts.plans if e.bytes_ <= self.limit_bytes]
@@ -183,7 +183,7 @@ class WithinLimit:
         recomputes."""
 
         def evaluate(choice: dict[int, int], first: int) -> Evaluation:
-            e = self.run.evaluate(prices, choice, first, one.passing_bytes)
+            e = self.run.evaluate(prices, choice, first, one.uncharged_bytes)
             return self.solver.blocks.fit(e, self.limit_bytes, prices)[0] or e
 
         self.solver.report("mixing plans")
@@ -265,7 +265,7 @@ class WithinLimit:
         if it does not fit."""
         limit, evaluate = (
             self.limit_bytes + more,
-            partial(self.run.evaluate, prices, passing_bytes=candidate.passing_bytes),
+            partial(self.run.evaluate, prices, uncharged_bytes=candidate.uncharged_bytes),
         )
         for _ in range(MOST_TRIES):
             fitted, dearest = self.solver.blocks.fit(candidate, limit, prices)
@@ -290,7 +290,7 @@ class WithinLimit:
             return fitted
         blocks, room = self.solver.blocks, self.limit_bytes
         for turn in range(MOST_TRIES):
-            evaluate = partial(self.run.evaluate, prices, passing_bytes=fitted.passing_bytes)
+            evaluate = partial(self.run.evaluate, prices, uncharged_bytes=fitted.uncharged_bytes)
             plain = evaluate(fitted.choice, fitted.first)
             room += 0.0 if turn else blocks.freed_bytes(plain, price, self.run.prices)
             more = mix(self.problem, plain, self.fast, room, evaluate)

@@ -82,7 +82,7 @@ def fastest_played(outcomes: Sequence[Outcome]) -> Outcome:
     return best
 
 
-class Run:
+class RestrictedSearch:
     """One search: the allowed strategies of one restriction at changing prices. Each minimization does at least as well
     as `starts` and all choices found before."""
 
@@ -206,12 +206,12 @@ class Run:
         return self.solver.with_peak(blocks.at_level(least, FULL))
 
     def evaluate(
-        self, prices: Prices, choice: dict[int, int], first: int | None = None, passing_bytes: float = 0.0
+        self, prices: Prices, choice: dict[int, int], first: int | None = None, uncharged_bytes: float = 0.0
     ) -> Evaluation:
         """Return the cost of a choice by vertex, of which `first` of the blocks left out decide as block 2 does.
-        `passing_bytes`: a guess of what passes by, from a plan like it."""
+        `uncharged_bytes`: a guess of them, from a plan like it."""
         e = evaluate(self.problem, choice, self.solver.pricer, prices, self.restriction.keep, first)
-        return replace(e, passing_bytes=passing_bytes)
+        return replace(e, uncharged_bytes=uncharged_bytes)
 
     def _check(self, objective: float, evaluation: Evaluation, prices: Prices) -> None:
         """Raise AssertionError unless the objective of the folded problem is the cost of the unfolded plan."""

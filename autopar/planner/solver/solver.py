@@ -24,7 +24,7 @@ from .dual import Dual
 from .hyperedges import HyperedgePrices, hyperedges_of
 from .memory_limit import WithinLimit
 from .minimize import DUAL, BeyondCutoff, Search
-from .search import Outcome, Run, Starts
+from .search import Outcome, RestrictedSearch, Starts
 
 MOST_TRIES = 4  # to make one plan fit
 RECIPE_GAP = 5e-3  # good enough for a plan of a strategy
@@ -67,9 +67,11 @@ class Solver:
             self.unit_price * 1e-5, gradients=0.0, overlap=overlap, links=links, micro_batches=pricer.micro_batches
         )
 
-    def run(self, restriction: Restriction, pins: dict[str, str] | None = None, starts: Starts = ()) -> Run:
+    def run(
+        self, restriction: Restriction, pins: dict[str, str] | None = None, starts: Starts = ()
+    ) -> RestrictedSearch:
         """Return a search of what a restriction and pins allow, which does at least as well as the choices `starts`."""
-        return Run(self, restriction, self.allowed(restriction, pins), self.search, starts)
+        return RestrictedSearch(self, restriction, self.allowed(restriction, pins), self.search, starts)
 
     def solve(self, restriction: Restriction, pins: dict[str, str] | None = None, starts: Starts = ()) -> Outcome:
         """Return the fastest plan that fits; for `starts` see `run`. Raise MemoryInfeasibleError with what is missing
@@ -78,7 +80,7 @@ class Solver:
         first = self._first(run)
         return first if first.fits else replace(WithinLimit(run, first).outcome(), is_limited=True)
 
-    def _first(self, run: Run) -> Outcome:
+    def _first(self, run: RestrictedSearch) -> Outcome:
         """Return the fastest plan as it is if it fits, or if it is to be one of a strategy, whose shardings hardly
         differ, with as much computed again as makes it fit, if anything does. A strategy's plan has no last word, so
         that it is the one that stands beside others. Raise BeyondCutoff."""
@@ -103,7 +105,7 @@ class Solver:
     def with_peak(self, e: Evaluation) -> Evaluation:
         """Return the evaluation with all that is alive at its peak."""
         live = live_bytes(self.problem, e, self.pricer)
-        return replace(e, passing_bytes=live.peak_bytes - e.charged_bytes, peaks_early=live.peaks_early)
+        return replace(e, uncharged_bytes=live.peak_bytes - e.charged_bytes, peaks_early=live.peaks_early)
 
     def refusal(self, message: str, smallest: Evaluation) -> MemoryInfeasibleError:
         """Return the error of a message that ends before the bytes that are needed; `smallest` is a plan that needs

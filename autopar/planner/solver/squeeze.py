@@ -19,7 +19,7 @@ from ..objective.memory_timeline import live_bytes
 from ..problem.vertices import STATE
 
 if TYPE_CHECKING:
-    from .search import Run
+    from .search import RestrictedSearch
 
 MOST_TRIED, FEWEST_TRIED = 20_000, 60  # plans, of which a graph with many ops is tried fewer
 ENOUGH_TRIED = 1000  # for it to be likely that a plan which fits already becomes faster
@@ -27,7 +27,7 @@ FAR = 4.0  # times the limit, from where no few changes help
 WIDEST = 3  # uses between the peak and what may change
 
 
-def squeezed(run: Run, start: Evaluation) -> Evaluation:
+def squeezed(run: RestrictedSearch, start: Evaluation) -> Evaluation:
     """Return the fastest plan found that fits, or else the one that is nearest to it, by changes of one class after the
     other, alone or with its neighbours, to `start`, and to what was found before. Where the graph is so large that few
     plans can be tried, a start that fits stays as it is."""
@@ -42,7 +42,7 @@ def squeezed(run: Run, start: Evaluation) -> Evaluation:
 class _Descent:
     """Plans that are nearer and nearer to one that fits, then faster and faster."""
 
-    def __init__(self, run: Run, start: Evaluation):
+    def __init__(self, run: RestrictedSearch, start: Evaluation):
         self.run, self.best, self.rank = run, start, (_excess(run, start), start.seconds)
         self.left = max(FEWEST_TRIED, MOST_TRIED // len(run.problem.vertices))
         self.seen: set[tuple[int, ...]] = set()
@@ -117,7 +117,7 @@ class _Descent:
             yield other, [m for m in np.flatnonzero(self.run.allowed[other]).tolist() if theirs[m] == mine[k]]
 
 
-def _settled(run: Run, choice: dict[int, int]) -> tuple[Evaluation, tuple[float, float]] | None:
+def _settled(run: RestrictedSearch, choice: dict[int, int]) -> tuple[Evaluation, tuple[float, float]] | None:
     """Return the plan of a choice by class with as much computed again as makes it fit, or with all, and how it ranks;
     None if it is impossible."""
     e = run.evaluate(run.prices, {v.index: choice[v.cls] for v in run.problem.vertices})
@@ -130,14 +130,14 @@ def _settled(run: Run, choice: dict[int, int]) -> tuple[Evaluation, tuple[float,
     return full, (_excess(run, full), full.seconds)
 
 
-def _excess(run: Run, e: Evaluation) -> float:
+def _excess(run: RestrictedSearch, e: Evaluation) -> float:
     """Return by how much the bytes are above the limit, added up over the runs of a step: less of that is nearer to a
     plan that fits, where the peak alone may not tell one from another."""
     above = live_bytes(run.problem, e, run.solver.pricer).total - run.limit_bytes
     return float(above.clip(0.0).sum())
 
 
-def _near_the_peak(run: Run, e: Evaluation) -> list[int]:
+def _near_the_peak(run: RestrictedSearch, e: Evaluation) -> list[int]:
     """Return the classes of what runs at the peak, of what makes and reads its tensors, and then all others, which may
     hold something all the time."""
     live, problem = live_bytes(run.problem, e, run.solver.pricer), run.problem

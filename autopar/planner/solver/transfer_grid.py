@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ...cost.transfer_prices import IMPOSSIBLE
+from ...cost.transfer_rows import IMPOSSIBLE
 from ...ir.layout import Layout
 from ..objective.pricer import Pricer
 

@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..errors import MemoryInfeasibleError, StrategyError
-from ..utils.format import size
+from ...errors import MemoryInfeasibleError, StrategyError
+from ...utils.format import size
+from ..objective.checkpoint_min_cut import FULL, SELECTIVE
+from ..problem.recipes import Restriction
+from ..solver.search import Outcome, Starts
+from ..solver.solver import Solver
 from . import accumulation
-from .objective.checkpoint_min_cut import FULL, SELECTIVE
-from .problem.recipes import Restriction
-from .solver.search import Outcome, Starts
-from .solver.solver import Solver
 
 AUTO, NONE = "auto", "none"
 LEVELS = (AUTO, NONE, SELECTIVE, FULL)

@@ -11,16 +11,17 @@ from dataclasses import replace
 
 from torch import fx
 
-from ..frontend.export import Captured
-from ..ir.graph import bytes_of, output_node, outputs_of
-from ..ir.layout import Layout
-from ..plans.plan import Output, Plan
-from ..plans.sharding import Sharding
-from ..utils.format import size
-from .objective.evaluate import Evaluation, Pricer
-from .objective.memory_timeline import PASSING
-from .problem.problem import Problem
-from .problem.vertices import STATE
+from ...frontend.export import Captured
+from ...ir.graph import bytes_of, output_node, outputs_of
+from ...ir.layout import Layout
+from ...plans.entries import Output
+from ...plans.plan import Plan
+from ...plans.sharding import Sharding
+from ...utils.format import size
+from ..objective.evaluate import Evaluation, Pricer
+from ..objective.memory_timeline import TRANSIENT
+from ..problem.problem import Problem
+from ..problem.vertices import STATE
 
 
 def outputs_in(sharding: Sharding, problem: Problem, pricer: Pricer, call: Captured) -> tuple[Output, ...]:
@@ -80,7 +81,7 @@ def with_outputs(plan: Plan, held: float, call: Captured) -> Plan:
         return plan
     room = plan.memory_limit_bytes - plan.peak_bytes
     kept = kept_bytes(held, room, call)
-    memory, at_peak = ({**kinds, PASSING: kinds.get(PASSING, 0.0) + kept} for kinds in (plan.memory, plan.at_peak))
+    memory, at_peak = ({**kinds, TRANSIENT: kinds.get(TRANSIENT, 0.0) + kept} for kinds in (plan.memory, plan.at_peak))
     text = f"outputs of all micro-batches take {size(held)} a device, more than the {size(max(room, 0.0))} that is left"
     return replace(
         plan,

@@ -17,15 +17,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..errors import MemoryInfeasibleError, StrategyError
-from ..plans.plan import Plan
-from .objective.evaluate import Evaluation
-from .problem.offload import OPTIMIZER
-from .problem.problem import Problem
-from .problem.recipes import MODELS_OWN, Restriction, reduces_once
-from .solver.minimize import BeyondCutoff
-from .solver.search import Outcome, Starts
-from .solver.solver import Solver
+from ...errors import MemoryInfeasibleError, StrategyError
+from ...plans.plan import Plan
+from ..objective.evaluate import Evaluation
+from ..problem.offload import OPTIMIZER
+from ..problem.problem import Problem
+from ..problem.recipes import MODELS_OWN, Restriction, reduces_once
+from ..solver.minimize import BeyondCutoff
+from ..solver.search import Outcome, Starts
+from ..solver.solver import Solver
 
 
 def check(micro_batches: object) -> None:

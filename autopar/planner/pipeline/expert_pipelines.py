@@ -10,29 +10,20 @@ schedule and micro-batches.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ...errors import AutoparError, StageError, not_compared
 from ...frontend.export import Captured
 from ...ir.mesh import Mesh
 from ...plans.pipeline import AXIS, inside
-from ..batch import data_ways, samples_of
-from ..fixed_recompute import AUTO
-from ..plan import Planned, PlanOptions
+from ..spmd.batch import data_ways, samples_of
+from ..spmd.fixed_recompute import AUTO
+from ..spmd.plan_options import PlanOptions
+from ..spmd.planned import Planned, StagedRow
 from .plan import plan_pipeline
 
 RANKS = (2, 4, 8)  # along the axis of the stages
 SCHEDULE = "1f1b"
-
-
-@dataclass(frozen=True)
-class StagedRow:
-    """A recipe on a mesh with stages: what was planned, or why nothing was."""
-
-    strategy: str
-    mesh: Mesh
-    micro_batches: int
-    planned: Planned | AutoparError
 
 
 def staged_rows(
@@ -66,7 +57,7 @@ def staged_rows(
             continue
         except Exception as error:
             planned = not_compared(error)
-        rows.append(StagedRow(strategy, staged, micro_batches, planned))
+        rows.append(StagedRow(strategy, staged, micro_batches, SCHEDULE, planned))
     return tuple(rows)
 
 

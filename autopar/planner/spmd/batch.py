@@ -13,13 +13,14 @@ from dataclasses import replace
 
 import torch
 
-from ..errors import InputError, MemoryInfeasibleError
-from ..frontend.call_signature import CallSignature
-from ..frontend.export import Captured
-from ..ir.mesh import NOT_DATA, Mesh
-from ..passes.pipeline.micro_batch import MicroBatched, micro_batch
-from .plan import Planned, PlanOptions
-from .problem.recipes import DATA, Restriction
+from ...errors import InputError, MemoryInfeasibleError
+from ...frontend.call_signature import CallSignature
+from ...frontend.export import Captured
+from ...ir.mesh import NOT_DATA, Mesh
+from ...passes.pipeline.micro_batch import MicroBatched, micro_batch
+from ..problem.recipes import DATA, Restriction
+from .plan_options import PlanOptions
+from .planned import Planned
 
 AUTO = "auto"
 MOST_SEARCHES = 3  # when the number of micro-batches is looked for
@@ -129,8 +130,8 @@ def excess(last: Planned | MemoryInfeasibleError | None) -> float:
         return 4.0
     e, limit = last.evaluation, last.solver.limit_bytes
     freed = sum(step.freed_bytes * count for levels in e.recomputed.values() for step, count in levels.values())
-    staying = last.problem.reserve_bytes + e.resident_bytes + e.gradient_bytes + e.whole_gradient_bytes
-    return max(2.0, (e.saved_bytes + freed) / max(limit - staying, 1.0))
+    resident = last.problem.reserve_bytes + e.resident_bytes + e.gradient_bytes + e.whole_gradient_bytes
+    return max(2.0, (e.saved_bytes + freed) / max(limit - resident, 1.0))
 
 
 def at_least(counts: Sequence[int], least: float) -> int | None:

@@ -23,19 +23,21 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ..errors import AutoparError, InputError, MemoryInfeasibleError
-from ..frontend.export import Captured
-from ..ir.mesh import Mesh
-from ..plans.plan import MeshCandidate
+from ...errors import AutoparError, InputError, MemoryInfeasibleError
+from ...frontend.export import Captured
+from ...ir.mesh import Mesh
+from ...plans.entries import MeshCandidate
+from ..problem.recipes import Restriction
+from ..solver.dual import Dual
+from ..solver.minimize import BeyondCutoff, Search
+from ..solver.solver import Solver, replaced
 from . import expert_plans, plan
 from .batch import at_least, excess, micro_batch_of
-from .problem.recipes import Restriction
-from .solver.dual import Dual
-from .solver.minimize import BeyondCutoff, Search
-from .solver.solver import Solver, replaced
+from .plan_options import PlanOptions
+from .planned import Planned
 
 if TYPE_CHECKING:
-    from ..passes.pipeline.micro_batch import MicroBatched
+    from ...passes.pipeline.micro_batch import MicroBatched
 
 SWEEPS = 4
 MEMORY_UNITS = (0.3, 3.0)  # prices of memory, in units of the solver's, at which meshes are bounded
@@ -76,7 +78,7 @@ class _SearchedMesh:
     solvers: list[Solver]
     bound: float
     roomy: float
-    planned: plan.Planned | None = None
+    planned: Planned | None = None
     note: str = ""
 
     @property
@@ -94,15 +96,15 @@ class _SearchedMesh:
 class _MeshSearch:
     """The candidates of one search, and the best plan so far."""
 
-    def __init__(self, captured: Captured, options: plan.PlanOptions, model: str, report: Callable[[str], None]):
+    def __init__(self, captured: Captured, options: PlanOptions, model: str, report: Callable[[str], None]):
         self.captured, self.model, self.report = captured, model, report
         self.options = replace(options, baselines=False)
         self.rough = replace(options.search, gap=max(options.search.gap, ROUGH_GAP))
         self.candidates: list[_SearchedMesh] = []
         self.refusals: list[AutoparError] = []
-        self.calls: dict[int, tuple[MicroBatched | None, plan.PlanOptions]] = {}
+        self.calls: dict[int, tuple[MicroBatched | None, PlanOptions]] = {}
 
-    def call(self, micro_batches: int) -> tuple[Captured, plan.PlanOptions]:
+    def call(self, micro_batches: int) -> tuple[Captured, PlanOptions]:
         """Return the graph of one of so many micro-batches and the options of planning it."""
         if micro_batches not in self.calls:
             options = replace(self.options, micro_batches=micro_batches)
@@ -185,7 +187,7 @@ class _MeshSearch:
         if before and before is not self.best:
             before.solvers = []
 
-    def _planned(self, one: _SearchedMesh, search: Search, tell: Callable[[str], None]) -> plan.Planned:
+    def _planned(self, one: _SearchedMesh, search: Search, tell: Callable[[str], None]) -> Planned:
         search = replace(search, cutoff_seconds=search.cutoff_seconds / one.micro_batches)
         one.solvers = [replaced(solver, search) for solver in one.solvers]
         starts = one.planned.chosen.found if one.planned else ()
@@ -206,11 +208,11 @@ class _MeshSearch:
 def search(
     captured: Captured,
     devices: int,
-    options: plan.PlanOptions,
+    options: PlanOptions,
     model: str = "model",
     report: Callable[[str], None] = lambda t: None,
     is_free: bool = False,
-) -> plan.Planned:
+) -> Planned:
     """Return the best plan of the captured call of a whole batch over all candidate meshes, which its `meshes` list;
     with `is_free` micro-batches are tried too. Raise InputError for a batch that no mesh divides; if there is no plan
     for any, what planning raises, of the mesh that misses least memory; BeyondCutoff, with its `candidates`, the meshes

@@ -14,11 +14,11 @@ from collections import defaultdict
 
 from torch import fx
 
-from ..cost.compute import ATTENTION, DTYPE_NAMES, flops_of
-from ..hardware.schema import Hardware
-from ..ir.graph import is_op, tensor_arguments, values_of
-from ..ops import autopar
-from ..plans.plan import Flops
+from ...cost.compute import ATTENTION, DTYPE_NAMES, flops_of
+from ...hardware.schema import Hardware
+from ...ir.graph import is_op, tensor_arguments, values_of
+from ...ops import autopar
+from ...plans.entries import Flops
 
 
 def model_flops(node: fx.Node) -> float:

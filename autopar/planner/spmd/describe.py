@@ -5,37 +5,40 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
 
-from ..cost.exchange import exchange_axes, exchange_bytes, exchange_seconds
-from ..cost.orthogonalize import ELEMENT_BYTES
-from ..cost.ring import ring_of
-from ..errors import AutoparError
-from ..hardware.schema import Hardware
-from ..ir.graph import PARTNERS, fingerprint, op_base_name, output_node
-from ..ops import autopar
-from ..plans.pipeline import Pipeline
-from ..plans.plan import Alternative, Collective, Plan
-from ..plans.sharding import NodeSharding, Sharding
+from ...cost.exchange import exchange_axes, exchange_bytes, exchange_seconds
+from ...cost.orthogonalize import ELEMENT_BYTES
+from ...cost.ring import ring_of
+from ...errors import AutoparError
+from ...hardware.schema import Hardware
+from ...ir.graph import PARTNERS, fingerprint, op_base_name, output_node
+from ...ops import autopar
+from ...plans.entries import Alternative, Collective
+from ...plans.pipeline import Pipeline
+from ...plans.plan import Plan
+from ...plans.sharding import NodeSharding, Sharding
+from ..objective.checkpoint_blocks import recomputed_vertices
+from ..objective.checkpoint_min_cut import FULL
+from ..objective.evaluate import Evaluation
+from ..objective.module_table import regions_of
+from ..objective.pricer import Pricer
+from ..problem.offload import offloaded, update_seconds
+from ..problem.problem import Problem
+from ..problem.tiled_loss import tiled_losses
+from ..problem.vertices import STATE
+from ..solver.search import Outcome
 from .accumulation import of_step, samples_of
 from .attention_text import is_packed
 from .model_flops import flops_of_step
-from .objective.checkpoint_blocks import recomputed_vertices
-from .objective.checkpoint_min_cut import FULL
-from .objective.evaluate import Evaluation
-from .objective.module_table import regions_of
-from .objective.pricer import Pricer
 from .outputs import held_bytes, kept_bytes, outputs_in, with_outputs
-from .pipeline.beside import SCHEDULE, StagedRow
-from .plan import Planned
-from .problem.offload import offloaded, update_seconds
-from .problem.problem import Problem
-from .problem.tiled_loss import tiled_losses
-from .problem.vertices import STATE
 from .routing import routing_of
-from .solver.search import Outcome
+
+if TYPE_CHECKING:
+    from .planned import Planned, StagedRow
 
 
 def describe_plan(planned: Planned) -> Plan:
@@ -47,7 +50,7 @@ def describe_plan(planned: Planned) -> Plan:
     is_even = micro is None or micro.smaller is None
     pipeline = Pipeline(micro_batches=micro_batches, samples=0 if is_even else samples)
     rows = tuple(_alternative(name, one, pipeline, planned) for name, one in planned.others.items())
-    rows += tuple(map(_staged_alternative, planned.beside))
+    rows += tuple(map(_staged_alternative, planned.staged_rows))
     sharding = _sharding(problem, e, pricer)
     plan = Plan(
         model=planned.model,
@@ -137,7 +140,7 @@ def _staged_alternative(row: StagedRow) -> Alternative:
             plan.peak_bytes <= plan.memory_limit_bytes,
             recomputed_blocks=len(plan.recomputed) + len(plan.recomputed_selectively),
         )
-    return replace(told, micro_batches=row.micro_batches, mesh=str(row.mesh), schedule=SCHEDULE)
+    return replace(told, micro_batches=row.micro_batches, mesh=str(row.mesh), schedule=row.schedule)
 
 
 def _recomputed(e: Evaluation, wholly: bool) -> tuple[str, ...]:

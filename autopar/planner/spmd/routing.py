@@ -7,16 +7,16 @@ from dataclasses import replace
 
 from torch import fx
 
-from ..cost.exchange import OF_TOKENS, exchange_axes, exchange_bytes, token_bytes
-from ..cost.expert_load import load_of_rows
-from ..ir.graph import bytes_of
-from ..ir.layout import Layout, fraction
-from ..plans.plan import Routing
-from ..rules import Strategy
-from .objective.evaluate import Evaluation
-from .objective.memory_timeline import live_bytes
-from .objective.pricer import Pricer
-from .problem.problem import Problem
+from ...cost.exchange import OF_TOKENS, exchange_axes, exchange_bytes, token_bytes
+from ...cost.expert_load import load_of_rows
+from ...ir.graph import bytes_of
+from ...ir.layout import Layout, fraction
+from ...plans.entries import Routing
+from ...rules import Strategy
+from ..objective.evaluate import Evaluation
+from ..objective.memory_timeline import live_bytes
+from ..objective.pricer import Pricer
+from ..problem.problem import Problem
 
 
 def routing_of(problem: Problem, e: Evaluation, pricer: Pricer) -> Routing | None:

@@ -9,7 +9,7 @@ from .text import text
 RUNS = ("predicted", "measured")
 
 
-def beside(predicted: Played, measured: Played) -> str:
+def overlay(predicted: Played, measured: Played) -> str:
     """Return the table, in milliseconds, and both grids. A stage's times are the mean of its micro-batches; a rank
     waits when it does nothing between the first action of any rank and the last one of any."""
     runs = dict(zip(RUNS, (predicted, measured)))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from ..ops import autopar
-from ..rules.reading import bound
+from ...ops import autopar
+from ...rules.reading import bound
 
 ATTENTION = (autopar.attention.default, autopar.attention_bw.default)
 

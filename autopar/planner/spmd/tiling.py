@@ -14,18 +14,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..errors import MemoryInfeasibleError, StrategyError
+from ...errors import MemoryInfeasibleError, StrategyError
+from ..objective.evaluate import evaluate
+from ..problem.recipes import Restriction
+from ..problem.tiled_loss import LOSS, NONE, TILINGS, may_save, moves_none, with_tiled_losses
+from ..solver.minimize import BeyondCutoff
+from ..solver.search import Outcome, Starts
+from ..solver.solver import Solver, replaced
 from . import fixed_recompute
-from .objective.evaluate import evaluate
-from .objective.pricer import Pricer
-from .problem.recipes import Restriction
-from .problem.tiled_loss import LOSS, NONE, TILINGS, may_save, moves_none, with_tiled_losses
-from .solver.minimize import BeyondCutoff
-from .solver.search import Outcome, Starts
-from .solver.solver import Solver, replaced
 
 if TYPE_CHECKING:
-    from .plan import PlanOptions
+    from .plan_options import PlanOptions
 
 Found = tuple[Solver, Outcome]
 NOTHING = (MemoryInfeasibleError, BeyondCutoff)
@@ -114,12 +113,10 @@ def _in_blocks(solvers: Sequence[Solver], options: PlanOptions, is_asked: bool =
     is_one_call = options.micro_batches == 1 and options.within is None
     found = []
     for old in solvers:
-        problem, p = with_tiled_losses(old.problem, options.hardware, is_one_call), old.pricer
+        problem = with_tiled_losses(old.problem, options.hardware, is_one_call)
         if problem is None:
             break
-        pricer = Pricer(
-            problem, p.prices, p.bucket_bytes, p.micro_batches, p.reduces_once, p.gathers_once, p.reduce_dtype
-        )
+        pricer = replace(old.pricer, problem=problem)
         found.append(Solver(problem, pricer, old.limit_bytes, old.search, old.report, old.free.overlap))
     if is_asked and not found:
         raise StrategyError(

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ..errors import AutoparError
+from ...errors import AutoparError
+from ..problem.recipes import MODELS_OWN, Restriction, compared_on
+from ..solver.search import Outcome
+from ..solver.solver import Solver
 from .accumulation import solvers_for
-from .problem.recipes import MODELS_OWN, Restriction, compared_on
-from .solver.search import Outcome
-from .solver.solver import Solver
 
 Row = Outcome | AutoparError
 

@@ -1,0 +1,131 @@
+"""Plans of one of a batch's micro-batches, as it is sharded inside of a stage: the fastest, and smaller ones."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cached_property
+
+from ...frontend.export import Captured
+from ...ir.mesh import Mesh
+from ...passes.pipeline.micro_batch import MicroBatched, few_blocks, micro_batch
+from ...plans.pipeline import inside, sizes_of
+from ..problem.recipes import Restriction
+from ..solver.minimize import Search
+from ..solver.search import Starts
+from ..solver.solver import Solver, replaced
+from ..spmd.batch import samples_of
+from ..spmd.fixed_recompute import AUTO, NONE
+from ..spmd.plan import search, solvers_of
+from ..spmd.plan_options import PlanOptions
+from ..spmd.planned import Planned
+
+LITTLE = 1e-2  # of the compute: what all memory of the ranks is worth to the fastest plan
+MEMORY_PRICES = (0.1, 1.0, 10.0)  # the same to others; at the last, experts are no longer gathered
+ROUGH = Search(gap=1e-2, largest_program=0)  # of which none is the best: as far as they are searched
+
+Report = Callable[[str], None]
+
+
+class MicroBatchPlans:
+    """Plans of one of so many micro-batches of a captured graph of the whole batch, on the mesh of a stage, without
+    the `axis` of the stages; of a deep model they are searched by few blocks. Raises
+    MicroBatchError if the batch cannot be cut so."""
+
+    def __init__(
+        self,
+        captured: Captured,
+        micro_batches: int,
+        mesh: Mesh,
+        axis: str,
+        options: PlanOptions,
+        name: str,
+        report: Report,
+    ):
+        self.captured, self.micro_batches, self.name, self.report = captured, micro_batches, name, report
+        self.mesh = inside(mesh, axis)
+        self.most_bytes = mesh.size(axis) * float(options.memory_bytes or options.hardware.memory_bytes)  # of all ranks
+        self.starts: Starts = ()  # choices that the fastest plan is at least as good as
+        if captured.compact is None:
+            self.micro = micro_batch(captured, micro_batches)
+        self.few = few_blocks(captured, micro_batches) if captured.compact else self.micro.captured
+        batch = samples_of(captured.signature)
+        self.samples, self.share = batch, batch / (micro_batches * sizes_of(batch, micro_batches)[0]) if batch else 1.0
+        smaller = few_blocks(captured, micro_batches, True) if captured.compact and self.share < 1 else None
+        smaller = smaller or (self.micro.smaller if self.share < 1 else None)
+        self.options = replace(
+            options,
+            within=mesh,
+            micro_batches=micro_batches,
+            baselines=False,
+            memory_bytes=None,
+            overlay=smaller and smaller.graph,
+        )
+        self.solvers = solvers_of(self.few, self.mesh, self.options, report)
+
+    @cached_property
+    def micro(self) -> MicroBatched:
+        """Cut the batch of the whole graph into micro-batches."""
+        self.report(f"cutting the batch into {self.micro_batches}")
+        return micro_batch(self.captured, self.micro_batches)
+
+    def under(self, strategy: str) -> MicroBatchPlans:
+        """Return the plans of what a strategy allows."""
+        other = copy.copy(self)
+        other.options, other.starts = replace(self.options, strategy=strategy), self.fastest.chosen.found
+        other.__dict__.pop("fastest", None)
+        return other
+
+    @cached_property
+    def fastest(self) -> Planned:
+        """Return the fastest plan of a micro-batch, whatever memory it takes; of almost equally fast ones a small
+        one."""
+        return self.within(math.inf)
+
+    def at_prices(self) -> Iterator[Planned]:
+        """Iterate over plans of a micro-batch: the fastest, then those that are fastest where memory has ever higher
+        prices."""
+        yield self.fastest
+        if self.options.recompute != AUTO:
+            return
+        solver, seen = self.fastest.solver, [self.fastest.evaluation.choice]
+        restriction = Restriction.of(self.options.strategy, self.mesh, self.options.forbid)
+        run = solver.run(restriction, dict(self.options.pin), self.fastest.chosen.found)
+        for price in MEMORY_PRICES:
+            one = run.at(replace(solver.free, byte_seconds=solver.unit_price * price, saved=True), ROUGH)
+            if one.evaluation.choice not in seen:
+                seen.append(one.evaluation.choice)
+                yield replace(self.fastest, chosen=replace(one, bound_seconds=self.fastest.chosen.bound_seconds))
+
+    def within(self, limit: float) -> Planned:
+        """Return the fastest plan of a micro-batch that holds so many bytes at most."""
+        solvers = [replaced(solver, solver.search, min(limit, self.most_bytes)) for solver in self.solvers]
+        options = replace(self.options, refuses=True)
+        starts = self.starts if limit == math.inf else self.fastest.chosen.found
+        if limit == math.inf:
+            level = NONE if self.options.recompute == AUTO else self.options.recompute
+            options = replace(self.options, refuses=False, recompute=level)
+            for solver in solvers:
+                solver.free = replace(solver.free, byte_seconds=solver.unit_price * LITTLE)
+        return search(self.few, self.mesh, options, self.name, self.report, solvers, starts)
+
+    def of_whole(self, inner: Planned) -> Planned:
+        """Return the same plan of the whole graph; it is searched anew if the graph's blocks are not cut alike."""
+        if self.few.compact is None or self.few.compact.whole:
+            return inner
+        if self.micro.captured.compact is None:  # its blocks are not cut alike
+            return search(
+                self.micro.captured, self.mesh, replace(self._whole_options, refuses=False), self.name, self.report
+            )
+        solver = next(s for s in self._whole_solvers if s.pricer.reduces_once == inner.pricer.reduces_once)
+        return replace(inner, captured=self.micro.captured, solver=solver)
+
+    @property
+    def _whole_options(self) -> PlanOptions:
+        return replace(self.options, overlay=self.micro.smaller and self.micro.smaller.graph)
+
+    @cached_property
+    def _whole_solvers(self) -> list[Solver]:
+        return solvers_of(self.micro.captured, self.mesh, self._whole_options, self.report)

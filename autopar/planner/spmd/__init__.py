@@ -1,0 +1,1 @@
+"""Plan one graph on one mesh, where every device runs the same program."""

@@ -1,0 +1,203 @@
+"""Search for the plan of a captured graph."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from ...cost.collectives import CollectiveCost
+from ...cost.host import HostCost
+from ...cost.orthogonalize import OrthogonalizeCost
+from ...cost.product_seconds import ProductSeconds
+from ...cost.redistribute import Redistributor
+from ...cost.transfer_prices import TransferPrices
+from ...cost.update import UpdateCost
+from ...errors import AutoparError, UnsupportedOpError
+from ...frontend.export import Captured
+from ...frontend.precision import reduce_type
+from ...ir.graph import describe
+from ...ir.mesh import Mesh
+from ...plans.plan import Plan
+from ...rules.register import suggestion
+from ...utils.gc_pause import paused_collector
+from ..objective.pricer import Pricer
+from ..problem import offload
+from ..problem.overlay import fitting
+from ..problem.problem import Problem, build, with_offload
+from ..problem.recipes import MODELS_OWN, Restriction, globs_of, may_cut_sequence
+from ..problem.symmetry import fold, unfolded
+from ..solver.search import Outcome, Starts
+from ..solver.solver import Solver
+from . import accumulation, expert_plans, fixed_recompute, tiling
+from .plan_options import IN_DOUBT, PlanOptions
+from .planned import Planned
+
+
+def make_plan(
+    captured: Captured,
+    mesh: Mesh,
+    options: PlanOptions,
+    model: str = "model",
+    report: Callable[[str], None] = lambda t: None,
+) -> Plan:
+    """Plan a captured graph on a mesh. Raise UnsupportedOpError (strict), StrategyError, or MemoryInfeasibleError."""
+    return search(captured, mesh, options, model, report).plan
+
+
+@paused_collector()
+def search(
+    captured: Captured,
+    mesh: Mesh,
+    options: PlanOptions,
+    model: str = "model",
+    report: Callable[[str], None] = lambda t: None,
+    solvers: list[Solver] | None = None,
+    starts: Starts = (),
+) -> Planned:
+    """Find the best plan of a captured graph and return it with the search that found it; `solvers`: what `solvers_of`
+    gave, if it was called before; for `starts` see `Solver.run`. Raise what `make_plan` raises."""
+    options.check(mesh)
+    start = time.perf_counter()
+    restriction = Restriction.of(options.strategy, mesh, options.forbid)
+    solvers = solvers or solvers_of(captured, mesh, options, report)
+    warnings = _unruled(solvers[0].problem, options.strict)
+
+    def found(others: Mapping[str, Outcome | AutoparError]) -> tuple[Solver, Outcome]:
+        report("searching")
+        known = [one.found[-1] for one in others.values() if isinstance(one, Outcome)]
+        first = starts if options.strategy else [*known, *starts]
+        return tiling.fastest(accumulation.solvers_for(solvers, options.strategy), restriction, options, first)
+
+    others = expert_plans.rows(solvers, options.styles) if options.baselines not in (False, IN_DOUBT) else {}
+    solver, chosen = found(others)
+    if options.baselines == IN_DOUBT and chosen.gap > options.search.gap:
+        others = expert_plans.rows(solvers, options.styles)
+        solver, chosen = found(others)
+    chosen = not_worse(chosen, others, options)
+    if options.refuses:
+        offload.check_host(solver.problem, chosen.evaluation)
+    report("done")
+    return Planned(model, captured, options, solver, chosen, others, warnings, time.perf_counter() - start)
+
+
+def solvers_of(
+    captured: Captured,
+    mesh: Mesh,
+    options: PlanOptions,
+    report: Callable[[str], None] = lambda t: None,
+    known: Pricer | None = None,
+) -> list[Solver]:
+    """Return one solver for each way to reduce gradients, all of the same problem. `known`: a pricer on the same mesh,
+    of other micro-batches or another offload, whose redistributions are priced already."""
+    hardware, around = options.hardware, options.around(mesh)
+    links, tiers = hardware.links_for(around), hardware.tiers_for(around)
+    report("building the problem")
+    prices = (
+        known.prices
+        if known
+        else TransferPrices(
+            Redistributor(mesh, {a: links[a] for a in mesh.names}, hardware.reached_memory_bytes_per_second),
+            CollectiveCost(hardware, around),
+            hardware.classes_for(around),
+        )
+    )
+    problem = _problem(captured, mesh, options, prices, known.problem if known else None)
+    bucket_bytes = max(tiers[a].bucket_bytes for a in mesh.names)
+    limit = float(options.memory_bytes or hardware.memory_bytes)
+    gain = hardware.overlap_gain
+    asked = None if options.baselines else options.strategy  # strategies that are compared reduce in other ways
+    ways = accumulation.ways(asked, options.micro_batches, options.offload == offload.OPTIMIZER)
+    is_cut = options.micro_batches > 1
+    pricers = [
+        Pricer(
+            problem,
+            prices,
+            bucket_bytes,
+            options.micro_batches,
+            once,
+            gathers_once=is_cut,
+            reduce_dtype=reduce_type(options.reduce_dtype),
+        )
+        for once in ((True,) if is_cut and options.within is not None else ways)
+    ]
+    return [Solver(problem, pricer, limit, options.search, report, gain) for pricer in pricers]
+
+
+def _problem(
+    captured: Captured, mesh: Mesh, options: PlanOptions, prices: TransferPrices, known: Problem | None
+) -> Problem:
+    """Return the problem of a captured graph; `known`: one that is like it, if it is of the same graph, but for the
+    offload."""
+    hardware, optimizer = options.hardware, options.of_state()
+    cost = HostCost(hardware.host, options.micro_batches) if hardware.host else None
+    on_host = offload.Offload(options.offload, cost, options.on_host)
+    if known is not None and known.whole is captured.graph:
+        update = UpdateCost(hardware.reached_memory_bytes_per_second, options.micro_batches)
+        return with_offload(known, on_host, update)
+    muon = None
+    if optimizer.orthogonalizes:
+        muon = OrthogonalizeCost(prices, ProductSeconds(hardware), options.micro_batches)
+    problem = build(
+        captured,
+        mesh,
+        hardware,
+        optimizer,
+        fold if options.folded else unfolded,
+        dict(options.fixed),
+        {**options.pin, **dict(options.forbid), **dict.fromkeys(globs_of(options.strategy), "")},
+        on_host,
+        options.micro_batches,
+        muon,
+        options.execution,
+        may_cut_sequence(options.strategy, mesh, captured.signature.samples),
+        options.expert_load,
+    )
+    problem.fits = fitting(problem, options.overlay) if options.overlay is not None else {}
+    return problem
+
+
+def _unruled(problem: Problem, strict: bool) -> tuple[str, ...]:
+    """Return what is said of ops without a rule, which run whole on every device. Raise UnsupportedOpError for them if
+    planning is `strict`."""
+    if not problem.unruled:
+        return ()
+    lines = []
+    for target, nodes in sorted(_by_target(problem).items()):
+        seconds = sum(float(problem.choices(v).seconds[0]) for v in nodes)
+        first = problem.vertices[nodes[0]].node
+        where = f" at {first.meta['source']}" if first.meta.get("source") else ""
+        lines.append(
+            f"{target} has no sharding rule: {len(nodes)} ops run whole on every device, {seconds * 1e3:.3g} ms{where}"
+        )
+    if strict:
+        raise UnsupportedOpError(
+            f"{len(problem.unruled)} ops of {len(lines)} kinds have no sharding rule: " + "; ".join(lines),
+            node=describe(problem.unruled[0]),
+            mesh=problem.mesh,
+            fix=f"leave out strict=True to run them whole on every device, or {suggestion(problem.unruled[0])}",
+        )
+    return tuple(lines)
+
+
+def _by_target(problem: Problem) -> dict[str, list[int]]:
+    unruled = set(problem.unruled)
+    found = defaultdict(list)
+    for v in problem.vertices:
+        if v.node in unruled and v.kind == "op":
+            found[str(v.node.target)].append(v.index)
+    return found
+
+
+def not_worse(chosen: Outcome, others: dict[str, Outcome | AutoparError], options: PlanOptions) -> Outcome:
+    """Return the free plan, or an expert's if that fits and is faster by the same model (the search stops at a small
+    gap). Keep a plan of which something was asked for."""
+    if chosen.restriction.name != "auto" or options.pin or options.forbid or options.recompute != fixed_recompute.AUTO:
+        return chosen
+    for name, other in others.items():
+        if isinstance(other, Outcome) and other.fits and other.seconds < chosen.seconds:
+            restriction = chosen.restriction if name == MODELS_OWN else other.restriction  # one that can be asked for
+            bound = min(chosen.bound_seconds, other.evaluation.seconds)
+            chosen = replace(other, restriction=restriction, bound_seconds=bound, found=chosen.found)
+    return chosen

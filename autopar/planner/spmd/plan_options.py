@@ -1,0 +1,100 @@
+"""The options of a search for the plan of one graph."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from ...cost.compute import EAGER, EXECUTIONS
+from ...cost.memory import Optimizer
+from ...errors import StrategyError
+from ...frontend.precision import compute_dtype, reduce_type, state_type
+from ...hardware.profile import Hardware
+from ...ir.layout import Layout
+from ...ir.mesh import Mesh
+from ..problem import offload
+from ..problem.recipes import Restriction
+from ..solver.minimize import DUAL, ILP, Search
+from . import accumulation, fixed_recompute, tiling
+
+IN_DOUBT = "in doubt"  # of `baselines`: experts' plans are looked at where the bound leaves room for a better one
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """The options of a search. `fixed`: layouts by placeholder name. `forbid`: pairs of a glob and a layout
+    that it may not take. `memory_bytes`: None takes the hardware's. `execution`: see `Plan`. `micro_batches`: of a
+    step; the graph that is planned is that of one of them. `recompute`: "auto", or the level of every block; `tile`:
+    "auto", or whether losses are computed in blocks (see autopar/planner/spmd/tiling.py);
+    `refuses`: what does not fit the memory (else it is planned anyway). `offload`: see
+    autopar/planner/problem/offload.py; `on_host`: placeholders of parameters that are on the host already. `styles`:
+    the model's own tensor parallelism (see hf_tp_plan.py), one of the baselines. `reduce_dtype`, `state_dtype`: see
+    `Plan`. `within`: the whole mesh, where the planned one is a stage's of a pipeline: links are those of the whole
+    mesh, gradients are reduced once a step, and copies of parameters that are kept are gathered once. `overlay`:
+    another graph that runs with the same decisions, of fewer samples. `expert_load`: see
+    autopar/cost/expert_load.py."""
+
+    hardware: Hardware
+    memory_bytes: float | None = None
+    optimizer: str = "adamw"
+    precision: str = "fp32"
+    execution: str = EAGER
+    reduce_dtype: str | None = None
+    state_dtype: str | None = None
+    strategy: str | None = None
+    pin: Mapping[str, str] = field(default_factory=dict)
+    forbid: tuple[tuple[str, str], ...] = ()
+    fixed: Mapping[str, Layout] = field(default_factory=dict)
+    strict: bool = False
+    baselines: bool | str = True
+    folded: bool = True
+    micro_batches: int = 1
+    recompute: str = "auto"
+    tile: str = "auto"
+    refuses: bool = True
+    offload: str = offload.NONE
+    on_host: frozenset[str] = frozenset()
+    styles: Mapping[str, str] = field(default_factory=dict)
+    search: Search = Search()
+    within: Mesh | None = None
+    overlay: fx.Graph | None = None
+    expert_load: float = 1.0
+
+    def of_state(self) -> Optimizer:
+        """Return the optimizer with the type that its state is kept in. Raise StrategyError for an unknown one."""
+        dtype = state_type(self.state_dtype)
+        return Optimizer.of(self.optimizer, None if dtype is None else dtype.itemsize)
+
+    def around(self, mesh: Mesh) -> Mesh:
+        """Return the mesh on which the distances between the devices of a planned mesh are measured."""
+        if self.within is None:
+            return mesh
+        alone = [name for name in mesh.names if name not in self.within.names]  # of a stage that is one device
+        return Mesh((*self.within.names, *alone), (*self.within.sizes, *map(mesh.size, alone)))
+
+    def check(self, mesh: Mesh) -> None:
+        """Raise StrategyError or MeshError for what can be known to be wrong before the model is traced."""
+        Restriction.of(self.strategy, mesh)
+        compute_dtype(self.precision)
+        reduce_type(self.reduce_dtype)
+        if self.execution not in EXECUTIONS:
+            raise StrategyError(f"no execution {self.execution!r} is known", fix=f"use {' or '.join(EXECUTIONS)}")
+        if not 1.0 <= self.expert_load < math.inf:
+            raise StrategyError(
+                f"experts of a device get {self.expert_load} times the mean of their rows",
+                fix="give expert_load=1.0, balanced routing, or more",
+            )
+        accumulation.check(self.micro_batches)
+        fixed_recompute.check(self.recompute)
+        tiling.check(self.tile)
+        offload.check(self.offload, self.on_host, self.hardware)
+        if self.of_state().orthogonalizes and (self.state_dtype or self.offload != offload.NONE):
+            raise StrategyError(
+                f"{self.optimizer} orthogonalizes matrices on the device, in a state of their own type",
+                fix="leave out state_dtype and offload, or use adamw",
+            )
+        if self.search.solver not in (DUAL, ILP):
+            raise StrategyError(f"no solver {self.search.solver!r} is known", fix=f"use {DUAL} or {ILP}")
