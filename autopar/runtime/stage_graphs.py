@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -34,6 +34,12 @@ class StageGraphs:
 
     def __call__(self, key: GraphKey, arguments: list[list[Tensor]]) -> list:
         return [self.loaded[key].run(values) for values in arguments]
+
+    def expert_rows(self) -> Iterator[tuple[str, list[int]]]:
+        """Iterate over the layers of experts of each forward graph, with the rows of its latest forwards."""
+        for _, graph in sorted(self.loaded.items()):
+            if graph.rows is not None:
+                yield from graph.rows.rows().items()
 
     def compile(self, options: Mapping[str, object]) -> None:
         """Run the graphs through torch.compile, with these options of it, but for those that make copies."""
