@@ -11,6 +11,7 @@ has its number."""
 from __future__ import annotations
 
 import itertools
+from collections import ChainMap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -231,7 +232,7 @@ def _rewritten(
                 shares[value] = share = graph.call_function(aten.mul.Tensor, (new[value], 1 / micro_batches))
                 share.meta = {**value.meta, "phase": node.meta.get("phase", "backward")}
                 nodes[share.name] = NodeSharding((Layout.replicated(value.meta["val"].dim()),), (partial_of(value),))
-            new[node] = graph.node_copy(node, lambda value, shares=shares: shares.get(value) or new[value])
+            new[node] = graph.node_copy(node, ChainMap(shares, new).__getitem__)
             if node.target in OFFSET and axis.shares.get(node) == frozenset():
                 new[node].update_arg(1, node.args[1] / micro_batches)
     graph.eliminate_dead_code()
