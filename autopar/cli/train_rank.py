@@ -165,6 +165,8 @@ def _run(device_mesh, settings: dict, stop: StopSignals, say) -> int:
     figures = torch.tensor([statistics.median(timed), float(peak)], dtype=torch.float64)
     dist.all_reduce(figures, dist.ReduceOp.MAX)
     say(fit("\n" + _comparison(model.plan, *figures.tolist(), len(timed))))
+    if model.plan.routing is not None:
+        say(fit(f"\n{model.expert_balance()}"))
     if settings["trace"]:
         _trace(model, settings, say)
     return 0

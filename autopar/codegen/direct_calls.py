@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import fx
@@ -38,10 +39,11 @@ BINDINGS: Mapping[object, Callable] = {  # that take the same arguments and can 
 _CALL = re.compile(r" = torch\.ops\.([\w.]+)\(")
 
 
-def compile_directly(module: fx.GraphModule) -> None:
-    """Compile the Python of a graph module, in place, so that it calls its ops by names that stand for them."""
-    targets = {n.target for n in module.graph.nodes if n.op == "call_function"}
-    ops = {str(t): BINDINGS.get(t) or op_handle(t) for t in targets if isinstance(t, torch._ops.OpOverload)}
+def compile_directly(module: fx.GraphModule, instead: Mapping[object, Callable] = MappingProxyType({})) -> None:
+    """Compile the Python of a graph module, in place, so that it calls its ops by names that stand for them; `instead`:
+    functions in the place of some ops."""
+    targets, known = {n.target for n in module.graph.nodes if n.op == "call_function"}, {**BINDINGS, **instead}
+    ops = {str(t): known.get(t) or op_handle(t) for t in targets if isinstance(t, torch._ops.OpOverload)}
 
     def renamed(body: list[str]) -> list[str]:
         return [_CALL.sub(lambda call: f" = {_name(call[1])}(" if call[1] in ops else call[0], line) for line in body]

@@ -19,6 +19,7 @@ import numpy as np
 
 from ..cost.compute import FREE
 from ..errors import MemoryInfeasibleError, StrategyError
+from ..plans.text import routing_lines
 from ..rules import Strategy
 from .explain_text import explain_text
 from .objective.evaluate import Evaluation
@@ -73,7 +74,8 @@ class Choice:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The decisions that a pattern matches; `print` it. `left_out`: how many more it matches."""
+    """The decisions that a pattern matches; `print` it. `left_out`: how many more it matches. `routing`: what the plan
+    says of experts' rows, if it sends any."""
 
     pattern: str
     model: str
@@ -82,6 +84,7 @@ class Explanation:
     peak_bytes: float
     choices: tuple[Choice, ...]
     left_out: int
+    routing: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return explain_text(self)
@@ -108,6 +111,7 @@ def explain_plan(
         e.bytes_,
         tuple(explainer.choices()),
         max(0, len(classes) - choices),
+        () if planned.options.within else tuple(routing_lines(planned.plan)),  # else of the pipeline
     )
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..plans.pipeline_text import pipeline_line
 from ..plans.plan import Plan
+from ..plans.text import routing_lines
 from ..utils.format import byte_column, column, ms, percent, size, table
 from .explain_text import explain_text
 
@@ -23,7 +24,7 @@ def explain_pipeline_text(e: PipelineExplanation) -> str:
         f"pipeline of {e.plan.model} on mesh {e.plan.mesh}: step {ms(e.plan.step_seconds)}, peak "
         f"{size(e.plan.peak_bytes)} a device, {percent(e.plan.peak_bytes, e.plan.memory_limit_bytes)} of "
         f"{size(e.plan.memory_limit_bytes)}",
-        pipeline_line(e.plan), "", *_ranks(e), "",
+        pipeline_line(e.plan), *routing_lines(e.plan), "", *_ranks(e), "",
         "* as planned; works, reduces (gradients, after the last action) and waits are the mean rank's and add up to "
         "the step", "",
         *priced_lines(f"micro-batches, with {p.schedule}", e.micro_batches), "",

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 def explain_text(e: Explanation) -> str:
     """Return the text of an explanation: a heading, then a paragraph and a table for each choice."""
     lines = [
-        f"{e.pattern} of {e.model} on mesh {e.mesh}: step {ms(e.step_seconds)}, peak {size(e.peak_bytes)} a device"
+        f"{e.pattern} of {e.model} on mesh {e.mesh}: step {ms(e.step_seconds)}, peak {size(e.peak_bytes)} a device",
+        *e.routing,
     ]
     for choice in e.choices:
         lines += ["", *_choice(e, choice)]

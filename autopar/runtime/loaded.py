@@ -22,6 +22,7 @@ from ..codegen.buckets_in_place import buckets_in_place
 from ..codegen.direct_calls import compile_directly
 from ..codegen.follow_size import Line, Sizes, followed
 from ..codegen.python_code import bind_groups, boxed, gather_by_broadcasts, group_names
+from ..codegen.row_counts import RowCounter
 from ..errors import CompilerError
 from ..ops import autopar
 from ..processes import watch
@@ -36,7 +37,8 @@ AS_COMPILED = {
 
 class LoadedGraph:
     """Takes the arguments as one list, which it empties, and returns the results. `phase`: backward, or one of
-    FORWARDS, or what a stage's is called."""
+    FORWARDS, or what a stage's is called. `rows`: counts those of experts, of a forward that has run and was not
+    compiled."""
 
     def __init__(self, module: fx.GraphModule, groups: ProcessGroups, device: torch.device, phase: str):
         # a rank that skips a backward, or makes a forward more, must not meet what others send in theirs
@@ -52,6 +54,7 @@ class LoadedGraph:
         """Make the module ready to run. Its Python is compiled when it first runs: what a program that follows sizes is
         made of never does."""
         self.module, self.phase, self.run = boxed(self.module), phase, self._first_run
+        self.rows: RowCounter | None = None
 
     def __call__(self, values: list):
         return self.run(values)
@@ -59,8 +62,11 @@ class LoadedGraph:
     def _first_run(self, values: list):
         module = boxed(_copy(self.module))  # torch.compile, and what follows sizes, takes the graph as it was
         buckets_in_place(module)
-        compile_directly(module)
-        self.run = _without_autocast(watch.guarded(module, self.phase, self.mesh, module.forward))
+        rows = RowCounter(module.graph) if self.phase.startswith("forward") else None
+        self.rows = rows if rows and rows.layers else None
+        compile_directly(module, self.rows.functions() if self.rows else {})
+        forward = _counted(self.rows, module.forward) if self.rows else module.forward
+        self.run = _without_autocast(watch.guarded(module, self.phase, self.mesh, forward))
         return self.run(values)
 
     @classmethod
@@ -76,7 +82,7 @@ class LoadedGraph:
 
     def compile(self, options: Mapping[str, object]) -> None:
         """Run the graph through torch.compile, with these options of it, from the next call on; that call compiles."""
-        self.options = options
+        self.options, self.rows = options, None
         run = _compiled(self.module, self.phase, options)
         self.run = watch.guarded(self.module, self.phase, self.mesh, run)
 
@@ -89,6 +95,16 @@ def _without_autocast(run: Callable) -> Callable:
             return run(values)
 
     return run_as_it_is
+
+
+def _counted(rows: RowCounter, run: Callable) -> Callable:
+    """Return `run` with the rows of its experts counted."""
+
+    def run_from_the_first(values: list):
+        rows.begin()
+        return run(values)
+
+    return run_from_the_first
 
 
 def _copy(module: fx.GraphModule) -> fx.GraphModule:

@@ -23,6 +23,7 @@ from ..errors import AdaptError, AutoparError, StrategyError
 from ..frontend.call_signature import split_example
 from ..frontend.user_lines import line_now
 from ..ir.mesh import Mesh
+from ..plans.expert_balance import ExpertBalance, balance_of
 from ..plans.plan import Plan
 from ..processes import agree, process_groups, watch
 from ..processes.stage_mesh import StageMesh
@@ -201,6 +202,20 @@ class ParallelModule(OfSource):
         `play`, `grid` and `svg` of autopar/schedule say the same of a predicted one. All ranks call it. Raises
         StageError where a step is one program."""
         return self._captures.last.step.measured()
+
+    def expert_balance(self) -> ExpertBalance:
+        """Return how many rows the busiest device got of each mixture of experts, over the mean of all, in the latest
+        forwards of the last call's graphs (64 at most), beside the load that was assumed. A step counts what its host
+        knows anyway; here ranks tell each other, so all call it. Raises StrategyError where no rows are sent to
+        experts, or none were counted."""
+        rows, routing = agree.from_all(lambda: self._captures.last.step.expert_rows()), self.plan.routing
+        if any(rows):
+            return balance_of(rows, routing.load if routing else 1.0)
+        if routing is None:
+            raise StrategyError(
+                "no experts are cut over devices, so that no rows are sent", fix='use strategy="expert"'
+            )
+        raise StrategyError("no rows of experts were counted yet", fix="call the model before, without model.compile()")
 
     def compile(self, **options) -> None:
         """Run this rank's graphs through torch.compile with these options of it (`backend`, `mode`, ...), from the next

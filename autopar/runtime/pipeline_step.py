@@ -208,6 +208,14 @@ class PipelineStep:
         starts, ends = (tuple(tuple(t[k] for t in times) for times in everyone) for k in (1, 2))
         return Played(replace(self.schedule, orders=orders), starts, ends)
 
+    def expert_rows(self) -> dict[str, list[int]]:
+        """Return by layer of experts the rows that this rank got in each of the latest forwards of micro-batches."""
+        found: dict[str, list[int]] = {}
+        for graphs in self.graphs.values():
+            for layer, rows in graphs.expert_rows():
+                found.setdefault(layer, []).extend(rows)
+        return found
+
     def __call__(self, call: Call):
         """Return the model's output for a whole batch."""
         inputs, lengths = call.local(), call.lengths

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 import torch
@@ -53,6 +53,12 @@ class RankGraphs:
 
     def __call__(self, key: GraphKey, arguments: list[list]) -> list:
         return [self.loaded[key](values) for values in arguments]
+
+    def expert_rows(self) -> Iterator[tuple[str, list[int]]]:
+        """Iterate over the layers of experts of each forward graph, with the rows of its latest forwards."""
+        for _, graph in sorted(self.loaded.items()):
+            if graph.rows is not None:
+                yield from graph.rows.rows().items()
 
     def compile(self, options: Mapping[str, object]) -> None:
         """Run the graphs, also those that are loaded later, through torch.compile with these options of it, but for

@@ -176,6 +176,10 @@ class Step:
             "a step is one program, which has no schedule", fix="compile for a mesh with an axis pp, or micro_batches"
         )
 
+    def expert_rows(self) -> dict[str, list[int]]:
+        """Return by layer of experts the rows that this rank got in each of the latest forwards."""
+        return dict(self.graphs.expert_rows())
+
     def __call__(self, call: Call):
         """Return the model's output for this rank's part of the batch."""
         if self.draws and _torch.is_in_backward():

@@ -20,6 +20,7 @@ from ..plans.text import (
     meshes_table,
     offloaded_lines,
     recomputed_lines,
+    routing_lines,
     tiled_lines,
     without_price,
 )
@@ -336,9 +337,10 @@ def _runners_up(planned: Planned) -> dict[str, tuple[str, float]]:
 
 
 def notes_section(plan: Plan) -> Html | None:
-    """List what is said of passes and of offloading, and the plan's warnings; None if there is nothing."""
+    """List what is said of passes, of offloading and of experts' rows, and the plan's warnings; None if there is
+    nothing."""
     notes = [
         f"{line[0].upper()}{line[1:]}"
-        for line in (*wording(plan).batches(plan), *offloaded_lines(plan), *plan.warnings)
+        for line in (*wording(plan).batches(plan), *offloaded_lines(plan), *routing_lines(plan), *plan.warnings)
     ]
     return tag("ul", *(tag("li", note) for note in notes)) if notes else None

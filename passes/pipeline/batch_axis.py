@@ -35,7 +35,7 @@ from ...ir.graph import (
 from ...ir.layout import Layout
 from ...ir.mesh import Mesh
 from ...plans.sharding import NodeSharding
-from ...rules import Rule, rule_of, strategy_of
+from ...rules import Rule, Strategy, rule_of, strategy_of
 from ...rules.reading import input_shapes, output_indices, output_shapes
 from .samples import MADE, Factor, SampleDim, Tensor, factor_at, sample_dim_in, tensors_of
 
@@ -170,6 +170,7 @@ class _Layouts:
         self.of_inputs: set[fx.Node] = set()  # what follows from inputs and constants alone
         self.totals: dict[fx.Node, None] = {}
         self.shares: dict[fx.Node, frozenset[fx.Node]] = {}
+        self.strategies: dict[tuple, Strategy | None] = {}
 
     def found(self) -> BatchAxis:
         """Return the BatchAxis of the graph. Raises MicroBatchError where an op, output or buffer needs other
@@ -236,10 +237,18 @@ class _Layouts:
         label = (factor if inside == 1 else f"{factor}/{inside}") or (
             "+" + ",".join(map(str, sorted(partial))) if partial else ""
         )
-        chosen = strategy_of(rule, (label,), input_shapes(node), output_shapes(node), self.mesh)
+        chosen = self._strategy(node, rule, label)
         if chosen is None or list(chosen.inputs) != layouts and node.target not in MADE:
             raise _mixes(node)
         return NodeSharding(tuple(layouts), chosen.outputs, chosen.choice)
+
+    def _strategy(self, node: fx.Node, rule: Rule, label: str) -> Strategy | None:
+        """Return the strategy of an op that a label names, found once for all ops of one rule and shape."""
+        ends = tuple(map(tuple, input_shapes(node))), tuple(map(tuple, output_shapes(node)))
+        key = (id(rule), label, ends)
+        if key not in self.strategies:
+            self.strategies[key] = strategy_of(rule, (label,), *ends, self.mesh)
+        return self.strategies[key]
 
     def _partial(self, node: fx.Node, rule: Rule, layouts: list[Layout], has_samples: bool) -> frozenset[int]:
         """Return the arguments that an op takes as sums over the batch that are still to be added up: those that are,

@@ -10,7 +10,9 @@ has its number."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections import ChainMap
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -65,9 +67,10 @@ class MicroBatched:
         return number if self.smaller is None else sum(self.sizes[:number])
 
 
-def micro_batch(captured: Captured, micro_batches: int) -> MicroBatched:
-    """Return the graph of one of so many micro-batches. Raises MicroBatchError, with the op, if they cannot be computed
-    one by one, and StageError for a call that gives gradients to inputs, or writes to them or to parameters."""
+def micro_batch(captured: Captured, micro_batches: int, few: Sequence[fx.GraphModule] = ()) -> MicroBatched:
+    """Return the graph of one of so many micro-batches. `few`: the graphs that `few_blocks` gave for them, the smaller
+    micro-batches' last, if it was asked before. Raises MicroBatchError, with the op, if they cannot be computed one by
+    one, and StageError for a call that gives gradients to inputs, or writes to them or to parameters."""
     _check_roles(captured.graph)
     graph = captured.graph
     roles, samples = output_node(graph).meta["roles"], _samples(captured)
@@ -78,7 +81,8 @@ def micro_batch(captured: Captured, micro_batches: int) -> MicroBatched:
     axis, counts = batch_axis(graph, micro_batches, samples), spans_of(samples, micro_batches)
     has_random = any(stream_of(node) is not None for node in graph.nodes)
     # equal blocks are alike
-    found = [_cut(captured, axis, micro_batches, count, captured.compact is None or has_random) for count in counts]
+    checks, known = captured.compact is None or has_random, itertools.zip_longest(counts, few)
+    found = [_cut(captured, axis, micro_batches, count, checks, small) for count, small in known]
     joins: dict[str, str | int] = {}
     for role, layout in zip(roles, axis.outputs):
         if role.kind == "output":
@@ -128,10 +132,12 @@ def spans_of(samples: int, micro_batches: int) -> tuple[int, ...]:
     return (1,) if sizes[0] == sizes[-1] else (sizes[0], sizes[-1])
 
 
-def _cut(captured: Captured, axis: BatchAxis, micro_batches: int, count: int, checks: bool) -> Captured:
-    """Return the graph of a micro-batch that spans `count` positions."""
+def _cut(
+    captured: Captured, axis: BatchAxis, micro_batches: int, count: int, checks: bool, small: fx.GraphModule | None
+) -> Captured:
+    """Return the graph of a micro-batch that spans `count` positions; `small`: that of few blocks, if it is known."""
     local, old = _local(captured.graph_module, axis, micro_batches, count, checks), captured.compact
-    compact = old and _compact(old, _few(old, micro_batches, _samples(captured), count), local)
+    compact = old and _compact(old, small or _few(old, micro_batches, _samples(captured), count), local)
     return replace(captured, graph_module=local, compact=compact)
 
 
@@ -221,12 +227,12 @@ def _rewritten(
         leaves[new[node].name] = Layout.replicated(node.meta["val"].dim())
     for node in joint.graph.nodes:
         if node not in new:
-            given = dict(new)
+            shares: dict[fx.Node, fx.Node] = {}
             for value in axis.shares.get(node, ()):
-                given[value] = share = graph.call_function(aten.mul.Tensor, (new[value], 1 / micro_batches))
+                shares[value] = share = graph.call_function(aten.mul.Tensor, (new[value], 1 / micro_batches))
                 share.meta = {**value.meta, "phase": node.meta.get("phase", "backward")}
                 nodes[share.name] = NodeSharding((Layout.replicated(value.meta["val"].dim()),), (partial_of(value),))
-            new[node] = graph.node_copy(node, given.__getitem__)
+            new[node] = graph.node_copy(node, ChainMap(shares, new).__getitem__)
             if node.target in OFFSET and axis.shares.get(node) == frozenset():
                 new[node].update_arg(1, node.args[1] / micro_batches)
     graph.eliminate_dead_code()

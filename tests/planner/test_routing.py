@@ -5,13 +5,17 @@ from __future__ import annotations
 import pytest
 
 from autopar import compiler
+from autopar.api.entry import search
 from autopar.cost.expert_load import load_of_rows
 from autopar.errors import StrategyError
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
+from autopar.planner.explain import explain_plan
 from autopar.planner.spmd.plan import make_plan
 from autopar.planner.spmd.plan_options import PlanOptions
 from autopar.plans.plan import Plan
+from autopar.plans.text import routing_lines
+from autopar.view.report import report_page
 from tests.planner.planning import toy
 from tests.simulate.test_experts import HIDDEN, Mixture, inputs
 
@@ -63,3 +67,12 @@ def test_plans_without_owners_say_nothing():
 def test_impossible_loads(load):
     with pytest.raises(StrategyError, match="times the mean"):
         planned(load)
+
+
+def test_explanations_and_reports_say_it_too():
+    options = {"strategy": "expert", "hardware": toy(link=1e8), "baselines": False, "fixes": False}
+    planned = search(Mixture(8, 2), "ep=4", inputs(64), **options)
+    wanted = routing_lines(planned.plan)
+    assert len(wanted) == 2 and str(explain_plan(planned, "experts.down")).splitlines()[1:3] == wanted
+    assert "ep:S(0)" in str(explain_plan(planned, "experts.down"))
+    assert all(f"{line[0].upper()}{line[1:]}" in report_page(planned) for line in wanted)

@@ -19,7 +19,7 @@ from ..problem.problem import Problem
 from .evaluate import Evaluation
 from .pricer import Pricer
 from .script import Overlapped, Piece, Script, StreamOf, scripts_of
-from .step_order import step_order
+from .step_order import StepOrder, step_order
 
 Tell = Callable[[Piece, float, float], None]
 LEAST = 1e-15  # seconds
@@ -125,11 +125,11 @@ def merged(script: Script) -> Script:
     return Script(main, overlapped)
 
 
-def stretch_of(problem: Problem, e: Evaluation, pricer: Pricer) -> float:
+def stretch_of(problem: Problem, e: Evaluation, pricer: Pricer, order: StepOrder | None = None) -> float:
     """Return how much longer a pass takes as it is played than its busiest streams need, without what one pass of a
-    step alone moves."""
+    step alone moves. `order`: of the step, if it is known."""
     least = sum(e.loads[phase].every.seconds(e.overlap) for phase in PHASES)
-    scripts = scripts_of(problem, e, StreamOf(pricer), e.micro_batches == 1)
+    scripts = scripts_of(problem, e, StreamOf(pricer), e.micro_batches == 1, order)
     return sum(Player(merged(s), e.overlap).play() for s in scripts) / least if least and e.overlap else 1.0
 
 

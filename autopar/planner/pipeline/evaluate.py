@@ -24,7 +24,17 @@ from ...schedule.catalogue import KINDS
 from ...schedule.play import play
 from ...schedule.played import Played
 from ..objective.evaluate import Evaluation
-from ..objective.memory_timeline import BUCKETS, GRADIENTS, PARAMETERS, RESERVE, RETAINED, SAVED, TRANSIENT, LiveBytes
+from ..objective.memory_timeline import (
+    BUCKETS,
+    GRADIENTS,
+    PARAMETERS,
+    RESERVE,
+    RETAINED,
+    SAVED,
+    TRANSIENT,
+    LiveBytes,
+    live_bytes,
+)
 from ..objective.player import stretch_of
 from ..objective.pricer import Pricer
 from ..problem.problem import Problem
@@ -97,7 +107,8 @@ def evaluate_pipeline(
     """Evaluate what a pipeline without costs costs under a plan of one of its micro-batches. `send`: seconds of a
     tensor of so many bytes of a device from one stage to the next; `live`: the memory of the whole plan, if it is
     known; `keeps_outputs`: of all micro-batches. Raise StageError as StagePlacement does."""
-    found = Parts(problem, e, pricer, pipeline.cuts, True, live, stretch_of(problem, e, pricer))
+    live = live or live_bytes(problem, e, pricer)
+    found = Parts(problem, e, pricer, pipeline.cuts, True, live, stretch_of(problem, e, pricer, live.order))
     parts, orders = found.found, pipeline.orders
     rank_of = orders.rank_of_stage
     tied_seconds = [0.0] * pipeline.ranks

@@ -51,9 +51,11 @@ class MicroBatchPlans:
         if captured.compact is None:
             self.micro = micro_batch(captured, micro_batches)
         self.few = few_blocks(captured, micro_batches) if captured.compact else self.micro.captured
+        self.few_graphs = [self.few.graph_module]  # of each size of micro-batches
         batch = samples_of(captured.signature)
         self.samples, self.share = batch, batch / (micro_batches * sizes_of(batch, micro_batches)[0]) if batch else 1.0
         smaller = few_blocks(captured, micro_batches, True) if captured.compact and self.share < 1 else None
+        self.few_graphs += [smaller.graph_module] if smaller else []
         smaller = smaller or (self.micro.smaller if self.share < 1 else None)
         self.options = replace(
             options,
@@ -69,7 +71,7 @@ class MicroBatchPlans:
     def micro(self) -> MicroBatched:
         """Cut the batch of the whole graph into micro-batches."""
         self.report(f"cutting the batch into {self.micro_batches}")
-        return micro_batch(self.captured, self.micro_batches)
+        return micro_batch(self.captured, self.micro_batches, self.few_graphs)
 
     def under(self, strategy: str) -> MicroBatchPlans:
         """Return the plans of what a strategy allows."""
@@ -128,4 +130,5 @@ class MicroBatchPlans:
 
     @cached_property
     def _whole_solvers(self) -> list[Solver]:
-        return solvers_of(self.micro.captured, self.mesh, self._whole_options, self.report)
+        known = self.solvers[0].pricer
+        return solvers_of(self.micro.captured, self.mesh, self._whole_options, self.report, known)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 
@@ -51,11 +52,7 @@ class Solver:
         self.room_bytes = limit_bytes - problem.reserve_bytes  # for tensors
         self.search, self.report = search, report
         self.blocks: Blocks = alike.blocks if alike else Blocks(problem, pricer)
-        self.hyperedges: list[HyperedgePrices] = (
-            alike.hyperedges
-            if alike
-            else [HyperedgePrices(problem, pricer, hyperedge) for hyperedge in hyperedges_of(problem)]
-        )
+        self.alike = alike
         fastest = sum(float(c.seconds.min()) * c.copies for c in problem.classes.values())
         room = self.room_bytes if self.room_bytes > 0 else limit_bytes
         self.unit_price = max(fastest, 1e-6) / room  # at which the whole memory costs as much as all compute
@@ -66,6 +63,13 @@ class Solver:
         self.free = Prices(
             self.unit_price * 1e-5, gradients=0.0, overlap=overlap, links=links, micro_batches=pricer.micro_batches
         )
+
+    @cached_property
+    def hyperedges(self) -> list[HyperedgePrices]:
+        """Return the prices of all hyperedges, which a solver that evaluates plans alone does not need."""
+        if self.alike:
+            return self.alike.hyperedges
+        return [HyperedgePrices(self.problem, self.pricer, hyperedge) for hyperedge in hyperedges_of(self.problem)]
 
     def run(
         self, restriction: Restriction, pins: dict[str, str] | None = None, starts: Starts = ()
