@@ -16,7 +16,7 @@ from autopar.planner.explain_pipeline import explain_pipeline
 from autopar.plans.compare import side_by_side
 from autopar.plans.diff import diff_text
 from autopar.plans.pipeline import Pipeline
-from autopar.schedule import KINDS, beside, make, play, save
+from autopar.schedule import KINDS, make, overlay, play, save
 from autopar.utils.format import ms
 from autopar.view.pipeline_report import pipeline_page
 from autopar.view.pipeline_trace import pipeline_trace_of
@@ -107,7 +107,7 @@ def test_measured_beside_predicted(tmp_path):
         play(make("zb_h1", 2, 4), 1e-3, 1e-3, 1e-3),
         play(make("zb_h1", 2, 4), 2e-3, [1e-3, 3e-3], 1e-3),
     )
-    rows = [line.split() for line in beside(predicted, measured).splitlines()]
+    rows = [line.split() for line in overlay(predicted, measured).splitlines()]
     assert ["stage", "0,", "rank", "0", "forward", "1.00", "2.00", "2.00"] in rows
     assert ["backward", "2.00", "4.00", "2.00"] in rows
     runs = {"predicted": predicted, "measured": measured}
