@@ -1,4 +1,4 @@
-"""What the busiest device of each mixture of experts really got, beside what a plan assumed."""
+"""Tell what the busiest device of each mixture of experts really got, beside what a plan assumed."""
 
 from __future__ import annotations
 
