@@ -128,6 +128,11 @@ def verify_model(
     """Plan a model, simulate one step of all ranks, and compare it with the model itself, which has real weights and is
     left as it is. Without a loss the gradients are those of the sum of all outputs. `options` (strategy, pin, ...) are
     those of `autopar.plan`. Raises subclasses of AutoparError."""
+    if options.get("adapt"):
+        raise InputError(
+            "verify compares a model with itself, and what adapt= adds is not in it",
+            fix="leave out adapt=, or compare the losses of a compiled model with those of PEFT",
+        )
     plan, captured = plan_and_capture(
         model, mesh, example_inputs, loss_fn=loss_fn, hardware=hardware, report=report, baselines=False, **options
     )

@@ -4,17 +4,17 @@ import pytest
 
 from autopar.cost.memory import OPTIMIZERS
 from autopar.planner.problem.recipes import BASELINES, RECIPES
-from autopar.rules import register
+from autopar.rules import lookup
 from autopar.schedule import KINDS
 
 
 @pytest.fixture(autouse=True)
 def _forgotten():
-    tables = (register.TABLE, RECIPES, KINDS, OPTIMIZERS)
+    tables = (lookup.TABLE, RECIPES, KINDS, OPTIMIZERS)
     before, names = [dict(table) for table in tables], list(BASELINES)
     yield
     for table, old in zip(tables, before):
         table.clear()
         table.update(old)
     BASELINES[:] = names
-    register._KNOWN.clear()
+    lookup.KNOWN.clear()

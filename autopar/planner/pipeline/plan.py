@@ -79,6 +79,10 @@ def plan_pipeline(
         if not any(one.fits for one in estimates):
             estimates += search.smaller([one for one in estimates if one.search is search])
     candidates = evaluated(estimates)
+    if not candidates[0].fits:  # an estimate said less than it takes
+        closest = candidates[0]
+        smaller = closest.search.smaller([closest.estimate])
+        candidates = _sorted([*candidates, *evaluated(smaller)])
     if not candidates[0].fits and options.refuses:
         raise _refusal(candidates[0], candidates[0].limit)
     others = experts(candidates[0]) if options.baselines and candidates[0].fits else {}
