@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+import autopar
 from autopar import Plan, compiler
 from autopar.cli.main import main
 from autopar.errors import (
@@ -317,3 +318,14 @@ def check_step(name: str, plan: Plan) -> None:
         assert (got.gradients[parameter] - gradient).norm() <= 1e-5 * gradient.norm().clamp_min(1e-4 * largest), (
             parameter
         )
+
+
+@pytest.mark.slow
+def test_more_memory_is_no_worse():
+    """Where a first cut's estimate says less than it takes, smaller plans of a micro-batch are looked for."""
+    model, inputs = build("gpt:hidden=1024,layers=8,heads=16,vocab=4096,seq=128", batch=16, seq=128, device="meta")
+    options = dict(hardware="h100", precision="fp32", schedule="1f1b", micro_batches=4, baselines=False)
+    seconds = [
+        autopar.plan(model, "pp=2,dp=4", inputs, memory=f"{gib}GiB", **options).step_seconds for gib in (2.4, 2.5, 2.6)
+    ]
+    assert seconds[0] >= 0.99 * seconds[1] and seconds[1] >= 0.99 * seconds[2]

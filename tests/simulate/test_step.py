@@ -3,7 +3,9 @@ import torch
 from torch import nn
 from transformers import MistralConfig, MistralForCausalLM
 
+import autopar
 from autopar import compiler
+from autopar.errors import InputError
 from autopar.models import build
 from autopar.simulate import step as simulated
 from autopar.simulate.compare import verify_model, verify_plan
@@ -229,3 +231,8 @@ def test_a_wrong_capture_is_not_taken_for_rounding(precision):
     assert not report.match, str(report)
     assert report.wide is None or report.wide.match
     assert "the captured graph is not the model" in str(report)
+
+
+def test_adapters_are_not_verified():
+    with pytest.raises(InputError, match="verify compares a model with itself"):
+        autopar.verify(nn.Linear(4, 4), "dp=2", (torch.ones(4, 4),), adapt=[autopar.LoRA(target_modules="all-linear")])

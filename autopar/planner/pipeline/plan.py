@@ -76,8 +76,9 @@ def plan_pipeline(
     searches, warnings = _searches(captured, batch, mesh, options, micro_batches, kinds, name, report)
     estimates = [one for search in searches for one in search.estimates()]
     for search in reversed(searches):  # the smallest micro-batches first
-        if not any(one.fits for one in estimates):
-            estimates += search.smaller([one for one in estimates if one.search is search])
+        best, larger = min(estimates, key=promise), [e for e in estimates if e.search is search and not e.fits]
+        if larger and (not best.fits or best.search is search and best.inner is not search.plans.fastest):
+            estimates += search.smaller(larger)
     candidates = evaluated(estimates)
     if not candidates[0].fits:  # an estimate said less than it takes
         closest = candidates[0]
