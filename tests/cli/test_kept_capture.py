@@ -36,6 +36,7 @@ def test_another_mesh_and_another_limit_trace_nothing(planned):
     assert not times and found == planned(SHALLOW, "dp=4", "--memory", "10GiB", cache="off")[0]
 
 
+@pytest.mark.slow
 def test_a_deep_model_is_kept_with_few_of_its_blocks(planned):
     first = planned(DEEP, "dp=2")
     assert first[1] and planned(DEEP, "dp=2") == (first[0], 0)

@@ -178,7 +178,7 @@ def test_graph_text(step, capsys, golden):
     golden(capsys.readouterr().out)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "words",
     [

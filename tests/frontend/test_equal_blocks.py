@@ -193,7 +193,7 @@ def test_a_block_that_differs_is_found(kind):
     assert (found is not None) == (kind in ALIKE)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [*DIFFER, *ALIKE])
 def test_a_capture_is_that_of_all_blocks(kind):
     model, x = example(kind)

@@ -75,7 +75,7 @@ def test_documents(heads, kv_heads, rows, columns, causal):
         check(said, results, count, inside)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("heads, kv_heads", [(4, 4), (4, 1)])
 def test_blocks(causal, heads, kv_heads):

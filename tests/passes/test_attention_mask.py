@@ -92,7 +92,7 @@ def test_a_large_batch_is_computed_as_one_sample(kind, monkeypatch):
     assert max(largest) <= 16 * 6 * 8  # indices of a row of each sample, and one sample's mask
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("family, causal", [("llama", True), ("bert", False), ("gpt2", True)])
 def test_padding_of_a_library(family, causal):
     """The all-ones mask of a collator stays a row a sample, beside `causal`."""

@@ -122,14 +122,14 @@ def test_what_is_found(way):
         assert not pairs(captured.graph, LENGTH)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_same_numbers(way):
     report = verify_model(Packed(WAYS[way][0]), batch(), "tp=2")
     assert report.match and max(report.errors.values()) <= 1e-12, str(report)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", ["causal by arange", "tril", "tril of ones", "of positions", "of a library"])
 def test_no_length_is_too_long(way, monkeypatch):
     """Causal masks are known from the places of queries and of keys, where all pairs would be too many."""

@@ -60,7 +60,7 @@ def _own(whole: dict, ids: torch.Tensor, own: int, side: str) -> dict[str, torch
     return found
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", range(6))
 def test_places_are_those_of_the_own_length(seed):
     draw = random.Random(seed)

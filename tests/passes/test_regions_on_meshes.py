@@ -17,7 +17,7 @@ RUNS = [regions.writes_that_are_read, regions.nearest_code, regions.teacher_foll
         regions.gradients_inside, casts.without_gradients_inside, casts.off_inside]  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh, strategy", MESHES)
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
 def test_a_step(run, mesh, strategy):

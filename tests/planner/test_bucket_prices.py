@@ -27,7 +27,7 @@ def test_average_fill():
     assert average_fill([9], 8) == average_fill([], 8) == 8
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("bucket_bytes", [1 << 15, 1 << 17, 1 << 22])
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
 def test_priced_as_the_buckets_that_are_emitted(captured, strategy, bucket_bytes):

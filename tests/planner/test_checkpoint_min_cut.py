@@ -33,7 +33,7 @@ def rematerializations(instance: Instance, e, prices: Prices = Prices()) -> list
     return [Rematerialization(blocks, e, block, moves, prices) for block in blocks.members]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize(("model", "mesh", "strategy"), CASES)
 def test_no_set_is_cheaper_at_its_price(model, mesh, strategy, keep):
@@ -60,7 +60,7 @@ def test_no_set_is_cheaper_at_its_price(model, mesh, strategy, keep):
             assert seconds + price * bytes_ <= best * (1 + 1e-5) + 1e-15
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("model", "mesh", "strategy"), CASES)
 def test_steps_cost_what_they_say(model, mesh, strategy):
     """Taken one after the other they add up, grow dearer, and never make more again than the whole block."""

@@ -63,6 +63,7 @@ def test_a_row_is_the_plan_that_its_name_gives(model, every):
     assert len(ways) > 1 and "optimizer" in {offload for _, _, offload in ways}
 
 
+@pytest.mark.slow
 def test_the_table_says_what_makes_a_recipe_fit():
     lines = {row.name: row for row in tight("llama").plan.alternatives}
     text = str(tight("llama").plan)

@@ -90,7 +90,7 @@ def test_collectives_are_those_of_the_closed_formula(family, ways):
     }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ways", [2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_without_sequence_parallelism_sums_are_whole(family, ways):

@@ -109,7 +109,7 @@ def test_what_is_missing():
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{}, {"recompute": "full"}, {"refuses": False}], ids=str)
 def test_what_is_reserved_is_not_for_tensors(options):
     """A reserve moves the peak, the smallest limit and what is missing by itself, whoever judges whether a plan

@@ -41,7 +41,7 @@ def of_update(found: autopar.Plan) -> list:
     return [c for c in found.collectives if c.phase == "optimizer"]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("mesh, strategy, n, is_cut", [("dp=4", "ddp", 4, False), ("dp=4", "fsdp", 4, True),
                                                        ("dp=2", "zero1", 2, True)])  # fmt: skip
@@ -69,7 +69,7 @@ def test_seconds_bytes_and_state(mesh, strategy, n, is_cut, micro_batches):
     assert found.step_seconds == pytest.approx(parts)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
     "model, others",

@@ -125,7 +125,7 @@ def test_the_fastest_schedule_is_taken_and_the_others_are_told():
     assert all(a.step_seconds >= plan.step_seconds and "8 micro-batches" in a.name for a in plan.alternatives)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["naive", "v_min", "dualpipev", "Interleaved1F1B"])
 def test_a_schedule_that_is_asked_for_is_kept(schedule):
     plan = planned(SMALL, "pp=2", schedule=schedule, micro_batches=4).plan

@@ -51,7 +51,7 @@ def check(problem: Problem, evaluation: Evaluation, pricer: Pricer, timeline: Ti
         assert all(a.end_seconds <= b.start_seconds * (1 + 1e-9) + 1e-15 for a, b in itertools.pairwise(own))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("model, mesh, options", CASES)
 def test_between_the_busiest_stream_and_the_sum(model, mesh, options):
     found = planned(model, mesh, **options)

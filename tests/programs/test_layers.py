@@ -190,7 +190,7 @@ PROGRAMS |= {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @everywhere(PROGRAMS)
 def test_layer(name, mesh, precision):
     PROGRAMS[name].check(mesh, precision)

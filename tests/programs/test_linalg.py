@@ -114,7 +114,7 @@ PROGRAMS |= {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @everywhere(PROGRAMS)
 def test_program(name, mesh, precision):
     PROGRAMS[name].check(mesh, precision)

@@ -15,7 +15,7 @@ MODELS = [(name, canonical) for name in ("mlp", "fused", "gpt2", "llama", "bert"
 CHECKS_ONLY = ("aten._assert_tensor_metadata.default",)  # has no output
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name, canonical", MODELS)
 def test_joint_graph(name, canonical):
     graph = joint_graph(name, canonical)

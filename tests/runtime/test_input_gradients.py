@@ -41,7 +41,7 @@ def leaf(tensor):
     return tensor.detach().clone().requires_grad_()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh", ["dp=2", "tp=2", "dp=2,tp=2", "dp=3"])
 @pytest.mark.parametrize("strategy", [None, "fsdp", "megatron"])
 def test_simulated(mesh, strategy):

@@ -81,7 +81,7 @@ def _formula(rank: int, strategy: str, dtype: torch.dtype) -> None:
     check(parallel, waited, dtype)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     "strategy, dtype", [("ddp", torch.bfloat16), ("fsdp", torch.bfloat16), ("fsdp", torch.float16)]

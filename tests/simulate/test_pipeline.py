@@ -39,7 +39,7 @@ def check(case: staged.Case, micro_batches: int, note: str, tolerance: float = s
     return step
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name, micro_batches, mesh, schedule, strategy", [
     ("gpt2", 4, "pp=2", "1f1b", "auto"),
     ("gpt2", 2, "pp=2,dp=2,tp=2", "zb_h1", "megatron_sp"),
@@ -193,7 +193,7 @@ def test_blocks_send_two_values_a_cut_and_micro_batch():
         assert set(step.sends.values()) == {count} and sum(step.sends.values()) == 2 * 3 * count
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", KINDS)
 def test_in_flight_is_what_the_schedule_says(schedule):
     case = staged.own("mlp:layers=4,hidden=4", batch=8)

@@ -68,7 +68,7 @@ def test_over_a_sequence(kind, mesh):
     check(Recurrent(kind), mesh, torch.randn(8, 3, 6), baselines=False)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("micro_batches", [None, 1, 4])
 @pytest.mark.parametrize("kind", CELLS)
 def test_a_cell_alone(kind, micro_batches):

@@ -38,7 +38,7 @@ def ways(plan, captured) -> set[str]:
     return {plan.sharding.nodes[n.name].choice[place] for n in nodes}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize(
     ("mesh", "strategy", "experts", "active"),
