@@ -322,7 +322,7 @@ def check_step(name: str, plan: Plan) -> None:
 
 @pytest.mark.slow
 def test_more_memory_is_no_worse():
-    """Where a first cut's estimate says less than it takes, smaller plans of a micro-batch are looked for."""
+    """A plan is found under each of three limits near each other, and none is slower than one with less memory."""
     model, inputs = build("gpt:hidden=1024,layers=8,heads=16,vocab=4096,seq=128", batch=16, seq=128, device="meta")
     options = dict(hardware="h100", precision="fp32", schedule="1f1b", micro_batches=4, baselines=False)
     seconds = [
