@@ -335,12 +335,8 @@ class _Bridge(torch.autograd.Function):
         nodes = [node for node, _ in ctx.next_functions][len(step.differentiated) :]
         if not is_second:
             del saved_call
-            return (
-                None,
-                None,
-                None,
-                *step.backward(step.graphs, saved, tangents, ctx.empty, step.known, nodes, ctx.sizes),
-            )
+            gradients = step.backward(step.graphs, saved, tangents, ctx.empty, step.known, nodes, ctx.sizes)
+            return None, None, None, *gradients
         saved.clear()
         found = step.complete(step, ctx.inputs).recompute_gradients(saved_call, tangents, dict(zip(step.names, nodes)))
         return None, None, None, *[found.get(owner) for owner in step.backward.owners]

@@ -15,7 +15,7 @@ def experts(best: Candidate) -> dict[str, Estimate | AutoparError]:
     """Return by name what each strategy would take with the best of its cuts, or why there is none; nothing if
     something of the sharding was asked for."""
     search, pipeline = best.search, best.evaluated.pipeline
-    options = search.options
+    options = search.plans.options
     found: dict[str, Estimate | AutoparError] = {}
     if options.strategy is not None or options.pin or options.forbid or options.recompute != AUTO:
         return found

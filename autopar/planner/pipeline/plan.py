@@ -74,16 +74,11 @@ def plan_pipeline(
         micro_batches = given.micro_batches
     batch = samples_of(captured.signature)
     searches, warnings = _searches(captured, batch, mesh, options, micro_batches, kinds, name, report)
-    estimates = [one for search in searches for one in search.estimates()]
-    for search in reversed(searches):  # the smallest micro-batches first
-        best, larger = min(estimates, key=promise), [e for e in estimates if e.search is search and not e.fits]
-        if larger and (not best.fits or best.search is search and best.inner is not search.plans.fastest):
-            estimates += search.smaller(larger)
+    estimates = _estimates(searches)
     candidates = evaluated(estimates)
-    if not candidates[0].fits:  # an estimate said less than it takes
+    if not candidates[0].fits and any(one.fits for one in estimates):  # one said less than it takes
         closest = candidates[0]
-        smaller = closest.search.smaller([closest.estimate])
-        candidates = _sorted([*candidates, *evaluated(smaller)])
+        candidates = _sorted([*candidates, *evaluated(closest.search.smaller([closest.estimate]))])
     if not candidates[0].fits and options.refuses:
         raise _refusal(candidates[0], candidates[0].limit)
     others = experts(candidates[0]) if options.baselines and candidates[0].fits else {}
@@ -92,6 +87,18 @@ def plan_pipeline(
     }  # never worse than one
     candidates = _sorted([*candidates, *(one for one in others.values() if isinstance(one, Candidate))])
     return described(candidates[0], candidates, captured, mesh, warnings, batch, others)
+
+
+def _estimates(searches: Sequence[PipelineSearch]) -> list[Estimate]:
+    """Return what all searches estimate. Where nothing fits, or the fastest that fits is a plan at a price of memory,
+    plans that hold just less than the limit are estimated too, of the smallest micro-batches first."""
+    found = [one for search in searches for one in search.estimates()]
+    for search in reversed(searches):
+        best, larger = min(found, key=promise), [one for one in found if one.search is search and not one.fits]
+        has_price = best.search is search and best.inner is not search.plans.fastest
+        if larger and (has_price or not best.fits):
+            found += search.smaller(larger)
+    return found
 
 
 def evaluated(estimates: Sequence[Estimate]) -> list[Candidate]:
@@ -255,8 +262,8 @@ def described(
         step_seconds=step,
         bound=bound,
         gap=1 - bound / step if step else 0.0,
-        compute_seconds=inner.compute_seconds * best.search.share / ranks,
-        recompute_seconds=inner.recompute_seconds * best.search.share / ranks,
+        compute_seconds=inner.compute_seconds * best.search.plans.share / ranks,
+        recompute_seconds=inner.recompute_seconds * best.search.plans.share / ranks,
         update_seconds=evaluated.parameter_seconds,
         routing=_routing(inner.routing, ranks),
         flops=replace(inner.flops, model=inner.flops.model * sum(pipeline.shares) / sum(inner.pipeline.shares)),

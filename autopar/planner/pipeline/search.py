@@ -85,7 +85,7 @@ class Candidate:
     @property
     def micro(self) -> MicroBatched:
         """Return the batch cut into micro-batches."""
-        return self.search.micro
+        return self.search.plans.micro
 
     @property
     def bound(self) -> float:
@@ -128,24 +128,9 @@ class PipelineSearch:
         self.plans = MicroBatchPlans(captured, micro_batches, mesh, self.axis, options, name, report)
 
     @property
-    def options(self) -> PlanOptions:
-        """Return the options of planning one micro-batch."""
-        return self.plans.options
-
-    @property
-    def micro(self) -> MicroBatched:
-        """Return the batch of the whole graph cut into micro-batches."""
-        return self.plans.micro
-
-    @property
-    def share(self) -> float:
-        """Return what the mean micro-batch takes of the seconds of the largest, which is planned."""
-        return self.plans.share
-
-    @property
     def bound(self) -> float:
         """Return seconds of a step that no pipeline with as many micro-batches undercuts."""
-        return self.share * self.micro_batches * self.plans.fastest.chosen.bound_seconds / self.ranks
+        return self.plans.share * self.micro_batches * self.plans.fastest.chosen.bound_seconds / self.ranks
 
     def send(self, bytes_: float) -> float:
         """Return the seconds of a tensor of so many bytes of a device from one stage to the next."""
@@ -174,7 +159,7 @@ class PipelineSearch:
     def smaller(self, found: Sequence[Estimate]) -> list[Estimate]:
         """Estimate the same of plans that hold ever less than those of `found`, which do not fit, until one fits."""
         new: list[Estimate] = []
-        for _ in range(MOST_LIMITS if self.options.recompute == AUTO else 0):
+        for _ in range(MOST_LIMITS if self.plans.options.recompute == AUTO else 0):
             closest = min((*new, *found), key=lambda one: one.peak_bytes)
             reserve = closest.inner.problem.reserve_bytes
             share = (self.limit - reserve) / max(closest.peak_bytes - reserve, 1.0)
@@ -193,7 +178,7 @@ class PipelineSearch:
 
     def _chain(self, inner: Planned) -> Chain:
         fewest = self.ranks * max(1, min(v for _, v in self.kinds))
-        prices = inner.solver.free if self.options.recompute == AUTO else None
+        prices = inner.solver.free if self.plans.options.recompute == AUTO else None
         return chain(inner.problem, inner.evaluation, inner.pricer, fewest, self.send, prices=prices)
 
     def _possible(self, segments: Chain) -> list[tuple[str, int]]:
@@ -245,7 +230,7 @@ class PipelineSearch:
             self.micro_batches,
             v,
             cuts,
-            samples=self.plans.samples if self.share < 1 else 0,
+            samples=self.plans.samples if self.plans.share < 1 else 0,
         )
 
     def _check_state(self, segments: Chain, room: float) -> None:
@@ -336,7 +321,7 @@ class PipelineSearch:
         search."""
         if inner not in self._prepared:
             whole = self.plans.of_whole(inner)
-            is_free = self.options.recompute == AUTO and not whole.evaluation.recomputed
+            is_free = self.plans.options.recompute == AUTO and not whole.evaluation.recomputed
             self._prepared[inner] = whole, self._chain(whole), StageRecomputation(whole) if is_free else None
         return self._prepared[inner]
 
