@@ -74,7 +74,10 @@ def plan_pipeline(
         micro_batches = given.micro_batches
     batch = samples_of(captured.signature)
     searches, warnings = _searches(captured, batch, mesh, options, micro_batches, kinds, name, report)
-    estimates = _estimates(searches)
+    estimates = [one for search in searches for one in search.estimates()]
+    for search in reversed(searches):  # the smallest micro-batches first
+        if not any(one.fits for one in estimates):
+            estimates += search.smaller([one for one in estimates if one.search is search])
     candidates = evaluated(estimates)
     if not candidates[0].fits and any(one.fits for one in estimates):  # one said less than it takes
         closest = candidates[0]
@@ -87,18 +90,6 @@ def plan_pipeline(
     }  # never worse than one
     candidates = _sorted([*candidates, *(one for one in others.values() if isinstance(one, Candidate))])
     return described(candidates[0], candidates, captured, mesh, warnings, batch, others)
-
-
-def _estimates(searches: Sequence[PipelineSearch]) -> list[Estimate]:
-    """Return what all searches estimate. Where nothing fits, or the fastest that fits is a plan at a price of memory,
-    plans that hold just less than the limit are estimated too, of the smallest micro-batches first."""
-    found = [one for search in searches for one in search.estimates()]
-    for search in reversed(searches):
-        best, larger = min(found, key=promise), [one for one in found if one.search is search and not one.fits]
-        has_price = best.search is search and best.inner is not search.plans.fastest
-        if larger and (has_price or not best.fits):
-            found += search.smaller(larger)
-    return found
 
 
 def evaluated(estimates: Sequence[Estimate]) -> list[Candidate]:
