@@ -48,12 +48,20 @@ def test_more_devices_than_heads():
         assert_same(Decoder("causal", 4, 2), batch(12, ""), "cp=8", "ulysses")
 
 
+ROUND = [*itertools.product((2, 3, 4), (12, 13, 7)), *itertools.product((8,), (16, 15, 23))]  # a block for each device
+
+
 @pytest.mark.sampled(5)
-@pytest.mark.parametrize("kind, heads, size, length", itertools.product(KINDS, HEADS, (2, 3, 4, 8), (12, 13, 7)))
-def test_keys_go_round(kind, heads, size, length):
-    padded = kind if kind in ("left", "right") else ""
+@pytest.mark.parametrize("kind, heads, at", itertools.product(KINDS, HEADS, ROUND))
+def test_keys_go_round(kind, heads, at):
+    (size, length), padded = at, kind if kind in ("left", "right") else ""
     model = Decoder("padded" if padded else kind, *HEADS[heads], shift=("pad", "cut")[length % 2])
     assert_same(model, batch(length, padded), f"cp={size}", "ring")
+
+
+def test_fewer_blocks_than_devices():
+    with pytest.raises(StrategyError, match="one for each device"):
+        assert_same(Decoder("causal", 4, 2), batch(12, ""), "cp=8", "ring")
 
 
 IN_ZIGZAG = {"input_ids": "cp:Z(1)"}
