@@ -17,8 +17,6 @@ INSIDE = {
     "passes": ("canonicalize", "adapt", "distribute", "pipeline"),
     "hardware": ("profiles",),
 }
-# Files that import each other: the text of a report is in a file of its own, and reads tolerances that the report has.
-CIRCLES = [["autopar.simulate.compare", "autopar.simulate.report_text"]]
 TOP = ("__init__", "compiler", "errors")  # the files beside the folders
 FILES = [f for folder in ("autopar", "passes", "models") for f in sorted((ROOT / folder).rglob("*.py"))]
 
@@ -117,7 +115,7 @@ def circles(imports: dict[str, set[str]]) -> list[list[str]]:
 
 def test_files_import_in_no_circle():
     """Inside of functions as well, but for those that only say a type."""
-    assert circles({module_of(f): {name for _, name in imports_of(f, without_types(f))} for f in FILES}) == CIRCLES
+    assert not circles({module_of(f): {name for _, name in imports_of(f, without_types(f))} for f in FILES})
 
 
 def test_few_files_lie_at_the_top():

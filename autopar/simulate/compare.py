@@ -31,14 +31,10 @@ from .oracle import (
     worst,
     written_parameters,
 )
+from .report_text import verify_text
 from .step import plan_and_capture, simulate_step
+from .tolerances import CAPTURED, FLOOR, ROUNDING_FACTOR, TOLERANCE
 
-# relative: sums in another order differ by some roundings
-TOLERANCE = {"fp64": 1e-7, "fp32": 1e-5, "bf16": 3e-2, "fp16": 1e-2}
-# errors are taken relative to at least this much of the largest norm: a gradient may be zero but for rounding
-FLOOR = {"fp64": 1e-4, "fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2}
-CAPTURED = 1e-3  # of the captured graph against the model itself, both on one device in the wider type
-ROUNDING_FACTOR = 10.0  # a sharded and an unsharded step round differently, by chance: as much as an order of magnitude
 NARROW = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 UNKNOWN = "the first node that differs is looked for without stages and micro-batches only"
 WIDE = {"fp32": "fp64", "bf16": "fp32", "fp16": "fp32"}
@@ -103,8 +99,6 @@ class VerifyReport:
         return mine and (self.wide is None or self.wide.match)
 
     def __str__(self) -> str:
-        from .report_text import verify_text
-
         return verify_text(self)
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ..plans.wording import wording
 from ..utils.format import size, table
-from .compare import CAPTURED, TOLERANCE, VerifyReport
+from .tolerances import CAPTURED, TOLERANCE
+
+if TYPE_CHECKING:
+    from .compare import VerifyReport
 
 
 def verify_text(report: VerifyReport) -> str:
