@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import logging
 import os
 import re
@@ -21,8 +20,6 @@ gc.set_threshold(100_000, 20, 100)
 os.environ.setdefault("AUTOPAR_RECORDS", "off")  # of failures that tests are about
 os.environ.setdefault("AUTOPAR_CACHE", "off")  # tests are about what is traced and planned now
 FOLDER = Path(__file__).parent / "golden"
-FILES_A_COLLECTION = 128  # one looks through all that there is, for seconds
-_files = itertools.count(1)
 
 
 def pytest_addoption(parser):
@@ -44,14 +41,6 @@ def pytest_collection_modifyitems(items):
         for i, item in enumerate(found):
             if i not in kept:
                 item.add_marker(pytest.mark.slow)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def collected():
-    """Look for garbage after every so many files."""
-    yield
-    if next(_files) % FILES_A_COLLECTION == 0:
-        gc.collect()
 
 
 @pytest.fixture
