@@ -43,7 +43,7 @@ class UsageError(AutoparError):
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str):
-        """Raise UsageError where argparse would print and exit; where arguments are missing, with the command's example."""
+        """Raise UsageError where argparse would print and exit; of missing arguments with the command's example."""
         example = (self.epilog or "").rpartition("\n")[2].strip()
         shown = f"as in `{example}`; " if example and "are required" in message else ""
         raise UsageError(message, fix=f"{shown}see {self.prog} --help")
