@@ -5,8 +5,9 @@
     "alpha-beta"   a latency, and the bytes that a device sends at the speed of its link (Hardware.links_for)
 
 A profile may know one axis better than another. `model` replaces the all-reduce by one of the textbooks' on alpha-beta
-links (autopar/cost/textbook.py). What takes several axes is one collective over the group of all their devices, or,
-where that is faster, goes tier by tier (autopar/cost/hierarchy.py), as it is emitted.
+links (autopar/cost/textbook.py). What takes several axes is one collective over the group of all their devices. An
+all-reduce that leaves a tier of links goes tier by tier where that is faster (autopar/cost/hierarchy.py), as it is
+emitted.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import numpy as np
 
 from ..errors import HardwareError
 from ..hardware.profile import KINDS, Curve, Hardware
-from ..ir.mesh import Mesh
+from ..ir.mesh import Mesh, joined
 from . import measured, nccl
 from .hierarchy import Hierarchy, InSteps, in_steps, inner_axes, step_seconds
 from .textbook import ALL_REDUCES
@@ -43,17 +44,22 @@ class CollectiveCost:
         if model not in MODELS:
             raise HardwareError(f"there is no model {model!r} of collectives", fix=f"use one of {', '.join(MODELS)}")
         self.hardware, self.mesh, self.model = hardware, mesh, model
-        self.links, self.tiers = hardware.links_for(mesh), hardware.tiers_for(mesh)
+        self._by_links = hardware.split_by_tier(mesh)  # no axis of it is on two tiers
         self._prices: dict[tuple[str, tuple[str, ...]], Price] = {}
         # beside compute a group of collectives that wait for each other hides less than one, so there is none
         self._goes_by_tier = model == "auto" and hardware.overlap_gain == 0
 
     @cached_property
     def hierarchy(self) -> Hierarchy:
-        """Return which all-reduces over several axes go tier by tier, as `seconds` prices them."""
+        """Return which all-reduces go tier by tier, as `seconds` prices them."""
         axes = self._active(self.mesh.names)
-        several = [some for n in range(2, len(axes) + 1) for some in itertools.combinations(axes, n)]
-        return {some: steps for some in several if (steps := self._in_steps(some))}
+        left, found = [some for n in range(1, len(axes) + 1) for some in itertools.combinations(axes, n)], {}
+        while left:
+            steps = self._in_steps(some := left.pop(0))
+            if some not in found and steps is not None:
+                found[some] = steps
+                left.append(steps.outer)  # which may be parts of axes
+        return found
 
     def seconds(self, kind: str, axes: tuple[str, ...], held_bytes: float | np.ndarray) -> float | np.ndarray:
         """Return the seconds of one collective, `held_bytes` being those of a device before it. It is never less for
@@ -91,7 +97,12 @@ class CollectiveCost:
 
     def _active(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         """Return the axes of more than one device, in the order of the mesh."""
-        return tuple(sorted((a for a in axes if self.mesh.size(a) > 1), key=self.mesh.names.index))
+        order = self.mesh.with_parts(axes).names
+        return tuple(sorted((a for a in axes if self.mesh.size(a) > 1), key=order.index))
+
+    def _parts(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """Return these axes, each that leaves a tier of links as its parts inside and across."""
+        return tuple(part for part in self._by_links.names if any(_is_part(part, axis) for axis in axes))
 
     def _price(self, kind: str, axes: tuple[str, ...]) -> Price:
         if kind not in KINDS:
@@ -123,13 +134,13 @@ class CollectiveCost:
 
     def _in_steps(self, axes: tuple[str, ...]) -> InSteps | None:
         """Return for which bytes an all-reduce over these axes, in the order of the mesh, goes tier by tier."""
-        inner = inner_axes(axes, self.tiers)
-        if not self._goes_by_tier or len(inner) == len(axes):
+        parts = self._parts(axes)
+        inner = inner_axes(parts, self.hardware.tiers_for(self._by_links))
+        if not self._goes_by_tier or len(inner) == len(parts):
             return None
-        flat = self._at_once("all_reduce", axes, self.tier_of("all_reduce", axes))
-        return in_steps(
-            axes, inner, self._devices(inner), lambda held: float(flat(np.array(float(held)))), self.seconds
-        )
+        flat, outer = self._at_once("all_reduce", axes, self.tier_of("all_reduce", axes)), parts[: -len(inner)]
+        devices = self._devices(inner)
+        return in_steps(joined(outer), inner, devices, lambda held: float(flat(np.array(float(held)))), self.seconds)
 
     def _by_tier(self, steps: InSteps, held: np.ndarray) -> np.ndarray:
         return step_seconds(steps.outer, steps.inner, self._devices(steps.inner), self.seconds, held)
@@ -139,8 +150,9 @@ class CollectiveCost:
         return lambda held: measured.seconds(curve, devices, held)
 
     def _curve(self, kind: str, axes: tuple[str, ...]) -> Curve | None:
-        outer, inner = (self.mesh.names.index(axis) for axis in (axes[0], axes[-1]))
-        span, stride = math.prod(self.mesh.sizes[outer:]), math.prod(self.mesh.sizes[inner + 1 :])
+        mesh = self.mesh.with_parts(axes)
+        outer, inner = (mesh.names.index(axis) for axis in (axes[0], axes[-1]))
+        span, stride = math.prod(mesh.sizes[outer:]), math.prod(mesh.sizes[inner + 1 :])
         return measured.curve_for(self.hardware, kind, self._devices(axes), stride, span)
 
     def _nccl(self, kind: str, axes: tuple[str, ...]) -> Price:
@@ -163,11 +175,13 @@ class CollectiveCost:
 
     def _alpha_beta(self, kind: str, axes: tuple[str, ...]) -> Price:
         """Price a collective by a latency and the bytes that a device sends; over several axes as one ring."""
-        latency = max(self.links[axis].latency_seconds for axis in axes)
+        mesh = self.mesh.with_parts(axes)
+        links, tiers = self.hardware.links_for(mesh), self.hardware.tiers_for(mesh)
+        latency = max(links[axis].latency_seconds for axis in axes)
         if len(axes) > 1:
             group = self._group(axes)
             return lambda held: latency + measured.SENT[kind](group.ranks) * held / group.bus
-        link, tier = self.links[axes[0]], self.tiers[axes[0]]
+        link, tier = links[axes[0]], tiers[axes[0]]
         speeds = {"all_to_all": link.all_to_all_bytes_per_second, "send": tier.bytes_per_second}
         speed, sent = speeds.get(kind) or link.bytes_per_second, measured.SENT[kind](self.mesh.size(axes[0]))
         return lambda held: latency + sent * held / speed
@@ -175,9 +189,14 @@ class CollectiveCost:
     def _textbook(self, axes: tuple[str, ...]) -> Price:
         """Price an all-reduce over the group of all axes, on the slowest of their links."""
         algorithm, n = ALL_REDUCES[self.model], self._devices(axes)
-        latency = max(self.links[axis].latency_seconds for axis in axes)
-        speed = min(self.links[axis].bytes_per_second for axis in axes)
+        links = self.hardware.links_for(self.mesh)
+        latency = max(links[axis].latency_seconds for axis in axes)
+        speed = min(links[axis].bytes_per_second for axis in axes)
         return lambda held: algorithm.seconds(n, held, latency, speed)
 
     def _devices(self, axes: tuple[str, ...]) -> int:
         return math.prod(self.mesh.size(axis) for axis in axes)
+
+
+def _is_part(part: str, axis: str) -> bool:
+    return part == axis or part.startswith((f"{axis}//", f"{axis}%"))

@@ -1,9 +1,10 @@
-"""All-reduces over axes that lie on several tiers of links, one tier after the other.
+"""All-reduces over devices that are joined by several tiers of links, one tier after the other.
 
 An all-reduce of B bytes over n nodes of m devices is a reduce-scatter inside each node, an all-reduce of B / m bytes
 across the nodes, and an all-gather inside. A ring over all n m devices moves 2 (n m - 1) / (n m) B bytes into each
 node, the three steps 2 (n - 1) / n B: a third less for 2 x 2. Which of the two is faster depends on the size, and is
-asked of the prices of the steps (autopar/cost/collectives.py); `passes/distribute/by_tier.py` emits what was priced.
+asked of the prices of the steps (autopar/cost/collectives.py); `passes/distribute/by_tier.py` emits what was priced. An
+axis that leaves a node is two axes here, `dp//4` across nodes of four and `dp%4` inside.
 
 Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", 2005; Patarasuk and Yuan,
 "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
@@ -16,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..ir.mesh import joined
 from ..utils.format import size
 
 Seconds = Callable[[str, tuple[str, ...], Any], Any]  # of a kind of collective, over axes, of bytes held (or an array)
@@ -25,8 +27,9 @@ LARGEST_BYTES = 2**34  # of one all-reduce
 
 @dataclass(frozen=True)
 class InSteps:
-    """All-reduces of `from_bytes` up to `to_bytes` over `outer` and `inner` axes go in three steps: over the inner
-    ones, the outer ones, and the inner ones again. `inner` are on one tier; `outer` may have steps of their own."""
+    """All-reduces of `from_bytes` up to `to_bytes` over `outer` and `inner` axes, or parts of axes, go in three steps:
+    over the inner ones, the outer ones, and the inner ones again. `inner` are on one tier; `outer` may have steps of
+    their own."""
 
     outer: tuple[str, ...]
     inner: tuple[str, ...]
@@ -35,8 +38,8 @@ class InSteps:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Return all axes, in the order of the mesh."""
-        return self.outer + self.inner
+        """Return the axes that the all-reduce is over, in the order of the mesh."""
+        return joined(self.outer + self.inner)
 
     def takes(self, bytes_: float) -> bool:
         """Return whether an all-reduce of so many bytes goes in steps."""
@@ -69,11 +72,14 @@ def step_seconds(outer: tuple[str, ...], inner: tuple[str, ...], devices_inside:
 
 
 def in_steps(
-    axes: tuple[str, ...], inner: tuple[str, ...], devices_inside: int, flat: Callable[[float], float], seconds: Seconds
+    outer: tuple[str, ...],
+    inner: tuple[str, ...],
+    devices_inside: int,
+    flat: Callable[[float], float],
+    seconds: Seconds,
 ) -> InSteps | None:
     """Return for which bytes the three steps are faster than `flat`, one ring over all axes; None if for none. They are
     the first run of sizes, in powers of two, with its ends to the byte."""
-    outer = axes[: len(axes) - len(inner)]
 
     def gains(held: int) -> bool:
         return step_seconds(outer, inner, devices_inside, seconds, held) < flat(held)

@@ -187,6 +187,16 @@ class Hardware:
         closest."""
         return {axis: self.links[self.tier_index(span)] for axis, span in spans(mesh).items()}
 
+    def split_by_tier(self, mesh: Mesh) -> Mesh:
+        """Return the mesh with each axis that leaves a tier of links in two: inside of the tier, and across."""
+        for tier in self.links[:-1]:
+            for axis, span in spans(mesh).items():
+                stride = span // mesh.size(axis)
+                inside = (tier.devices or 1) // stride
+                if 1 < inside < mesh.size(axis) and tier.devices == inside * stride and mesh.size(axis) % inside == 0:
+                    mesh = mesh.split(axis, inside)
+        return mesh
+
     def classes_for(self, mesh: Mesh) -> dict[str, int]:
         """Return, by axis, the number of the tier that its collectives use: axes of one tier leave a device through the
         same card, and take turns."""

@@ -2,6 +2,9 @@
 
 Ranks are numbered as in `torch.distributed.device_mesh.DeviceMesh`: row-major, so the last axis varies fastest and its
 neighbours are the closest devices.
+
+A part of an axis is named by what it says of a position on the axis: `dp%4` has four neighbours, `dp//4` one of each
+four. Collectives that go tier by tier run over such parts.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import itertools
 import math
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,6 +27,7 @@ NOT_DATA = (
     "pp",
 )  # names of axes that do not carry the batch, where no strategy gives them roles
 
+PART = r"(?://|%)([1-9]\d*)(?!\w)"  # of an axis, after its name
 SEQUENCE_AXIS = "cp"  # the name of an axis that carries the sequence
 
 
@@ -101,10 +106,30 @@ class Mesh:
         return dict(zip(self.names, self.sizes))
 
     def size(self, axis: str) -> int:
-        """Return the number of devices along `axis`. Raises MeshError if there is no such axis."""
-        if axis not in self.axis_sizes:
-            raise MeshError(f"the mesh has no axis {axis!r}", mesh=self, fix=f"use one of {', '.join(self.names)}")
-        return self.axis_sizes[axis]
+        """Return the number of devices along `axis`, or a part of one. Raises MeshError if there is no such axis."""
+        return (self.axis_sizes if axis in self.axis_sizes else self.with_parts((axis,)).axis_sizes)[axis]
+
+    def split(self, axis: str, inner: int) -> Mesh:
+        """Return the mesh, its ranks numbered alike, with two axes for one: `axis//inner` has one device of each block
+        of `inner` neighbours, `axis%inner` those of a block. Raises MeshError if there is no such axis, or `inner` does
+        not divide its size."""
+        size, i = self.size(axis), self.names.index(axis)
+        if size % inner:
+            raise MeshError(f"blocks of {inner} do not fill axis {axis}", mesh=self, fix=f"use a divisor of {size}")
+        names, sizes = (f"{axis}//{inner}", f"{axis}%{inner}"), (size // inner, inner)
+        return Mesh(self.names[:i] + names + self.names[i + 1 :], self.sizes[:i] + sizes + self.sizes[i + 1 :])
+
+    def with_parts(self, axes: tuple[str, ...]) -> Mesh:
+        """Return the mesh, split so that all these are axes of it. Raises MeshError if one is no part of an axis."""
+        mesh = self
+        for axis in axes:
+            while axis not in mesh.names:
+                found = [(name, m) for name in mesh.names if (m := re.match(re.escape(name) + PART, axis))]
+                if not found:
+                    names = ", ".join(self.names)
+                    raise MeshError(f"the mesh has no axis {axis!r}", mesh=self, fix=f"use one of {names}")
+                mesh = mesh.split(found[0][0], int(found[0][1][1]))
+        return mesh
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Return the position of `rank` along every axis. Raises MeshError if there is no such rank."""
@@ -117,7 +142,10 @@ class Mesh:
         return {name: position[name] for name in self.names}
 
     def group(self, axes: tuple[str, ...], rank: int) -> tuple[int, ...]:
-        """Return the ranks that differ from `rank` only along `axes`, in the order of `axes` (first axis slowest)."""
+        """Return the ranks that differ from `rank` only along `axes`, or parts of axes, in the order of `axes` (the
+        first slowest)."""
+        if any(axis not in self.axis_sizes for axis in axes):
+            return self.with_parts(axes).group(axes, rank)
         here = self.coordinate(rank)
         ranks = []
         for position in itertools.product(*(range(self.size(a)) for a in axes)):
@@ -130,3 +158,13 @@ class Mesh:
 
     def __str__(self) -> str:
         return ",".join(f"{n}={s}" for n, s in zip(self.names, self.sizes))
+
+
+def joined(parts: Iterable[str]) -> tuple[str, ...]:
+    """Return the axes that these make up, in the order of a mesh: `dp`, `tp` of `dp//4`, `dp%4` and `tp`."""
+    axes: list[str] = []
+    for part in parts:
+        axes.append(part)
+        while (m := re.fullmatch(r"(.+)%(\d+)", axes[-1])) and axes[-2:-1] == [f"{m[1]}//{m[2]}"]:
+            axes[-2:] = [m[1]]
+    return tuple(axes)

@@ -80,6 +80,12 @@ def sharding_from_json(data: Json, mesh: Mesh) -> Sharding:
 def _hierarchy_from_json(data: list[list[Any]], mesh: Mesh) -> Hierarchy:
     found = [InSteps(tuple(outer), tuple(inner), *ends) for outer, inner, *ends in data]
     for steps in found:
-        if not steps.outer or not steps.inner or steps.axes != tuple(a for a in mesh.names if a in steps.axes):
+        order = mesh.with_parts(steps.outer + steps.inner).names
+        if not steps.outer or not steps.inner or not _follow(steps.outer + steps.inner, order):
             raise ValueError(f"no all-reduce goes over {steps.axes} in steps")
     return {steps.axes: steps for steps in found}
+
+
+def _follow(some: tuple[str, ...], order: tuple[str, ...]) -> bool:
+    """Return whether these are in this order, each once."""
+    return some == tuple(name for name in order if name in some)

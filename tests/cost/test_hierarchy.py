@@ -34,7 +34,8 @@ def test_an_all_reduce_costs_its_three_steps(nodes, inside):
 
 def test_axes_of_one_tier_and_gpus_reduce_at_once():
     assert CollectiveCost(TWO_TIERS, Mesh.parse("dp=2,tp=2")).hierarchy == {}
-    assert CollectiveCost(TWO_TIERS, Mesh.parse("dp=8")).hierarchy == {}
+    assert CollectiveCost(TWO_TIERS, Mesh.parse("dp=4")).hierarchy == {}
+    assert CollectiveCost(TWO_TIERS, Mesh.parse("dp=6")).hierarchy == {}  # of two nodes one would have two devices
     assert CollectiveCost(load("h100"), Mesh.parse("dp=2,tp=8")).hierarchy == {}  # compute runs beside it
     assert CollectiveCost(TWO_TIERS, Mesh.parse("dp=2,tp=4"), "ring").hierarchy == {}
 
@@ -69,3 +70,23 @@ def test_three_tiers_have_steps_inside_steps():
     steps = cost.hierarchy
     assert (steps["a", "b", "c"].outer, steps["a", "b", "c"].inner) == (("a", "b"), ("c",))
     assert (steps["a", "b"].outer, steps["a", "b"].inner) == (("a",), ("b",))
+
+
+@pytest.mark.parametrize(("whole", "in_two"), [("dp=12", "out=3,dp=4"), ("dp=6,tp=2", "out=3,dp=2,tp=2")])
+def test_an_axis_that_leaves_a_node_costs_what_two_would(whole, in_two):
+    whole_axes, in_two = tuple(Mesh.parse(whole).names), Mesh.parse(in_two)
+    cost, other = CollectiveCost(TWO_TIERS, Mesh.parse(whole)), CollectiveCost(TWO_TIERS, in_two)
+    held = np.geomspace(1, 1e9, 40)
+    np.testing.assert_allclose(
+        cost.seconds("all_reduce", whole_axes, held), other.seconds("all_reduce", in_two.names, held)
+    )
+    steps, two = cost.hierarchy[whole_axes], other.hierarchy[in_two.names]
+    assert (steps.from_bytes, steps.to_bytes, steps.axes) == (two.from_bytes, two.to_bytes, whole_axes)
+    inside = 4 // (2 if "tp" in whole_axes else 1)
+    assert steps.outer == (f"dp//{inside}",) and steps.inner == (f"dp%{inside}", *whole_axes[1:])
+
+
+def test_an_axis_over_three_tiers_has_parts_of_parts():
+    steps = CollectiveCost(THREE_TIERS, Mesh.parse("dp=16")).hierarchy
+    assert (steps["dp",].outer, steps["dp",].inner) == (("dp//2",), ("dp%2",))
+    assert (steps["dp//2",].outer, steps["dp//2",].inner) == (("dp//2//4",), ("dp//2%4",))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from autopar.errors import MeshError
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import Mesh, joined
 
 MESHES = ["dp=1", "dp=3", "dp=2,tp=4", "pp=2,dp=3,tp=2"]
 
@@ -71,6 +71,31 @@ def test_group_follows_the_order_of_the_axes():
     assert mesh.group(("pp", "tp"), 2) == (2, 3, 6, 7)
     assert mesh.group(("tp", "pp"), 2) == (2, 6, 3, 7)
     assert mesh.group((), 5) == (5,)
+
+
+@pytest.mark.parametrize(("mesh", "parts"), [
+    ("dp=6", ("dp//2", "dp%2")), ("dp=6,tp=2", ("dp//3", "dp%3")), ("pp=2,dp=8", ("dp//2//2", "dp//2%2", "dp%2"))
+])  # fmt: skip
+def test_parts_of_an_axis_are_axes_of_the_same_devices(mesh, parts):
+    """Positions on parts are what their names say of the position on the axis."""
+    mesh = Mesh.parse(mesh)
+    split = mesh.with_parts(parts)
+    assert split.devices == mesh.devices and joined(split.names) == mesh.names
+    for rank in range(mesh.devices):
+        there, dp = split.coordinate(rank), mesh.coordinate(rank)["dp"]
+        assert [there[part] for part in parts] == [eval(part, {"dp": dp}) for part in parts]
+        assert mesh.group(parts, rank) == mesh.group(("dp",), rank)
+        for part in parts:
+            assert mesh.group((part,), rank) == split.group((part,), rank) and len(
+                mesh.group((part,), rank)
+            ) == mesh.size(part)
+        assert mesh.with_parts(mesh.names) == mesh
+
+
+@pytest.mark.parametrize("part", ["dp//4", "dp%5", "tp%2", "dp%", "dp//2x"])
+def test_no_part_of_an_axis(part):
+    with pytest.raises(MeshError):
+        Mesh.parse("dp=6").size(part)
 
 
 def test_unknown_axis_and_rank_are_refused():

@@ -95,19 +95,33 @@ def test_what_is_priced_is_emitted():
     assert (steps.outer, steps.inner) == (("dp",), ("tp",))
 
 
-@pytest.mark.parametrize(("mesh", "micro_batches"), [("dp=2,tp=2", 1), ("pp=2,dp=2,tp=2", 2)])
+def test_an_axis_that_leaves_its_node_is_cut_in_two():
+    """DDP over one axis of two nodes sends as few bytes between them as over two axes."""
+    module, inputs, plan, captured = planned("dp=4", "ddp", two_tiers())
+    graph = lower(captured, plan, 0, check=True).local
+    gradient_bytes = 4 * sum(p.numel() for p in module.parameters())
+    assert sent_along(graph, "dp//2") == pytest.approx(2 / 2 * gradient_bytes / 2, rel=0.03)
+    assert verify_model(module, inputs, "dp=4", hardware=two_tiers(), strategy="ddp").match
+
+
+@pytest.mark.parametrize(
+    ("mesh", "micro_batches"), [("dp=2,tp=2", 1), ("dp=4", 1), ("pp=2,dp=2,tp=2", 2), ("pp=2,dp=4", 2)]
+)
 def test_a_plan_file_says_what_goes_by_tier(tmp_path, mesh, micro_batches):
     *_, plan, _ = planned(mesh, "ddp", two_tiers(), micro_batches=micro_batches)
-    assert [*plan.sharding.hierarchy] == [("dp", "tp")]
+    assert [*plan.sharding.hierarchy] == [("dp", "tp") if "tp" in mesh else ("dp",)]
     plan.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json")
     assert loaded.sharding.hierarchy == plan.sharding.hierarchy and loaded.hash == plan.hash
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("batch", [8, 9])
 @pytest.mark.parametrize(("mesh", "strategy", "options"), [
     ("dp=2,tp=2", "ddp", {}),
+    ("dp=4", "ddp", {}),
+    ("dp=6", "ddp", {}),
+    ("dp=4,tp=2", "ddp", {}),
     ("dp=3,tp=2", "ddp", {}),
     ("dp=2,tp=2", "megatron", {}),
     ("dp=2,tp=2", "auto", {}),
