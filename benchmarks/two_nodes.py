@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar.hardware.profile import load
+from autopar.ir.mesh import Mesh
 from autopar.models import build
 from autopar.utils.format import table
 
@@ -42,21 +43,20 @@ def main() -> None:
     """Run all rounds and print the table on rank 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hardware", required=True, help="a profile with two tiers of links")
-    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--mesh", default="dp=2,tp=2")
     parser.add_argument("--strategies", default="ddp,zero1,fsdp,hsdp,megatron,auto")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--count", type=Path, help="a file with the bytes that left this node")
     args = parser.parse_args()
     dist.init_process_group("gloo")
-    devices = dist.get_world_size() // args.nodes
-    mesh = init_device_mesh("cpu", (args.nodes, devices), mesh_dim_names=("dp", "tp"))
+    shape = Mesh.parse(args.mesh)
+    mesh = init_device_mesh("cpu", shape.sizes, mesh_dim_names=shape.names)
     hardware = load(args.hardware)
     rows = []
     for strategy in args.strategies.split(","):
         module, inputs = build(MODEL, batch=args.batch, seq=64, device="cpu")
-        plan = autopar.plan(module, "dp={},tp={}".format(*mesh.shape), inputs, hardware=hardware, strategy=strategy,
-                            baselines=False)  # fmt: skip
+        plan = autopar.plan(module, shape, inputs, hardware=hardware, strategy=strategy, baselines=False)
         if plan.sharding.hierarchy:
             at_once = replace(plan, sharding=replace(plan.sharding, hierarchy={}))
             copy, _ = build(MODEL, batch=args.batch, seq=64, device="cpu")

@@ -2,7 +2,7 @@
 
 On gloo, graphs run on groups of autopar's own: how long their collectives wait can be chosen (AUTOPAR_TIMEOUT_S) and
 they can be given up without touching the caller's. Elsewhere (a communicator of NCCL takes memory) those of the
-DeviceMesh serve.
+DeviceMesh serve, and what it has no group for gets one of the same backend.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ TIMEOUT_SECONDS = 120.0  # that a collective waits for others, or 20 times the f
 FIRST_STEP = 10  # times that in the first step
 STEPS = 20
 
-# Weak references, so that the caller's destroy_process_group ends the groups. By lane and ranks; None where this rank
-# is no member.
+# Weak references, so that the caller's destroy_process_group ends the groups. By backend, lane and ranks; None where
+# this rank is no member.
 _world: weakref.ref = weakref.ref(Mesh)  # whose they are; none yet
 _control: tuple[weakref.ref, weakref.ref] = (_world, _world)  # whose the group of `control_group` is, and the group
-_own: dict[tuple[str, tuple[int, ...]], weakref.ref | None] = {}
+_own: dict[tuple[str, str, tuple[int, ...]], weakref.ref | None] = {}
 _made = 0  # groups in this world
 
 
@@ -69,17 +69,18 @@ def bind(
     """Return the name of the process group of this rank for every logical name. Collective: all ranks call it with the
     same names. Two lanes share no group of autopar's own: collectives of one never meet those of the other. `on_host`:
     of gloo, whatever the backend is."""
-    own = (on_host or dist.get_backend() == "gloo") and mesh.devices > 1
+    backend = "gloo" if on_host else dist.get_backend()
+    own = backend == "gloo" and mesh.devices > 1
     bound = {}
     for name in sorted({*names}):
         axes = tuple(name.split(","))
-        if not own and len(axes) == 1 and device_mesh.mesh_dim_names:
+        if not own and name in (device_mesh.mesh_dim_names or ()):
             bound[name] = device_mesh.get_group(axes[0]).group_name
         elif not own and len(mesh.group(axes, rank)) == mesh.devices:
             bound[name] = dist.group.WORLD.group_name
         else:
             for ranks in sorted({tuple(sorted(mesh.group(axes, r))) for r in range(mesh.devices)}):
-                group = _own_group(ranks, lane)
+                group = _own_group(ranks, lane, backend)
                 bound[name] = group.group_name if group is not None else bound.get(name, "")
     return bound
 
@@ -110,27 +111,28 @@ def members(group_name: str) -> list[int] | None:
         return None
 
 
-def _own_group(ranks: tuple[int, ...], lane: str = "") -> dist.ProcessGroup | None:
+def _own_group(ranks: tuple[int, ...], lane: str = "", backend: str = "gloo") -> dist.ProcessGroup | None:
     """Return the group of these ranks in a lane, None without this one. Collective: all ranks of the world ask for the
     same ones in order."""
     global _world
     if _world() is not dist.group.WORLD:
         _world = weakref.ref(dist.group.WORLD)
         _own.clear()
-    if (lane, ranks) not in _own:
-        group = _new_group(ranks, lane)
-        _own[lane, ranks] = weakref.ref(group) if dist.get_rank() in ranks else None
-    reference = _own[lane, ranks]
+    key = (backend, lane, ranks)
+    if key not in _own:
+        group = _new_group(ranks, lane, backend)
+        _own[key] = weakref.ref(group) if dist.get_rank() in ranks else None
+    reference = _own[key]
     return reference() if reference is not None else None
 
 
-def _new_group(ranks: Sequence[int], lane: str) -> dist.ProcessGroup | None:
+def _new_group(ranks: Sequence[int], lane: str, backend: str = "gloo") -> dist.ProcessGroup | None:
     """Return a new group of these ranks, None without this one. They meet before: those that wait can be told of a
     failure, and say who is missing. Raises CollectiveTimeout about ranks that do not come, or what watch.py knows."""
     global _made
     _made += 1
     limit, what = FIRST_STEP * timeout_seconds(), f"a new process group of {len(ranks)} ranks"
-    new = partial(dist.new_group, list(ranks), timeout=timedelta(seconds=limit), backend="gloo")
+    new = partial(dist.new_group, list(ranks), timeout=timedelta(seconds=limit), backend=backend)
     if dist.get_rank() not in ranks:
         new()
         return None

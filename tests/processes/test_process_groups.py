@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from autopar import Mesh
 from tests.helpers import gloo
 
 
@@ -81,3 +83,19 @@ def test_a_compile_waits_ten_times_as_long_as_a_step(waits, said):
     start = time.monotonic()
     first, *_ = gloo.run(2, _compiles_late, waits)
     assert said in first and time.monotonic() - start < 50
+
+
+@pytest.mark.parametrize(("on_host", "backend"), [(False, "nccl"), (True, "gloo")])
+def test_axes_without_a_group_of_the_mesh_get_one_of_its_backend(on_host, backend, monkeypatch):
+    """A graph's tensors on GPUs cannot go through a group of gloo."""
+    from autopar.processes import process_groups
+
+    asked = []
+    monkeypatch.setattr(process_groups.dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(process_groups, "_own_group", lambda ranks, lane, backend: asked.append((ranks, backend)))
+    of_mesh = SimpleNamespace(
+        mesh_dim_names=("dp", "cp", "tp"), get_group=lambda axis: SimpleNamespace(group_name=axis)
+    )
+    bound = process_groups.bind(["dp", "dp,cp"], Mesh.parse("dp=2,cp=2,tp=2"), of_mesh, 0, on_host=on_host)
+    assert ((0, 2, 4, 6), backend) in asked and {found for _, found in asked} == {backend}
+    assert on_host or bound["dp"] == "dp"
