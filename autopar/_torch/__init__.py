@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from .compiling import compiler_errors, in_given_order
+from .gradient_hooks import total_norm_through, unscale_through
 from .groups import broadcasts, default_store, group_of, set_group_timeout
 from .regions import no_autocast, without_dispatch_modes
 from .sizes import OpenSizes, export_open, open_mode, open_sizes, plain_size, run_open, size_of
@@ -38,7 +39,7 @@ from .tracing import (
 )
 
 __all__ = [
-    "broadcasts", "default_store", "group_of", "set_group_timeout",
+    "total_norm_through", "unscale_through", "broadcasts", "default_store", "group_of", "set_group_timeout",
     "compiler_errors", "in_given_order", "TorchDispatchMode", "tree_flatten", "tree_map", "tree_unflatten",
     "no_autocast", "without_dispatch_modes", "OpenSizes", "export_open", "open_mode", "open_sizes", "plain_size",
     "run_open", "size_of", "as_if_eager", "as_if_exported", "functionalized", "hooks_of_all_modules", "lazy_code",
@@ -390,11 +391,3 @@ def overloads_of(op: object) -> list[torch._ops.OpOverload]:
     if isinstance(op, torch._ops.OpOverloadPacket):
         return [getattr(op, name) for name in op.overloads()]
     return [op] if isinstance(op, torch._ops.OpOverload) else []
-
-
-def unscale_through(wrap: Callable[[Callable], Callable]) -> None:
-    """Let torch.amp.GradScaler, wherever it unscales and checks the gradients of an optimizer, call what `wrap` makes
-    of the method that does so: (scaler, optimizer, 1 / scale, a zero, whether float16 may be) -> by device, 1.0 if a
-    gradient was not finite."""
-    scaler: Any = torch.amp.GradScaler
-    scaler._unscale_grads_ = wrap(scaler._unscale_grads_)

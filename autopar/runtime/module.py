@@ -25,7 +25,7 @@ from ..frontend.user_lines import line_now
 from ..ir.mesh import Mesh
 from ..plans.expert_balance import ExpertBalance, balance_of
 from ..plans.plan import Plan
-from ..processes import agree, process_groups, watch
+from ..processes import agree, watch
 from ..processes.stage_mesh import StageMesh
 from ..schedule.played import Played
 from ..storage.model_folder import save_model
@@ -34,6 +34,7 @@ from ..storage.weights import Weights, persistent_buffers
 from . import captures, copies, optimizers, parts
 from .adapters import Adapters
 from .captures import Captures
+from .clipping import WHAT, counts_here, norm_of_all
 from .compiler_protocol import Compiler
 from .elsewhere import name_absent
 from .equal_ranks import EVERY, EqualRanks
@@ -302,25 +303,16 @@ class ParallelModule(OfSource):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip gradients by their norm over the whole model, all its stages, and return the norm as a plain tensor,
         equal on all ranks, which call this together. A parameter that several stages share counts once."""
-        norms = torch.empty(dist.get_world_size(), dtype=torch.float64, device=self.stage_mesh.device)
         trained = {n: p for n, p in self.named_parameters() if p.grad is not None}
-        with watch.collective("the norm of the gradients"):
+        with watch.collective(WHAT):
             local = [local_gradient(p) for p in trained.values()]
-            counted = [gradient for gradient, name in zip(local, trained) if self._counts(name)]
-            mine = torch.nn.utils.get_total_norm(counted, norm_type)
-            dist.all_gather(list(norms), mine.to(norms), group=process_groups.tensor_group("norm"))
-        norm = torch.linalg.vector_norm(norms, norm_type).to(next((g.dtype for g in local), torch.float32))
+            counted = [gradient for gradient, name in zip(local, trained) if counts_here(self, name)]
+            norm = norm_of_all(counted, norm_type, self.stage_mesh.device)
+        norm = norm.to(next((g.dtype for g in local), torch.float32))
         if local:
             torch._foreach_mul_(local, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
             torch.autograd.graph.increment_version([p.grad for p in trained.values()])
         return norm
-
-    def _counts(self, name: str) -> bool:
-        """Return whether this rank's part of a parameter counts for a sum over all parameters: of ranks with the same
-        part it is the first one's that does."""
-        stage, axes = self.stage_mesh, self.layouts[name].sharding_axes
-        is_first = all(index == 0 for axis, index in stage.coordinate.items() if axis not in axes)
-        return is_first and self.pp_ranks_of(name)[0] == stage.pp_rank
 
     def pp_ranks_of(self, name: str) -> tuple[int, ...]:
         """Return where along the pipeline a parameter or buffer is."""

@@ -48,6 +48,7 @@ from ..ir.mesh import Mesh
 from ..processes import process_groups, watch
 from ..processes.dtensors import as_dtensor
 from ..storage.weights import shortened
+from .clipping import over_stages
 from .lent_state import give_back, is_lent, lend
 from .muon import check_parts, step_muon
 from .narrow_state import step_narrow, warn_of_decay
@@ -78,6 +79,7 @@ def follow(module: nn.Module) -> None:
     if not _hooks:
         _hooks.extend((register_optimizer_step_pre_hook(_before), register_optimizer_step_post_hook(_after)))
         _torch.unscale_through(_unscaled_together)
+        _torch.total_norm_through(over_stages(_modules))
     _modules.add(module)
 
 
