@@ -23,7 +23,7 @@ from .adapt.lora import LoRA
 from .adapt.order import Adaptation
 from .codegen import pass_manager
 from .codegen.rank_program import SPLIT_BACKWARD, DeferredProgram, LoweredProgram, PipelineProgram, StageProgram
-from .codegen.verify_graph import check_global, check_local, check_sharding
+from .codegen.verify_graph import check_global, check_local, check_sharding, check_values
 from .errors import CaptureError, VerifyError
 from .frontend import autocast, export
 from .frontend.block_lists import repeated_blocks_of
@@ -259,6 +259,8 @@ def _check_added(subject: Exported | Captured) -> None:
     subject.graph_module.graph.lint()
     if not subject.graph_module.graph.find_nodes(op="output"):
         raise VerifyError("it has no output")
+    # a forward may change: it is not differentiated yet
+    check_values(subject.graph_module.graph, renew=isinstance(subject, Exported))
     if isinstance(subject, Captured):
         annotate(subject.graph)
         check_global(subject.graph_module)
@@ -310,7 +312,7 @@ def _local(
 ) -> fx.GraphModule:
     """Return the local joint graph of a rank, of the capture's graph or one that is made of it."""
     passes = pass_manager.with_added(RANK, captured.passes)
-    checked = partial(check_local, mesh=plan.mesh)
+    checked = partial(check_local, mesh=plan.mesh, computes=bool(captured.passes))
     return pass_manager.run_all(passes, graph_module, Local(plan, rank), checked, check, prefix)
 
 

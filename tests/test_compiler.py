@@ -14,7 +14,7 @@ from autopar.simulate.step import plan_and_capture, simulate_step
 from tests.helpers import gloo
 from tests.helpers.staged import Case
 
-aten = torch.ops.aten
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
 
 class Mlp(nn.Module):
@@ -119,6 +119,60 @@ def break_graph(module):
 def test_passes_that_cannot_be(passes, words):
     with pytest.raises(PassError, match=words):
         autopar.plan(Mlp(), "dp=2", batch(), passes=passes)
+
+
+def sums_rows(module):
+    """Change a shape, and not what the nodes say about it."""
+    for node in module.graph.find_nodes(op="call_function", target=aten.gelu.default):
+        node.target, node.args, node.kwargs = aten.sum.dim_IntList, (node.args[0], [1], True), {}
+
+
+@pytest.mark.parametrize("after, words", [
+    ("canonicalize", "linear.* cannot be computed: RuntimeError: a dim of 1 is multiplied with one of 10"),
+    ("clean", r"gelu says that it is \(8, 10\) float32, and is \(8, 1\) float32"),
+    ("localize", r"gelu says that it is \(4, 10\) float32, and is \(4, 1\) float32"),
+])  # fmt: skip
+def test_a_pass_whose_graph_cannot_be_computed_is_named(after, words):
+    added = [autopar.Pass("mine", sums_rows, after=after)]
+    with pytest.raises(PassError, match="the pass 'mine' left a graph that cannot be run: " + words) as error:
+        options = {"hardware": "cpu-gloo", "strategy": "ddp", "baselines": False, "passes": added}
+        plan, captured = plan_and_capture(Mlp(), "dp=2", batch(), **options)
+        compiler.lower(captured, plan, 0)
+    assert error.value.node
+
+
+def test_an_added_node_of_one_rank_needs_a_layout():
+    def double(module):
+        (node, *_) = module.graph.find_nodes(op="call_function", target=aten.gelu.default)
+        with module.graph.inserting_after(node):
+            twice = module.graph.call_function(aten.mul.Tensor, (node, 2.0))
+        node.replace_all_uses_with(twice, delete_user_cb=lambda user: user is not twice)
+
+    added = [autopar.Pass("mine", double, after="localize")]
+    plan, captured = plan_and_capture(Mlp(), "dp=2", batch(), hardware="cpu-gloo", baselines=False, passes=added)
+    with pytest.raises(PassError, match="was promised mul_tensor as .*, and that has no layout"):
+        compiler.lower(captured, plan, 0)
+
+
+def test_verify_says_that_a_pass_changed_the_graph():
+    def relu(module):
+        for node in module.graph.find_nodes(op="call_function", target=aten.gelu.default):
+            node.target, node.kwargs = aten.relu.default, {}
+
+    report = autopar.verify(Mlp(), "dp=2", batch(), passes=[autopar.Pass("relu", relu, after="canonicalize")])
+    assert "no match: the captured graph, changed by relu, is not the model" in str(report)
+
+
+def test_verify_says_where_a_collective_is_missing():
+    def without_sums(module):
+        for node in module.graph.find_nodes(op="call_function", target=c10d.all_reduce.default):
+            if node.meta["phase"] == "backward":  # of gradients, which no op reads
+                node.replace_all_uses_with(node.args[0])
+                module.graph.erase_node(node)
+
+    added = [autopar.Pass("mine", without_sums, after="localize")]
+    report = autopar.verify(Mlp(), "dp=2", batch(), strategy="ddp", passes=added)
+    assert not report.match and "collectives behind the last ones make the difference" in str(report)
 
 
 def raises(module):

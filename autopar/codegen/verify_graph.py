@@ -4,6 +4,7 @@ check_global    the joint graph is well formed and annotated (see autopar/ir/gra
 check_sharding  no decision loses a Partial: into an op that is not linear, out of the graph, or out of nowhere
 check_local     one rank's graph: every local shape is the one that its layout implies, every argument has the
                 layout that its op was promised, no output is Partial
+check_values    every op can be computed from its arguments, and its value is what the node says
 check_ranks     all ranks issue the same collectives in the same order in every group
 """
 
@@ -16,12 +17,13 @@ from typing import cast
 import torch
 from torch import fx
 
-from .._torch import c10d
-from ..errors import VerifyError
+from .._torch import c10d, fake_mode, tree_flatten
+from ..errors import VerifyError, said
 from ..ir.graph import OutputRole, describe, is_op, output_node, tensor_arguments, values_of
 from ..ir.layout import Layout, local_shape
 from ..ir.mesh import Mesh
 from ..ops import autopar
+from ..passes.distribute.local_values import local_value
 from ..passes.distribute.partition import phase_of
 from ..plans.sharding import Sharding
 from ..rules import rule_of
@@ -93,9 +95,12 @@ def _check_axis(node, axis: str, inputs: Sequence[Layout], outputs: Sequence[Lay
         raise _error(f"takes argument {arguments} partial over {axis} and is not linear in it", node)
 
 
-def check_local(local: fx.GraphModule, mesh: Mesh) -> None:
-    """Raise VerifyError if a local graph's values are not what their layouts say. The rank is local.meta["rank"]."""
+def check_local(local: fx.GraphModule, mesh: Mesh, computes: bool = False) -> None:
+    """Raise VerifyError if a local graph's values are not what their layouts say, or with `computes` not what their ops
+    make. The rank is local.meta["rank"]."""
     local.graph.lint()
+    if computes:
+        check_values(local.graph)
     coordinate = mesh.coordinate(local.meta["rank"])
     for node in local.graph.nodes:
         if node.op == "output":
@@ -111,8 +116,37 @@ def check_local(local: fx.GraphModule, mesh: Mesh) -> None:
                     raise _error(f"has local shape {tuple(mine.shape)}, its layout {layout} implies {implied}", node)
         for argument, promised in zip(tensor_arguments(node), getattr(node.meta.get("sharding"), "inputs", ())):
             got = argument.meta.get("layout")
-            if got is None or _without_single(got, mesh) != _without_single(promised, mesh):
+            if got is None:
+                raise _error(f"was promised {argument.name} as {promised}, and that has no layout", node)
+            if _without_single(got, mesh) != _without_single(promised, mesh):
                 raise _error(f"was promised {argument.name} as {promised} and gets it as {got}", node)
+
+
+def check_values(graph: fx.Graph, renew: bool = False) -> None:
+    """Compute the form of every op's value from those of its arguments, and keep it where a node has none, or with
+    `renew` everywhere. Raise VerifyError at the first op that cannot be computed, or whose node says something else."""
+    mode = fake_mode()
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+        try:
+            value = local_value(node.target, args, kwargs, mode)
+        except Exception as error:
+            raise _error(f"cannot be computed: {said(error)}", node) from error
+        if renew or "val" not in node.meta:
+            node.meta["val"] = value
+        elif _forms(value) != _forms(node.meta["val"]):
+            raise _error(f"says that it is {_shown(node.meta['val'])}, and is {_shown(value)}", node)
+
+
+def _forms(value: object) -> list[tuple]:
+    """Return shape and dtype of each tensor of a value."""
+    return [(tuple(v.shape), v.dtype) for v in tree_flatten(value)[0] if isinstance(v, torch.Tensor)]
+
+
+def _shown(value: object) -> str:
+    return ", ".join(f"{shape} {str(dtype).removeprefix('torch.')}" for shape, dtype in _forms(value)) or "no tensor"
 
 
 def _check_outputs(output: fx.Node, mesh: Mesh) -> None:

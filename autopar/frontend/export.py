@@ -220,7 +220,7 @@ def traced(model: nn.Module, example_inputs, loss_fn: Callable | None, forms: Ma
             f"{type(model).__name__} could not be traced: {_first_line(error)}",
             source=source,
             shape=", ".join(f"{n} {tuple(x.shape)}" for n, x in zip(signature.tensor_names, inputs)),
-            fix=FIX_VALUES if _torch.is_data_dependent(error) else "check that model(**example_inputs) runs",
+            fix=FIX_VALUES if _torch.is_data_dependent(error) else "check that the model itself runs on these inputs",
         ) from error
     return TracedCall(made, call, watch, inputs, ties, forms, with_gradient, entered)
 

@@ -63,8 +63,23 @@ def linear_dw(grad: Tensor, x: Tensor) -> Tensor:
     return grad.reshape(-1, grad.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
 
 
-linear.register_fake(lambda x, weight: x.new_empty(*x.shape[:-1], weight.shape[0]))
-linear_dx.register_fake(lambda grad, weight: grad.new_empty(*grad.shape[:-1], weight.shape[1]))
+def _check_multiplied(one: int, other: int) -> None:
+    if one != other:
+        raise RuntimeError(f"a dim of {one} is multiplied with one of {other}")
+
+
+@linear.register_fake
+def _(x, weight):
+    _check_multiplied(x.shape[-1], weight.shape[1])
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+@linear_dx.register_fake
+def _(grad, weight):
+    _check_multiplied(grad.shape[-1], weight.shape[0])
+    return grad.new_empty(*grad.shape[:-1], weight.shape[1])
+
+
 linear_dw.register_fake(lambda grad, x: grad.new_empty(grad.shape[-1], x.shape[-1]))
 
 

@@ -8,6 +8,7 @@ failed stay; AUTOPAR_RECORDS=off writes none.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import tempfile
@@ -93,6 +94,14 @@ class Record:
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
             said = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else "is no record of a failure"
             raise InputError(f"{file} {said}", fix="give the files that AUTOPAR_RECORDS=FOLDER names") from None
+
+
+def tell_last_words() -> None:
+    """Let this process print where its threads are if a library aborts it, as gloo does where more bytes come than it
+    waits for. Nothing changes where somebody has seen to that before."""
+    if not faulthandler.is_enabled():
+        with contextlib.suppress(RuntimeError, ValueError, OSError, AttributeError):  # stderr is no file in a notebook
+            faulthandler.enable()
 
 
 def _remove_old(folder: Path) -> None:

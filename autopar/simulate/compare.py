@@ -80,6 +80,7 @@ class VerifyReport:
     wide: VerifyReport | None = None
     diverging: Divergence | str | None = None
     sends: Counter = field(default_factory=Counter)
+    passes: tuple[str, ...] = ()
 
     @property
     def errors(self) -> dict[str, float]:
@@ -233,6 +234,7 @@ def _compared(captured: Captured, plan: Plan, values, reference: OneDevice, prec
         step.collectives,
         sends=step.sends,
         diverging=None if step.programs else UNKNOWN,
+        passes=tuple(one.name for one in captured.passes),
     )
     return report, step.programs
 

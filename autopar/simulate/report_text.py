@@ -60,12 +60,15 @@ def _beyond(report: VerifyReport) -> str:
     if seen and not max(seen.values()) <= CAPTURED:
         worst = max(seen, key=seen.__getitem__)
         what = "loss" if worst == "loss" else f"gradient of {worst}"
-        return (
-            f"the captured graph is not the model: {what} is off by {seen[worst]:.1e} on one device, without rounding"
-        )
+        graph = f"the captured graph{_after_passes(report)}"
+        return f"{graph} is not the model: {what} is off by {seen[worst]:.1e} on one device, without rounding"
     return f"errors above {TOLERANCE[report.precision]:.0e}" + (
         " and what rounding explains" if report.rounding else ""
     )
+
+
+def _after_passes(report: VerifyReport) -> str:
+    return f", changed by {', '.join(report.passes)}," if report.passes else ""
 
 
 def _error(error: float) -> str:
@@ -93,8 +96,12 @@ def _divergence(report: VerifyReport) -> list[str]:
     at = report.diverging
     if isinstance(at, str):
         return [at]
+    if at is None and not max(report.capture_errors.values(), default=0.0) <= CAPTURED:
+        return ["every op has the value of the unsharded graph, which is not that of eager torch"]
     if at is None:
-        return ["every node of the graph has the value of the unsharded graph, which is not that of eager torch"]
+        return [
+            "every op has the value that it has on one device: collectives behind the last ones make the difference"
+        ]
     where = " ".join(filter(None, (at.module, at.source)))
     return [
         f"first node that differs: {at.node} ({at.layout}), relative error "
