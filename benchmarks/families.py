@@ -33,6 +33,7 @@ from tests.families.build import as_shipped
 MESHES = ["dp=2,tp=2"]
 SHIPPED = "shipped"  # the planner's own plan too, with dropout, LayerDrop and masking as the configurations have them
 STRATEGIES = ["auto", SHIPPED, "ddp", "zero1", "zero2", "fsdp", "hsdp", "megatron", "megatron_sp"]
+KNOWN = [*STRATEGIES, "all_gather_kv", "ring", "ulysses"]  # the order in the table
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "families.json"
 BEGIN, END = "<!-- families:begin -->", "<!-- families:end -->"
@@ -148,7 +149,7 @@ def runs(right: list[str]) -> str:
         mesh, strategy = run.split(" ")
         by_mesh.setdefault(mesh, []).append(strategy)
     return "; ".join(
-        f"{mesh}: {' '.join(sorted(found, key=STRATEGIES.index))}" for mesh, found in sorted(by_mesh.items())
+        f"{mesh}: {' '.join(sorted(found, key=KNOWN.index))}" for mesh, found in sorted(by_mesh.items())
     )
 
 
