@@ -24,10 +24,12 @@ from ..rules import Strategy
 from .explain_text import explain_text
 from .objective.evaluate import Evaluation
 from .objective.module_table import module_of
+from .other_schemes import OtherScheme, other_schemes
 from .problem.vertices import Vertex
 from .solver.dual import Dual
 from .solver.search import Outcome
 from .solver.solver import Solver
+from .spmd.attention_schemes import scheme_text
 from .spmd.attention_text import attention_text
 from .spmd.planned import Planned
 
@@ -57,7 +59,8 @@ class Instead:
 @dataclass(frozen=True)
 class Choice:
     """One decision, shared by `copies` equal ops or parameters of which `name` is the first. `binding`: what keeps it
-    from being another. `left_out`: how many alternatives were not tried. `attends`: to what an attention does."""
+    from being another. `left_out`: how many alternatives were not tried. `attends`: to what an attention does;
+    `scheme`: what cuts it, and what that makes a device compute and send."""
 
     kind: str
     name: str
@@ -70,12 +73,14 @@ class Choice:
     instead: tuple[Instead, ...]
     left_out: int
     attends: str = ""
+    scheme: str = ""
 
 
 @dataclass(frozen=True)
 class Explanation:
     """The decisions that a pattern matches; `print` it. `left_out`: how many more it matches. `routing`: what the plan
-    says of experts' rows, if it sends any."""
+    says of experts' rows, if it sends any.
+    `schemes`: what else could cut the sequence of attentions, if one is among the choices."""
 
     pattern: str
     model: str
@@ -85,6 +90,7 @@ class Explanation:
     choices: tuple[Choice, ...]
     left_out: int
     routing: tuple[str, ...] = ()
+    schemes: tuple[OtherScheme, ...] = ()
 
     def __str__(self) -> str:
         return explain_text(self)
@@ -102,16 +108,17 @@ def explain_plan(
     StrategyError if nothing matches."""
     classes = _matched(planned, pattern)
     explainer = _Explainer(planned, classes[:choices], alternatives, report)
-    e = planned.evaluation
+    e, found = planned.evaluation, tuple(explainer.choices())
     return Explanation(
         pattern,
         planned.model,
         str(planned.problem.mesh),
         planned.chosen.seconds,
         e.bytes_,
-        tuple(explainer.choices()),
+        found,
         max(0, len(classes) - choices),
         () if planned.options.within else tuple(routing_lines(planned.plan)),  # else of the pipeline
+        other_schemes(planned, explainer.solver, report) if any(choice.scheme for choice in found) else (),
     )
 
 
@@ -224,13 +231,15 @@ class _Explainer:
                 candidates,
                 len(others) - len(candidates),
                 attention_text(v.node) if v.kind == "op" else "",
+                scheme_text(self.problem, self.evaluation, v),
             )
 
     def _solver(self, limit_bytes: float) -> Solver:
         """Make another solver, whose searches are short."""
         search = self.planned.options.search
         search = replace(search, gap=max(search.gap, TRIED_GAP), rounds=ROUNDS, largest_program=0)
-        return Solver(self.problem, self.planned.pricer, limit_bytes, search)
+        overlap = self.planned.solver.free.overlap
+        return Solver(self.problem, self.planned.pricer, limit_bytes, search, overlap=overlap)
 
     def _without_limit(self) -> Outcome | None:
         """Return the plan that would be the fastest if memory were no matter, or None unless it is faster than the

@@ -18,15 +18,31 @@ def explain_text(e: Explanation) -> str:
     ]
     for choice in e.choices:
         lines += ["", *_choice(e, choice)]
+    if e.schemes:
+        lines += ["", *_schemes(e)]
     if e.left_out:
         lines += ["", f"{e.left_out} more match and are left out: name fewer"]
     return "\n".join(lines) + "\n"
+
+
+def _schemes(e: Explanation) -> list[str]:
+    """Say what other schemes would cost in the place of that of the attentions, each planned anew."""
+    unit, scale = byte_unit(e.peak_bytes)
+    found = [s for s in e.schemes if not s.note]
+    more = _signed([1e3 * (s.step_seconds - e.step_seconds) for s in found])
+    bytes_ = _signed([(s.bytes_ - e.peak_bytes) / scale for s in found])
+    rows = [[s.text, *cells] for s, *cells in zip(found, more, bytes_)]
+    without = [f"  {s.text}: {s.note}" for s in e.schemes if s.note]
+    lines = table(["other schemes of attention, planned anew", "ms", unit], rows) if rows else []
+    return lines + (["no plan:", *without] if without else [])
 
 
 def _choice(e: Explanation, c: Choice) -> list[str]:
     copies = f" (x{c.copies})" if c.copies > 1 else ""
     module = f", in {c.module}" if c.module and c.kind == "op" else ""
     lines = [f"{c.kind} {c.name}{copies} {c.shape}{module}", f"  chosen: {c.chosen}", f"  binding: {c.binding}"]
+    if c.scheme:
+        lines.insert(1, f"  scheme: {c.scheme}")
     if c.attends:
         lines.insert(1, f"  attends to {c.attends}")
     if c.source:

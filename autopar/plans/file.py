@@ -249,6 +249,7 @@ OPTIONAL: Json = {
     "batches": [],
     "tiled": [],
     "packed": 0,
+    "attentions": [],
     "unmade_bytes": 0.0,
     "routing": {"load": 1.0, "worst_peak_bytes": 0.0, "sent_bytes": 0.0, "gathered_bytes": 0.0},
     "update_seconds": 0.0,
@@ -286,6 +287,8 @@ SCHEMA: Kind = {
     "outputs": [{"name": text, "shape": [count], "layout": text, "wire_bytes": amount, "seconds": amount}],
     "routing": {"load": amount, "worst_peak_bytes": amount, "sent_bytes": amount, "gathered_bytes": amount},
     "unmade_bytes": amount, "packed": count,
+    "attentions": [{"name": text, "copies": size, "scheme": text, "pairs": amount, "balance": amount,
+                    "sent_bytes": amount}],
     "tiled": [{"node": text, "layer": text, "bytes_": amount, "seconds": amount}],
     "reduces_once": flag, "overlaps": flag, "samples": count,
     "pipeline": {

@@ -16,6 +16,7 @@ from ..errors import AutoparError, PlanFormatError, PlanIncompatible
 from ..ir.mesh import Mesh
 from ..schedule import catalogue
 from . import file
+from .attentions import AttentionScheme
 from .entries import Alternative, BatchCandidate, Collective, Flops, MeshCandidate, Offloaded, Output, Region, Routing
 from .file import MEMORY_KINDS, VERSION, Json
 from .pipeline import Pipeline, StageCost
@@ -27,6 +28,9 @@ from .tiled import TiledLoss
 
 if TYPE_CHECKING:
     from torch import fx
+
+# fields that a file leaves out where they say nothing
+LEFT_OUT = "reduce_dtype state_dtype outputs batches tiled packed attentions routing unmade_bytes".split()
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,7 @@ class Plan:
     unmade_bytes: float = 0.0  # of outputs of all micro-batches, which are made when they are read; 0: they are kept
     tiled: tuple[TiledLoss, ...] = ()  # last layers whose logits are never whole
     packed: int = 0  # attentions among documents in a row, told apart by numbers and not by a mask of all pairs
+    attentions: tuple[AttentionScheme, ...] = ()  # empty where no sequence is cut
     routing: Routing | None = None  # of experts whose rows are sent to them
     pipeline: Pipeline = Pipeline()  # the sharding is of one micro-batch, on the mesh of a stage
     planning_seconds: float = field(default=0.0, compare=False)
@@ -95,7 +100,7 @@ class Plan:
             "mesh": str(self.mesh), "sharding": sharding_to_json(self.sharding), "version": VERSION,
         }  # fmt: skip
         values.pop("planning_seconds")
-        for name in ("reduce_dtype", "state_dtype", "outputs", "batches", "tiled", "packed", "routing", "unmade_bytes"):
+        for name in LEFT_OUT:
             if not values[name]:
                 values.pop(name)
         data: Json = json.loads(json.dumps(values, default=asdict))  # lists for tuples
@@ -171,6 +176,7 @@ class Plan:
                 "warnings": tuple(fields["warnings"]),
                 "outputs": tuple(Output(**(o | {"shape": tuple(o["shape"])})) for o in fields.get("outputs", ())),
                 "tiled": tuple(TiledLoss(**t) for t in fields.get("tiled", ())),
+                "attentions": tuple(AttentionScheme(**a) for a in fields.get("attentions", ())),
                 "offloaded": Offloaded(**fields["offloaded"]),
                 "flops": Flops(**fields.get("flops", {})),
                 "program": DecidedProgram(**fields.get("program", {})),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..utils.format import byte_column, byte_unit, column, ms, number, percent, size, table
+from .attentions import attention_lines
 from .axes import axis_lines
 from .entries import Alternative, Region
 from .file import MEMORY_KINDS
@@ -19,10 +20,10 @@ MOST_KINDS = 6  # that a line names
 
 
 def plan_text(plan: Plan) -> str:
-    """Return all of a plan, in sections: result, pipeline, modules, collectives, outputs, memory, recomputation,
-    offload, alternatives, meshes, batches, warnings."""
-    sections = (_result, pipeline_lines, _modules, _collectives, _outputs, _memory, recomputed_lines, tiled_lines,
-                offloaded_lines,                 _alternatives, _meshes, _batches, _warnings)  # fmt: skip
+    """Return all of a plan, in sections: result, pipeline, modules, attentions, collectives, outputs, memory,
+    recomputation, offload, alternatives, meshes, batches, warnings."""
+    sections = (_result, pipeline_lines, _modules, _attentions, _collectives, _outputs, _memory, recomputed_lines,
+                tiled_lines, offloaded_lines, _alternatives, _meshes, _batches, _warnings)  # fmt: skip
     return "\n\n".join("\n".join(lines) for section in sections if (lines := section(plan))) + "\n"
 
 
@@ -174,6 +175,10 @@ def in_tree_order(regions: Sequence[Region]) -> list[Region]:
         return region.name.startswith("("), [first[tuple(names[:depth])] for depth in range(1, len(names) + 1)]
 
     return sorted(regions, key=order)
+
+
+def _attentions(plan: Plan) -> list[str]:
+    return attention_lines(plan.attentions)
 
 
 def _collectives(plan: Plan) -> list[str]:

@@ -41,6 +41,13 @@ def size(bytes_: float) -> str:
     return f"{bytes_:.0f} B" if name == "B" else f"{number(bytes_ / scale)} {name}"
 
 
+def count_text(number: int) -> str:
+    """Return a number as text such as `8.03B`: three digits, and trillions, billions, millions or thousands."""
+    rounded = float(f"{number:.3g}")
+    name, scale = next(((n, s) for n, s in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)) if rounded >= s), ("", 1))
+    return f"{rounded / scale:.3g}{name}"
+
+
 def percent(part: float, whole: float) -> str:
     """Format a share as `2.2%`, as `<0.1%` if it would round to nothing."""
     share = part / whole if whole else 0.0

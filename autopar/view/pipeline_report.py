@@ -12,14 +12,14 @@ from ..plans.pipeline_text import pipeline_line
 from ..plans.plan import Plan
 from ..plans.text import in_order, waiting_seconds
 from ..schedule.svg import svg
-from ..utils.format import byte_column, column, ms, percent, size
+from ..utils.format import byte_column, column, count_text, ms, percent, size
 from .charts import MEMORY_CLASSES, legend_of
 from .html import Html, bar, joined, rows_of, tag
 from .report import (
     alternatives_section,
+    attentions_section,
     cards,
     collectives_section,
-    count_text,
     layouts_section,
     modules_section,
     notes_section,
@@ -41,6 +41,7 @@ def pipeline_page(planned: Planned, explanation: PipelineExplanation | None = No
         ("Other micro-batches, schedules and cuts", _explained(explanation)),
         ("Everything that was tried", alternatives_section(plan)),
         ("Inside of the stages: modules", joined([inside, modules_section(planned.inner.plan)])),
+        ("Inside of the stages: attention", attentions_section(plan)),
         ("Inside of the stages: collectives of a step", collectives_section(plan)),
         ("Inside of the stages: parameters and inputs", layouts_section(planned.inner)),
         ("Notes", notes_section(plan)),

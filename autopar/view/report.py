@@ -9,6 +9,7 @@ from pathlib import Path
 from ..planner.explain import runners_up
 from ..planner.objective.timeline import Timeline
 from ..planner.spmd.planned import Planned
+from ..plans.attentions import attention_table
 from ..plans.entries import Region
 from ..plans.plan import Plan
 from ..plans.text import (
@@ -25,7 +26,7 @@ from ..plans.text import (
     without_price,
 )
 from ..plans.wording import wording
-from ..utils.format import byte_column, column, ms, percent, size
+from ..utils.format import byte_column, column, count_text, ms, percent, size
 from .charts import legend_of, memory_chart, timeline_chart
 from .html import Html, bar, joined, rows_of, tag
 
@@ -44,6 +45,7 @@ def report_page(planned: Planned, timeline: Timeline | None = None) -> str:
             _step(planned, timeline),
         ),
         ("Memory of a device", joined([memory_chart(planned, timeline), _memory(plan)])),
+        ("Attention", attentions_section(plan)),
         ("Collectives", collectives_section(plan)),
         ("Modules", modules_section(plan)),
         ("Parameters and inputs", layouts_section(planned)),
@@ -121,13 +123,6 @@ def _overlapped(planned: Planned, timeline: Timeline) -> tuple[str, str]:
     return ms(seconds), f"{what}{ms(timeline.exposed_seconds)} of communication exposed"
 
 
-def count_text(number: int) -> str:
-    """Return a number as text such as `8.03B`: three digits, and trillions, billions, millions or thousands."""
-    rounded = float(f"{number:.3g}")
-    name, scale = next(((n, s) for n, s in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)) if rounded >= s), ("", 1))
-    return f"{rounded / scale:.3g}{name}"
-
-
 def _communicated(plan: Plan) -> str:
     """Say how many collectives there are, and how much of the step's parts is hidden behind others."""
     count = sum(c.count for c in plan.collectives)
@@ -178,6 +173,12 @@ def _memory(plan: Plan) -> Html:
     bytes_ = plan.at_peak | {"in all": plan.peak_bytes}
     rows = [[kind, bar(bytes_.get(kind, 0.0) / (plan.peak_bytes or 1.0)), *rest] for kind, *rest in cells]
     return rows_of(["what the plan charges", "at the peak", *header], rows, left=2, bars=1)
+
+
+def attentions_section(plan: Plan) -> Html | None:
+    """Show the scheme of each attention whose sequence is cut, with its pairs and bytes; None if there are none."""
+    header, rows = attention_table(plan.attentions)
+    return rows_of(header, rows, left=2) if rows else None
 
 
 def collectives_section(plan: Plan) -> Html | None:

@@ -15,10 +15,10 @@ from autopar.models import build
 from autopar.planner.explain import runners_up
 from autopar.plans.file import MEMORY_KINDS
 from autopar.plans.text import alternatives_table, memory_table
-from autopar.utils.format import byte_unit, ms, size
+from autopar.utils.format import byte_unit, count_text, ms, size
 from autopar.view.charts import MEMORY_CLASSES
 from autopar.view.html import VOID, Html, joined, tag
-from autopar.view.report import FOLDER, count_text, report_page
+from autopar.view.report import FOLDER, report_page
 
 
 class Page(HTMLParser):

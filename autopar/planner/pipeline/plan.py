@@ -256,6 +256,7 @@ def described(
         compute_seconds=inner.compute_seconds * best.search.plans.share / ranks,
         recompute_seconds=inner.recompute_seconds * best.search.plans.share / ranks,
         update_seconds=evaluated.parameter_seconds,
+        attentions=tuple(replace(one, sent_bytes=one.sent_bytes / ranks) for one in inner.attentions),
         routing=_routing(inner.routing, ranks),
         flops=replace(inner.flops, model=inner.flops.model * sum(pipeline.shares) / sum(inner.pipeline.shares)),
         outputs=outputs_in(inner.sharding, best.inner.whole[0], best.inner.pricer, captured),

@@ -53,7 +53,7 @@ def allowed_strategies(
     class that what is forbidden leaves nothing."""
     mesh = problem.mesh
     given = {role for role in restriction.roles.values() if role != FREE}
-    is_restricted = given or restriction.experts
+    is_restricted = given or restriction.experts or restriction.in_attention
     factors = factors_of(problem, bool(given & {*SEQUENCE_ROLES})) if is_restricted else {}
     plan = restriction.tensor_plan
     if plan is not None:  # which says itself what is whole
@@ -84,10 +84,11 @@ def allowed_strategies(
             if v.node.target not in ATTENTION_OPS:
                 roles = {axis: SEQUENCE if role in SEQUENCE_ROLES else role for axis, role in roles.items()}
             else:
+                roles = roles | restriction.in_attention
                 if SEQUENCE_HEADS in roles.values():
-                    _check_heads(v, options.strategies, restriction, mesh, fits)
+                    _check_heads(v, options.strategies, restriction.of_attention, mesh, fits)
                 if SEQUENCE_RING in roles.values():
-                    _check_ring(v, options.strategies, restriction, mesh, fits)
+                    _check_ring(v, options.strategies, restriction.of_attention, mesh, fits)
             mask = _op_mask(options.strategies, roles, mesh, factors[cls], must_cut, fits, rows)
             if plan is not None:
                 mask &= _in_place_mask(problem, v, options.strategies, restriction)

@@ -121,7 +121,7 @@ def may_cut_sequence(strategy: str | None, mesh: Mesh, samples: int) -> bool:
     with an axis for it, or with more devices along the axes that may carry samples than there are."""
     roles = Restriction.of(strategy, mesh).roles
     if FREE not in roles.values():
-        return bool({*roles.values()} & {SEQUENCE, SEQUENCE_RING})
+        return bool({*roles.values()} & {*SEQUENCE_ROLES})
     named = SEQUENCE_AXIS in mesh.names
     return named or math.prod(size for axis, size in mesh.axis_sizes.items() if axis not in NOT_DATA) > samples
 
@@ -130,7 +130,7 @@ RECIPES: dict[str, Recipe] = {}
 BASELINES: list[str] = []  # names that plans are compared with
 COMBINED = ("megatron_sp+zero1", "megatron_sp+fsdp")  # compared with too, where a mesh has axes for both
 REPLICATED = "megatron_sp+hsdp"  # the same with two data axes
-IN_SEQUENCE = ("all_gather_kv", "ulysses")
+IN_SEQUENCE = ("all_gather_kv", "ring", "ulysses")
 EXPERT, EXPERT_AXIS = "expert", "ep"  # the strategy of experts, and the axis that they are cut over if there is one
 FREELY = "auto"  # the name of no strategy
 MODELS_OWN = "hf_tp"  # the name of what a model itself says (see hf_tp_plan.py)
@@ -176,6 +176,7 @@ class Restriction:
     required: tuple[tuple[int, int], ...] = ()
     tensor_plan: TensorPlan | None = None
     experts: str = ""  # the axis that cuts experts, instead of what its role says of them
+    in_attention: dict[str, str] = field(default_factory=dict)  # roles of axes there, instead of their own
 
     @staticmethod
     def of(strategy: str | None, mesh: Mesh, forbid: Sequence[tuple[str, str]] = ()) -> Restriction:
@@ -203,6 +204,11 @@ class Restriction:
         """Return the restriction to what the model itself says of its parameters, on the axis that Megatron cuts
         tensors over; the others carry the batch."""
         return replace(Restriction.of("megatron", mesh), name=MODELS_OWN, sharded_axes=(), tensor_plan=plan)
+
+    @property
+    def of_attention(self) -> Restriction:
+        """Return what holds for ops that are attentions."""
+        return replace(self, roles=self.roles | self.in_attention)
 
     @property
     def tensor_axes(self) -> tuple[str, ...]:

@@ -32,6 +32,7 @@ from ..problem.tiled_loss import tiled_losses
 from ..problem.vertices import STATE
 from ..solver.search import Outcome
 from .accumulation import of_step, samples_of
+from .attention_schemes import schemes_of
 from .attention_text import is_packed
 from .model_flops import flops_of_step
 from .outputs import held_bytes, kept_bytes, outputs_in, with_outputs
@@ -71,7 +72,7 @@ def describe_plan(planned: Planned) -> Plan:
         peak_bytes=planned.live_bytes.peak_bytes,
         memory=planned.live_bytes.most,
         at_peak=planned.live_bytes.at_peak,
-        collectives=_collectives(problem, e, options.hardware) + _of_update(problem, e),
+        collectives=_collectives(problem, e, options.hardware, pricer.micro_batches) + _of_update(problem, e),
         regions=regions_of(problem, e),
         alternatives=rows,
         recomputed=_recomputed(e, True),
@@ -96,6 +97,7 @@ def describe_plan(planned: Planned) -> Plan:
         reduce_dtype=options.reduce_dtype,
         tiled=tiled_losses(problem, e, options.hardware),
         packed=_packed(problem, e),
+        attentions=schemes_of(problem, e, pricer.micro_batches),
         routing=routing_of(problem, e, pricer),
         flops=flops_of_step(problem.graph, sum(pipeline.shares), options.hardware),
         state_dtype=options.state_dtype,
@@ -181,20 +183,21 @@ def _elements(problem: Problem, trained: bool) -> int:
     return sum(n.meta["val"].numel() for n in {*(found - parts), *packed.values()})
 
 
-def _collectives(problem: Problem, e: Evaluation, hardware: Hardware) -> tuple[Collective, ...]:
+def _collectives(problem: Problem, e: Evaluation, hardware: Hardware, micro_batches: int) -> tuple[Collective, ...]:
+    """Return the collectives of a step; their seconds are of an average pass."""
     count: Counter[tuple] = Counter()
     wire, seconds = defaultdict[tuple, float](float), defaultdict[tuple, float](float)
     for v, copies in zip(problem.vertices, problem.copies(e.first)):
         strategy = problem.choices(v.index).strategies[e.choice[v.index]]
         if axes := exchange_axes(v.node, strategy, problem.mesh):
             key = ("all_to_all", axes, v.node.meta["phase"])
-            count[key] += copies
-            wire[key] += copies * exchange_bytes(v.node, strategy, problem.mesh)
+            count[key] += copies * micro_batches
+            wire[key] += copies * micro_batches * exchange_bytes(v.node, strategy, problem.mesh)
             seconds[key] += copies * exchange_seconds(v.node, strategy, problem.mesh, hardware)
         if ring := ring_of(v.node, strategy, problem.mesh):
             key = ("all_to_all", ring.axes, v.node.meta["phase"])
-            count[key] += copies * ring.messages
-            wire[key] += copies * ring.sent_bytes
+            count[key] += copies * micro_batches * ring.messages
+            wire[key] += copies * micro_batches * ring.sent_bytes
             seconds[key] += copies * ring.sent_seconds(problem.mesh, hardware)
     for transfer in e.every_transfer:
         for step, charged in transfer.step_seconds:
