@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from . import (  # noqa: F401  (most for their ops, which they register)
+    attention_bias,
     attention_cpu,
     attention_documents,
     attention_gpu,
@@ -157,9 +158,11 @@ def attention_bw(
     group: int = 0,
     documents: Tensor | None = None,
     key_documents: Tensor | None = None,
+    of_block: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v; those of keys and values are sums over the queries that are here."""
-    closes = mask is None or mask.dtype == torch.bool
+    """Return the gradients of q, k and v; those of keys and values are sums over the queries that are here. `of_block`:
+    the keys are some of those that the output and the log-sum-exp are over."""
+    closes = mask is None or mask.dtype == torch.bool or of_block
     arguments = additive(mask, q.dtype), causal, _scale(q, scale), first, closes
     keys, values = (attention_heads.read(x, q, head, group) for x in (k, v))
     if documents is None or key_documents is None:
@@ -183,7 +186,10 @@ def _(q, k, v, mask, causal, scale, first=0, head=0, group=0, documents=None, ke
 
 
 @attention_bw.register_fake
-def _(grad, q, k, v, out, lse, mask, causal, scale, first=0, head=0, group=0, documents=None, key_documents=None):
+def _(
+    grad, q, k, v, out, lse, mask, causal, scale, first=0, head=0, group=0, documents=None, key_documents=None,
+    of_block=False,
+):  # fmt: skip
     return _empty_seq_major(q, q.shape), _empty_seq_major(k, k.shape), _empty_seq_major(v, v.shape)
 
 

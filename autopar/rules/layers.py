@@ -23,11 +23,10 @@ def attention(node: fx.Node) -> Rule | None:
     """Return the rule of attention, forward and backward: batch, heads and the queries' sequence s, not keys nor head
     dims; None with dropout. Where s is cut keys and values are whole, and their gradients Partial; an op cuts s that
     takes the number of its first query. Where RING is cut, so are the queries' sequence and the keys', and blocks of
-    keys go round; not with a mask that is added to the scores, in whose lowest number a block's log-sum-exp would be
-    lost. With grouped queries (fewer key heads) heads are cut between groups, or those of the queries alone over axes
-    over which groups cannot be: the op takes which key heads its queries read. Key heads that belong to all devices, as
-    a single one does, have a gradient that is Partial over the heads. Documents are cut with the queries, those of keys
-    are whole along the sequence."""
+    keys go round. With grouped queries (fewer key heads) heads are cut between groups, or those of the queries alone
+    over axes over which groups cannot be: the op takes which key heads its queries read. Key heads that belong to all
+    devices, as a single one does, have a gradient that is Partial over the heads. Documents are cut with the queries,
+    those of keys are whole along the sequence."""
     arguments = bound(node)
     if arguments.get("dropout_p", 0.0) != 0.0:
         return None
@@ -68,9 +67,14 @@ def attention(node: fx.Node) -> Rule | None:
 
 def _may_go_round(arguments: Mapping[str, Any]) -> bool:
     mask, queries, keys = arguments["mask"], *(shape_of(arguments[name])[2] for name in ("q", "k"))
-    if is_tensor(mask) and mask.meta["val"].dtype != torch.bool:
+    if is_added(mask) and arguments["causal"]:  # nobody says it: the mask could close keys as well
         return False
     return keys > 1 and (queries == keys or not arguments["causal"]) and not arguments["first"]
+
+
+def is_added(mask: Any) -> bool:
+    """Return whether a mask of an attention is numbers that are added to the scores."""
+    return is_tensor(mask) and mask.meta["val"].dtype != torch.bool
 
 
 def ring_axes(node: fx.Node, inputs: Sequence[Layout]) -> tuple[str, ...]:

@@ -52,7 +52,7 @@ def _only_for_attention(node: fx.Node, index: int) -> bool:
     readers = [user for item in node.users if item.args[1] == index for user in item.users]
     takes_any = (
         autopar.attention_bw.default, aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-        autopar.join_attention.default,
+        autopar.join_attention.default, autopar.block_lse.default,
     )  # fmt: skip
     return all(user.target in takes_any for user in readers)
 
@@ -110,6 +110,7 @@ def _attention_bw(
     group=0,
     documents=None,
     key_documents=None,
+    of_block=False,
 ):
     if _is_plain(q, k, v, mask) and not (first or group or documents):
         flash = aten._scaled_dot_product_flash_attention_for_cpu_backward.default

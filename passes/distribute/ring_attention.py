@@ -9,6 +9,9 @@ travel with it in the type of the log-sum-exp and end at its owner.
 Where a causal attention is cut in zigzag, outputs of the two halves of the queries join by themselves, as one of them
 has nothing to do with some blocks.
 
+A mask that is added to the scores is cut along the queries; each step takes its columns of it. Where it closes all keys
+of a query by a lowest number, blocks join by their numbers of keys (autopar/ops/attention_bias.py).
+
 Blocks travel by all-to-alls of rows, of which there is one a block, padded to the longest block. All devices of a group
 call the same ones, also those that neither send nor receive: each output depends on the same exchanges on all of them,
 so that whatever removes what nobody needs removes it everywhere.
@@ -34,7 +37,7 @@ from ...ops import autopar
 from ...ops.attention_forms import lse_dtype
 from ...ops.ring import Ring
 from ...plans.sharding import NodeSharding
-from ...rules.layers import ring_axes
+from ...rules.layers import is_added, ring_axes
 from ...rules.localize import heads_read
 from ...rules.reading import bound, tensors_by_name
 from .emit import Builder, Collective
@@ -107,6 +110,9 @@ class _Steps:
                 name = self._name(is_one and step == last[0] == 0)
                 arguments = here, *opened, block, causal and step == 0, scale
                 result = self._pair(autopar.attention.default, *arguments, name=name, **self._constants(step))
+                if is_added(mask):
+                    count = opened[0].meta["val"].shape[KEYS]
+                    result[1] = self.call(autopar.block_lse.default, result[1], mask, block, count)
                 for half in works[step]:
                     own = result if len(works[step]) == 1 else [self._half(x, (half,)) for x in result]
                     if half in joined:
@@ -117,6 +123,8 @@ class _Steps:
             keys, marks = self._received_keys(following, (k, v), step)
             unused += marks if keys is None else []
         out, lse = joined[0] if is_one else self._whole([joined[half] for half in ring.halves])
+        if is_added(mask):
+            lse = self.call(autopar.whole_lse.default, lse, mask)
         return [self._after(out, unused), lse]
 
     def backward(self, grad, q, k, v, out, lse, mask, causal: bool, scale: float | None) -> list[fx.Node]:
@@ -135,7 +143,8 @@ class _Steps:
             if keys is not None:
                 rows, opened, block = self._open(step, mask, [grad, q, out, lse], keys)
                 arguments = *rows[:2], *opened, *rows[2:], block, causal and step == 0, scale
-                made = self.call(autopar.attention_bw.default, *arguments, **self._constants(step))
+                of_block = {"of_block": True} if is_added(mask) else {}
+                made = self.call(autopar.attention_bw.default, *arguments, **self._constants(step), **of_block)
                 found = [self._in(wide, self.call(operator.getitem, made, i)) for i in range(3)]
                 halves, open_keys = self.ring.open_halves(self.place, step)
                 here = self._with_zeros(found[0], halves)

@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 import numpy as np
-import torch
 from torch import fx
 
 from ...adapt.lora_site import is_factor
@@ -154,16 +153,12 @@ def _check_ring(v: Vertex, strategies, restriction: Restriction, mesh: Mesh, fit
     axes = [i for i, axis in enumerate(mesh.names) if restriction.roles[axis] == SEQUENCE_RING]
     if any(fit and s.choice and all(s.choice[i] == RING for i in axes) for s, fit in zip(strategies, fits)):
         return
-    mask = bound(v.node)["mask"]
-    is_added = mask is not None and mask.meta["val"].dtype != torch.bool
     raise StrategyError(
-        f"{v.name} cannot have its keys go round "
-        + ("with a mask that is added to its scores" if is_added else "in blocks, one for each device"),
+        f"{v.name} cannot have its keys go round in blocks, one for each device",
         node=v.name,
         source=v.node.meta.get("source") or None,
         mesh=mesh,
-        fix="use all_gather_kv or ulysses, or "
-        + ("a mask that says what to keep" if is_added else "fewer devices for so short a sequence"),
+        fix="use all_gather_kv or ulysses, or fewer devices for so short a sequence",
     )
 
 
