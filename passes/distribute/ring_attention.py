@@ -103,6 +103,7 @@ class _Steps:
         keys: Block | None = [k, v]
         joined: dict[int, list[fx.Node]] = {}  # by half of the queries
         unused: list[fx.Node] = []
+        highest = self.call(aten.amax.default, mask, [-1], True) if is_added(mask) else None
         for step in steps:
             following = self._start_keys(keys, (k, v), step)
             if keys is not None:
@@ -110,9 +111,9 @@ class _Steps:
                 name = self._name(is_one and step == last[0] == 0)
                 arguments = here, *opened, block, causal and step == 0, scale
                 result = self._pair(autopar.attention.default, *arguments, name=name, **self._constants(step))
-                if is_added(mask):
+                if highest is not None:
                     count = opened[0].meta["val"].shape[KEYS]
-                    result[1] = self.call(autopar.block_lse.default, result[1], mask, block, count)
+                    result[1] = self.call(autopar.block_lse.default, result[1], highest, block, count)
                 for half in works[step]:
                     own = result if len(works[step]) == 1 else [self._half(x, (half,)) for x in result]
                     if half in joined:
@@ -123,8 +124,8 @@ class _Steps:
             keys, marks = self._received_keys(following, (k, v), step)
             unused += marks if keys is None else []
         out, lse = joined[0] if is_one else self._whole([joined[half] for half in ring.halves])
-        if is_added(mask):
-            lse = self.call(autopar.whole_lse.default, lse, mask)
+        if highest is not None:
+            lse = self.call(autopar.whole_lse.default, lse, highest)
         return [self._after(out, unused), lse]
 
     def backward(self, grad, q, k, v, out, lse, mask, causal: bool, scale: float | None) -> list[fx.Node]:
