@@ -10,7 +10,6 @@ import torch
 
 from autopar.codegen.python_code import is_collective
 from autopar.codegen.verify_graph import collective_call
-from autopar.errors import StrategyError
 from autopar.simulate.oracle import global_values
 from autopar.simulate.step import plan_and_capture, simulate_step
 
@@ -100,14 +99,22 @@ def test_what_nobody_needs_is_left_out_on_all_ranks(part, size):
     assert any("gradients" in name for name in kinds[0]) == (part > 0)
 
 
-def test_a_mask_that_is_added_is_refused():
-    class Biased(Decoder):
-        def forward(self, input_ids, labels, attention_mask):
-            x = self.tokens(input_ids)
-            q = x.unflatten(-1, (-1, 8)).transpose(1, 2)
-            bias = torch.arange(x.shape[1]).double()[:, None] * 0.1
-            y = torch.nn.functional.scaled_dot_product_attention(q, q, q, bias + bias.T)
-            return y.square().mean()
+class Biased(Decoder):
+    def attend(self, q, k, v, mask, is_causal):
+        places = torch.arange(q.shape[2]).double() * 0.1
+        return super().attend(q, k, v, (places[:, None] - places).square().neg(), False)
 
-    with pytest.raises(StrategyError, match="with a mask that is added to its scores"):
-        planned(Biased("full", 4, 4), 2, 8)
+
+def test_what_is_added_to_scores_is_not_sent():
+    """A device makes its own rows of it, each step takes its columns, and what is most in a row is looked for once."""
+    size, length = 3, 12
+    model = Biased("full", 4, 2)
+    step, plan = simulated(model, size, length)
+    plain, _ = simulated(Decoder("full", 4, 2), size, length)
+    assert step.bytes_sent == plain.bytes_sent and plan.attentions[0].scheme == "ring over cp"
+    for program in step.programs:
+        calls = Counter(str(n.target) for n in program.parts.forward.graph.nodes if n.name.startswith("attention"))
+        assert calls["autopar.block_lse.default"] == size and calls["autopar.whole_lse.default"] == 1
+        assert calls["aten.amax.default"] == 1
+        masks = [n.args[3] for n in program.parts.forward.graph.nodes if str(n.target) == "autopar.attention.default"]
+        assert {tuple(m.meta["val"].shape) for m in masks} == {(length // size, length // size)}
