@@ -71,6 +71,8 @@ def schemes_of(problem: Problem, e: Evaluation, micro_batches: int) -> tuple[Att
     """Return the attentions of a plan of so many passes a step, equal ones together, in order of the graph; nothing if
     none has its sequence cut and no axis of the mesh is named for that."""
     plan = _Plan(problem, e)
+    if SEQUENCE_AXIS not in problem.mesh.names and not plan.may_cut:
+        return ()
     found: dict[tuple, AttentionScheme] = {}
     for v in plan.forwards:
         cut, copies = plan.cut(v), problem.copies(e.first)[v.index]
@@ -144,6 +146,15 @@ class _Plan:
     def strategy(self, v: Vertex) -> Strategy:
         """Return what a vertex chose."""
         return self.problem.choices(v.index).strategies[self.e.choice[v.index]]
+
+    @property
+    def may_cut(self) -> bool:
+        """Return whether the sequence of an attention may be cut: its rows are, or its heads over an axis with
+        all-to-alls."""
+        steps = (step for t in self.e.every_transfer for step in t.redistribution.steps)
+        exchanged = {axis for step in steps if step.move.kind == "all_to_all" for axis in step.move.axes}
+        queries = (dict(zip(tensors_by_name(v.node), self.strategy(v).inputs))["q"] for v in self.forwards)
+        return any(q.dims[2] or exchanged.intersection(q.dims[1]) for q in queries)
 
     def cut(self, v: Vertex) -> Cut:
         """Return what cuts an attention; axes of one device cut nothing."""
