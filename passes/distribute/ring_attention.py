@@ -144,7 +144,7 @@ class _Steps:
             if keys is not None:
                 rows, opened, block = self._open(step, mask, [grad, q, out, lse], keys)
                 arguments = *rows[:2], *opened, *rows[2:], block, causal and step == 0, scale
-                of_block = {"of_block": True} if is_added(mask) else {}
+                of_block: dict[str, Any] = {"of_block": True} if is_added(mask) else {}
                 made = self.call(autopar.attention_bw.default, *arguments, **self._constants(step), **of_block)
                 found = [self._in(wide, self.call(operator.getitem, made, i)) for i in range(3)]
                 halves, open_keys = self.ring.open_halves(self.place, step)

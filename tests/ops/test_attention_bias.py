@@ -61,7 +61,7 @@ def test_blocks_join(shape, dtype):
 
 @pytest.mark.parametrize("shape, dtype", itertools.product(SHAPES, DTYPES))
 def test_gradients_of_blocks_add_up(shape, dtype):
-    """What a block of keys gives, from output and log-sum-exp of all keys, is what all keys give; of queries that a
+    """Gradients by a block of keys, from output and log-sum-exp of all keys, are those by all keys; of queries that a
     lowest number closes the kernel gives a gradient as many times too large, on blocks as on the whole."""
     q, k, v, mask, blocks = random_call(shape, dtype)
     grad = torch.randn(2, 4, 6, 8, dtype=dtype)

@@ -18,6 +18,8 @@ from autopar.ops import autopar as ops
 from autopar.planner.spmd.attention_schemes import pairs
 from autopar.view.report import report_page
 
+from ..helpers.attention_kinds import HEADS as KINDS_HEADS
+from ..helpers.attention_kinds import Model, inputs_of
 from ..helpers.sequences import Decoder, Mixed, batch
 from ..runtime.parity import planned
 from .test_sequence import HEADS, KV_HEADS, LAYERS, LENGTH, SAMPLES, WIDTH, inputs, llama
@@ -106,6 +108,20 @@ def test_the_balance_of_blocks_and_of_a_zigzag():
 def test_attentions_that_differ_have_a_line_each():
     plan = planned(Mixed("full", 4, 2), "cp=2", batch(16), strategy="all_gather_kv")
     assert sorted(one.balance for one in plan.attentions)[0] == 1.0 and len(plan.attentions) == 2
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("kind, strategy", itertools.product(("softcap", "sinks", "t5"), ("ring", "ulysses")))
+def test_attention_that_is_written_out_is_listed(kind, strategy):
+    """Its keys and values are gathered for the products, forward and backward, and their gradients scattered."""
+    length, size, item = 12, 2, 8
+    plan = planned(Model((kind,), *KINDS_HEADS["gqa"]), f"cp={size}", inputs_of(kind, length), strategy=strategy)
+    (found,) = plan.attentions
+    rows = [c.wire_bytes for c in plan.collectives if c.kind in ("all_gather", "reduce_scatter")]
+    labels = 2 * length * (size - 1) // size * item
+    assert found.scheme == "all_gather_kv over cp, written out" and found.balance == 1.0
+    assert found.sent_bytes == sum(rows) - labels
+    assert found.pairs == 2 * 8 * length * (length + (kind == "sinks")) / size
 
 
 @pytest.fixture(scope="module")

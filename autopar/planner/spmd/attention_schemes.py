@@ -3,21 +3,25 @@
 An axis that cuts queries and keys alike makes a ring, one that cuts queries alone has keys and values gathered. One
 that cuts heads exchanges them for rows (Ulysses) if an all-to-all over it lies between the attention and the products
 around it; if none does the products make heads cut already, as in Megatron.
+
+Attention that is written out as products and a softmax over scores (b, h, s, t), in a module of its own, is one too:
+where its rows are cut, keys and values are gathered.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import torch
 from torch import fx
 
 from ...cost.compute import FREE
 from ...cost.products import PRODUCTS
 from ...cost.ring import ATTENTION, ring_of
-from ...ir.layout import ZIGZAG, dim_ranges
+from ...ir.layout import ZIGZAG, Layout, dim_ranges
 from ...ir.mesh import SEQUENCE_AXIS, Mesh
 from ...ops import autopar
 from ...plans.attentions import WHOLE, AttentionScheme
@@ -30,9 +34,12 @@ from ..objective.module_table import module_of, row_of
 from ..problem.problem import Problem
 from ..problem.vertices import Vertex
 
+aten = torch.ops.aten
 FORWARD = autopar.attention.default
 RING, GATHERED, EXCHANGED, HEADS = "ring", "all_gather_kv", "ulysses", "heads"
+SOFTMAXES = (aten._softmax.default, aten._safe_softmax.default)
 PRODUCTS_OR_ATTENTION = {*PRODUCTS, *ATTENTION}
+OF_SCORES = {autopar.matmul.default, aten.bmm.default}  # inside of attention that is written out
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,7 @@ class Cut:
     exchanged: tuple[str, ...]
     heads: tuple[str, ...]
     zigzag: bool
+    is_written: bool = False
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -64,7 +72,7 @@ class Cut:
             )
             if axes
         ]
-        return " + ".join(parts) or WHOLE
+        return (" + ".join(parts) or WHOLE) + (", written out" if self.is_written else "")
 
 
 def schemes_of(problem: Problem, e: Evaluation, micro_batches: int) -> tuple[AttentionScheme, ...]:
@@ -74,7 +82,7 @@ def schemes_of(problem: Problem, e: Evaluation, micro_batches: int) -> tuple[Att
     if SEQUENCE_AXIS not in problem.mesh.names and not plan.may_cut:
         return ()
     found: dict[tuple, AttentionScheme] = {}
-    for v in plan.forwards:
+    for v in plan.forwards + plan.written:
         cut, copies = plan.cut(v), problem.copies(e.first)[v.index]
         largest, mean = pairs(v.node, plan.strategy(v), problem.mesh)
         name, sent = row_of(module_of(v)), copies * micro_batches * plan.ring_bytes(v) + plan.moved_bytes(v, cut)
@@ -109,21 +117,30 @@ def scheme_text(problem: Problem, e: Evaluation, v: Vertex) -> str:
 
 def pairs(node: fx.Node, strategy: Strategy, mesh: Mesh) -> tuple[float, float]:
     """Return the pairs of a query and a key that an attention computes, by head and sample: on the device that has most
-    to do, and on average. A causal mask leaves out the keys behind a query; other masks leave out nothing."""
-    given, names = bound(node), list(tensors_by_name(node))
+    to do, and on average. A causal mask leaves out the keys behind a query; other masks leave out nothing, nor does
+    what is written out."""
+    if node.target in SOFTMAXES:
+        return _dealt_out(node.meta["val"].shape, strategy.outputs[0], mesh, float(node.meta["val"].shape[-1]).__mul__)
+    given = bound(node)
     q, k = (given[name].meta["val"].shape for name in ("q", "k"))
-    layout = strategy.inputs[names.index("q")]
+    layout = strategy.inputs[_query(node)]
     first = int(given["first"] or 0) if given["causal"] else k[2]
 
     def before(row: int) -> float:
         below = min(max(k[2] - first, 0), row)  # rows whose last key is their own
         return below * (below + 1) / 2 + below * first + (row - below) * k[2]
 
+    return _dealt_out(q, layout, mesh, before)
+
+
+def _dealt_out(shape: Sequence[int], layout: Layout, mesh: Mesh, before: Callable[[int], float]) -> tuple[float, float]:
+    """Return the most and the mean of what devices have of samples, heads and rows; `before`: the pairs of a head in
+    the rows before one."""
     most = mean = 1.0
     for dim, of_rows in ((0, float), (1, float), (2, before)):
         work = [
             sum(of_rows(stop) - of_rows(start) for start, stop in ranges)
-            for ranges in _shards(q[dim], layout.dims[dim], layout.parts[dim], mesh)
+            for ranges in _shards(shape[dim], layout.dims[dim], layout.parts[dim], mesh)
         ]
         most, mean = most * max(work), mean * sum(work) / len(work)
     return most, mean
@@ -135,12 +152,28 @@ def _shards(size: int, axes: Sequence[str], parts: int, mesh: Mesh) -> Iterator[
         yield dim_ranges(size, axes, parts, mesh, dict(zip(axes, places))) if axes else [(0, size)]
 
 
+def _is_written(v: Vertex) -> bool:
+    """Return whether a vertex is a softmax over scores of an attention."""
+    is_softmax = v.node.target in SOFTMAXES and v.phase == "forward"
+    return is_softmax and len(v.values[0].shape) == 4 and bool(module_of(v))
+
+
+def _is_inside(v: Vertex, module: str) -> bool:
+    return not module or f"{module_of(v)}.".startswith(f"{module}.")
+
+
+def _query(node: fx.Node) -> int:
+    """Return which tensor argument of an attention its queries are."""
+    return list(tensors_by_name(node)).index("q")
+
+
 class _Plan:
     """An evaluated plan, with what lies between attentions and the products around them."""
 
     def __init__(self, problem: Problem, e: Evaluation):
         self.problem, self.e = problem, e
         self.forwards = [v for v in problem.vertices if v.kind == "op" and v.node.target is FORWARD]
+        self.written = [v for v in problem.vertices if v.kind == "op" and _is_written(v)]
         self._regions: dict[int, frozenset[int]] = {}
 
     def strategy(self, v: Vertex) -> Strategy:
@@ -153,15 +186,15 @@ class _Plan:
         all-to-alls."""
         steps = (step for t in self.e.every_transfer for step in t.redistribution.steps)
         exchanged = {axis for step in steps if step.move.kind == "all_to_all" for axis in step.move.axes}
-        queries = (dict(zip(tensors_by_name(v.node), self.strategy(v).inputs))["q"] for v in self.forwards)
+        queries = (self._queries(v) for v in self.forwards + self.written)
         return any(q.dims[2] or exchanged.intersection(q.dims[1]) for q in queries)
 
     def cut(self, v: Vertex) -> Cut:
         """Return what cuts an attention; axes of one device cut nothing."""
-        layouts = dict(zip(tensors_by_name(v.node), self.strategy(v).inputs))
-        q, size = layouts["q"], self.problem.mesh.size
+        q, size, is_written = self._queries(v), self.problem.mesh.size, v.node.target in SOFTMAXES
         heads, rows = ([axis for axis in q.dims[dim] if size(axis) > 1] for dim in (1, 2))
-        ring = tuple(axis for axis in ring_axes(v.node, self.strategy(v).inputs) if size(axis) > 1)
+        round_ = () if is_written else ring_axes(v.node, self.strategy(v).inputs)
+        ring = tuple(axis for axis in round_ if size(axis) > 1)
         exchanged = tuple(axis for axis in heads if axis in self._exchanges(v))
         return Cut(
             ring,
@@ -169,7 +202,13 @@ class _Plan:
             exchanged,
             tuple(axis for axis in heads if axis not in exchanged),
             q.parts[2] == ZIGZAG,
+            is_written,
         )
+
+    def _queries(self, v: Vertex) -> Layout:
+        """Return the layout of the queries of an attention, or of its scores, whose first dims are the same."""
+        strategy = self.strategy(v)
+        return strategy.outputs[0] if v.node.target in SOFTMAXES else strategy.inputs[_query(v.node)]
 
     def ring_bytes(self, v: Vertex) -> float:
         """Return the bytes of blocks of keys, values and their gradients that a device sends in a pass."""
@@ -227,13 +266,21 @@ class _Plan:
         keys and values whatever lies there in the attention's module, on that of its output views alone."""
         if v.index not in self._regions:
             both = self._both(v)
-            region = {one.index for one in both}
+            region = self._in_module(v) if v.node.target in SOFTMAXES else {one.index for one in both}
             for one in both:
                 is_forward = one.node.target is FORWARD
                 self._walk(one, region, True, is_forward)
                 self._walk(one, region, False, not is_forward)
             self._regions[v.index] = frozenset(region)
         return self._regions[v.index]
+
+    def _in_module(self, v: Vertex) -> set[int]:
+        """Return the ops of a module that are no products with its weights."""
+        return {
+            w.index
+            for w in self.problem.vertices
+            if w.kind == "op" and _is_inside(w, module_of(v)) and w.node.target not in PRODUCTS_OR_ATTENTION - OF_SCORES
+        }
 
     def _walk(self, start: Vertex, region: set[int], up: bool, to_keys: bool) -> None:
         """Add the ops before (`up`) or behind an op to a region; `to_keys`: on the side of queries, keys and values."""
@@ -244,6 +291,6 @@ class _Plan:
                 w = self.problem.vertices[other]
                 if other in region or w.kind != "op" or w.node.target in PRODUCTS_OR_ATTENTION:
                     continue
-                if w.node.target in FREE or to_keys and module_of(w).startswith(module):
+                if w.node.target in FREE or to_keys and _is_inside(w, module):
                     region.add(other)
                     waiting.append(other)
