@@ -148,9 +148,7 @@ def runs(right: list[str]) -> str:
     for run in right:
         mesh, strategy = run.split(" ")
         by_mesh.setdefault(mesh, []).append(strategy)
-    return "; ".join(
-        f"{mesh}: {' '.join(sorted(found, key=KNOWN.index))}" for mesh, found in sorted(by_mesh.items())
-    )
+    return "; ".join(f"{mesh}: {' '.join(sorted(found, key=KNOWN.index))}" for mesh, found in sorted(by_mesh.items()))
 
 
 def remarks(result: dict) -> str:
