@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import math
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property
@@ -22,9 +22,13 @@ from ..spmd.plan import search, solvers_of
 from ..spmd.plan_options import PlanOptions
 from ..spmd.planned import Planned
 
-LITTLE = 1e-2  # of the compute: what all memory of the ranks is worth to the fastest plan
-MEMORY_PRICES = (0.1, 1.0, 10.0)  # the same to others; at the last, experts are no longer gathered
-ROUGH = Search(gap=1e-2, largest_program=0)  # of which none is the best: as far as they are searched
+# What all memory of the hardware is worth, in times the compute. The prices are the same whatever the limit is, so that
+# less memory finds no plan that more memory does not.
+LITTLE = 1e-2  # to the fastest plan
+MEMORY_PRICES = (0.1, *(10.0 ** (k / 2) for k in range(21)))  # to others
+DEAREST = 100.0  # what all memory within the limit is worth to the last of them
+# As far as those are searched of which none is the best.
+ROUGH = Search(gap=1e-2, rounds=40, largest_program=0, last_word=False)
 
 Report = Callable[[str], None]
 
@@ -46,7 +50,7 @@ class MicroBatchPlans:
     ):
         self.captured, self.micro_batches, self.name, self.report = captured, micro_batches, name, report
         self.mesh = inside(mesh, axis)
-        self.most_bytes = mesh.size(axis) * float(options.memory_bytes or options.hardware.memory_bytes)  # of all ranks
+        self.ranks, self.limit = mesh.size(axis), float(options.memory_bytes or options.hardware.memory_bytes)
         self.starts: Starts = ()  # choices that the fastest plan is at least as good as
         if captured.compact is None:
             self.micro = micro_batch(captured, micro_batches)
@@ -84,7 +88,12 @@ class MicroBatchPlans:
     def fastest(self) -> Planned:
         """Return the fastest plan of a micro-batch, whatever memory it takes; of almost equally fast ones a small
         one."""
-        return self.within(math.inf)
+        hardware, level = self.options.hardware, self.options.recompute
+        solvers = [replaced(one, one.search, self.ranks * hardware.memory_bytes) for one in self.solvers]
+        for solver in solvers:
+            solver.free = replace(solver.free, byte_seconds=solver.unit_price * LITTLE)
+        options = replace(self.options, refuses=False, recompute=NONE if level == AUTO else level)
+        return search(self.few, self.mesh, options, self.name, self.report, solvers, self.starts)
 
     def at_prices(self) -> Iterator[Planned]:
         """Iterate over plans of a micro-batch: the fastest, then those that are fastest where memory has ever higher
@@ -95,22 +104,24 @@ class MicroBatchPlans:
         solver, seen = self.fastest.solver, [self.fastest.evaluation.choice]
         restriction = Restriction.of(self.options.strategy, self.mesh, self.options.forbid)
         run = solver.run(restriction, dict(self.options.pin), self.fastest.chosen.found)
-        for price in MEMORY_PRICES:
-            one = run.at(replace(solver.free, byte_seconds=solver.unit_price * price, saved=True), ROUGH)
+        dearest = DEAREST * self.options.hardware.memory_bytes / self.limit
+        for price in itertools.takewhile(lambda price: price <= dearest, MEMORY_PRICES):
+            prices = replace(
+                solver.free,
+                byte_seconds=solver.unit_price * price,
+                saved=True,
+                gradients=float(run.accumulates),  # those of all micro-batches before
+            )
+            one = run.at(prices, ROUGH)
             if one.evaluation.choice not in seen:
                 seen.append(one.evaluation.choice)
                 yield replace(self.fastest, chosen=replace(one, bound_seconds=self.fastest.chosen.bound_seconds))
 
     def within(self, limit: float) -> Planned:
-        """Return the fastest plan of a micro-batch that holds so many bytes at most."""
-        solvers = [replaced(solver, solver.search, min(limit, self.most_bytes)) for solver in self.solvers]
-        options = replace(self.options, refuses=True)
-        starts = self.starts if limit == math.inf else self.fastest.chosen.found
-        if limit == math.inf:
-            level = NONE if self.options.recompute == AUTO else self.options.recompute
-            options = replace(self.options, refuses=False, recompute=level)
-            for solver in solvers:
-                solver.free = replace(solver.free, byte_seconds=solver.unit_price * LITTLE)
+        """Return the fastest plan of a micro-batch that holds so many bytes at most, roughly. Raise
+        MemoryInfeasibleError."""
+        solvers = [replaced(solver, ROUGH, min(limit, self.ranks * self.limit)) for solver in self.solvers]
+        options, starts = replace(self.options, refuses=True), self.fastest.chosen.found
         return search(self.few, self.mesh, options, self.name, self.report, solvers, starts)
 
     def of_whole(self, inner: Planned) -> Planned:

@@ -75,13 +75,9 @@ def plan_pipeline(
     batch = samples_of(captured.signature)
     searches, warnings = _searches(captured, batch, mesh, options, micro_batches, kinds, name, report)
     estimates = [one for search in searches for one in search.estimates()]
-    for search in reversed(searches):  # the smallest micro-batches first
-        if not any(one.fits for one in estimates):
-            estimates += search.smaller([one for one in estimates if one.search is search])
     candidates = evaluated(estimates)
-    if not candidates[0].fits and any(one.fits for one in estimates):  # one said less than it takes
-        closest = candidates[0]
-        candidates = _sorted([*candidates, *evaluated(closest.search.smaller([closest.estimate]))])
+    if not candidates[0].fits:
+        candidates = _sorted([*candidates, *evaluated(candidates[0].search.smaller(candidates[0].estimate))])
     if not candidates[0].fits and options.refuses:
         raise _refusal(candidates[0], candidates[0].limit)
     others = experts(candidates[0]) if options.baselines and candidates[0].fits else {}
@@ -95,17 +91,18 @@ def plan_pipeline(
 def evaluated(estimates: Sequence[Estimate]) -> list[Candidate]:
     """Evaluate the most promising estimates and return them, the best first: those that fit by their seconds, then
     others by their bytes. With one schedule of a number of micro-batches all of its schedules are evaluated; another
-    number only if it may be faster than all of those."""
-    best_of: dict[tuple[PipelineSearch, str, int], Estimate] = {}
-    for one in sorted(estimates, key=promise):
-        best_of.setdefault((one.search, one.schedule, one.stages_per_rank), one)
+    number, and other plans for the same schedule, only if they may be faster than all of those."""
     candidates: list[Candidate] = []
     cut: set[PipelineSearch] = set()
-    for one in best_of.values():
+    known: set[tuple[PipelineSearch, str, int]] = set()
+    for one in sorted(estimates, key=promise):
+        key = (one.search, one.schedule, one.stages_per_rank)
         fastest = min((t.evaluated.step_seconds for t in candidates if t.fits), default=math.inf)
-        if not candidates or one.search in cut or one.fits and one.step_seconds < fastest or fastest == math.inf:
+        may_be_faster = one.fits and one.step_seconds < fastest
+        if may_be_faster or key not in known and (one.search in cut or fastest == math.inf):
             candidates.append(one.search.evaluated(one))
             cut.add(one.search)
+            known.add(key)
     return _sorted(candidates)
 
 

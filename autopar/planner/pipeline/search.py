@@ -43,7 +43,8 @@ from .segments import Chain, chain
 
 LESS = 0.95  # of what a next plan of a micro-batch may hold, so that it is another one
 LOOPED_CUTS = (True, False)  # roughly, for stages of even seconds, and for ranks of even seconds
-MOST_LIMITS = 3  # on the memory of a micro-batch's plan that are tried, until its stages fit
+PLENTY = 0.5  # of the room: where no rank takes more, the limit decides nothing
+MOST_LIMITS = 2  # on the memory of a micro-batch's plan that are tried, until its stages fit
 MOST_CUTS = 3  # of one schedule, each with less memory than the one before, until its evaluation agrees that it fits
 MOST_RECOMPUTE_ROUNDS = 4  # times that a cut is given more to compute again
 
@@ -52,8 +53,8 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Estimate:
-    """A cut of a plan of a micro-batch for a schedule, by formulas. `peak_bytes`: of the fullest rank; `recomputes`:
-    whether some rank computes something again to fit."""
+    """A cut of a plan of a micro-batch for a schedule, by formulas. `peak_bytes`: of the fullest rank; `least_seconds`:
+    what a step would take at least if the memory had no limit."""
 
     search: PipelineSearch
     inner: Planned
@@ -62,7 +63,7 @@ class Estimate:
     step_seconds: float
     peak_bytes: float
     fits: bool
-    recomputes: bool = False
+    least_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -144,36 +145,44 @@ class PipelineSearch:
 
     def estimates(self) -> list[Estimate]:
         """Estimate for each schedule the best cut of the fastest plan of a micro-batch, and of smaller ones while those
-        are of use: until one fits with nothing computed again, or is no faster than one before it."""
+        are of use: until one would be no faster than one that fits, even if it computed nothing again."""
         found: list[Estimate] = []
-        fastest: Estimate | None = None  # of those that fit
+        fastest = math.inf  # of those that fit
         for inner in self.plans.at_prices():
-            new = self._cuts(inner)
-            found += new
-            best = min(new, key=lambda one: one.step_seconds)
-            if best.fits and not best.recomputes or fastest is not None and best.step_seconds >= fastest.step_seconds:
+            segments = self._segments(inner)
+            if min(self._even_seconds(segments, kind, v) for kind, v in self._possible(segments)) >= fastest:
                 break
-            fastest = best if best.fits else fastest
+            new = self._cuts(inner, segments)
+            found += new
+            fastest = min([fastest, *(one.step_seconds for one in new if one.fits)])
+            if min(one.least_seconds for one in new) >= fastest:
+                break
         return found
 
-    def smaller(self, found: Sequence[Estimate]) -> list[Estimate]:
-        """Estimate the same of plans that hold ever less than those of `found`, which do not fit, until one fits."""
+    def smaller(self, closest: Estimate) -> list[Estimate]:
+        """Estimate the same of plans that hold ever less than that of `closest`, which does not fit, until one fits."""
         new: list[Estimate] = []
         for _ in range(MOST_LIMITS if self.plans.options.recompute == AUTO else 0):
-            closest = min((*new, *found), key=lambda one: one.peak_bytes)
             reserve = closest.inner.problem.reserve_bytes
             share = (self.limit - reserve) / max(closest.peak_bytes - reserve, 1.0)
             limit = reserve + (closest.inner.evaluation.bytes_ - reserve) * min(LESS, share)
+            if limit <= reserve:
+                break
             try:
-                new += self._cuts(self.plans.within(limit)) if limit > reserve else []
+                inner = self.plans.within(limit)
             except MemoryInfeasibleError:
                 break
-            if limit <= reserve or any(one.fits for one in new):
+            cuts = self._cuts(inner, self._segments(inner))
+            new += cuts
+            closest = min(cuts, key=lambda one: one.peak_bytes)
+            if any(one.fits for one in cuts):
                 break
         return new
 
-    def _cuts(self, inner: Planned) -> list[Estimate]:
-        segments = self._chain(inner if recomputes_alike(inner.evaluation) else self.plans.of_whole(inner))
+    def _segments(self, inner: Planned) -> Chain:
+        return self._chain(inner if recomputes_alike(inner.evaluation) else self.plans.of_whole(inner))
+
+    def _cuts(self, inner: Planned, segments: Chain) -> list[Estimate]:
         return [self._estimate(inner, segments, kind, v) for kind, v in self._possible(segments)]
 
     def _chain(self, inner: Planned) -> Chain:
@@ -187,21 +196,28 @@ class PipelineSearch:
         return enough if len(self.kinds) > 1 else list(self.kinds)
 
     def _estimate(self, inner: Planned, segments: Chain, kind: str, v: int) -> Estimate:
-        reserve, timing = inner.problem.reserve_bytes, timing_of(kind, self.ranks, v)
-        once = segments.once_seconds / self.ranks
+        reserve, least = inner.problem.reserve_bytes, self._even_seconds(segments, kind, v)
+        room, once = self.limit - reserve, segments.once_seconds / self.ranks
         try:
-            self._check_state(segments, self.limit - reserve)
-            found = self._cut(segments, kind, v, self.limit - reserve, is_rough=True)
+            self._check_state(segments, room)
+            found = self._cut(segments, kind, v, room, is_rough=True)
         except MemoryInfeasibleError as error:
-            even = [sum(segment.levels[0].seconds for segment in segments.segments) / self.ranks] * self.ranks
             missing = error.missing_bytes * (v if KINDS[kind].v_shaped else 1)
-            return Estimate(
-                self, inner, kind, v, timing.step_seconds(even, self.micro_batches) + once, self.limit + missing, False
-            )
+            return Estimate(self, inner, kind, v, least, self.limit + missing, False, least)
         bytes_ = max(stage.total_bytes for stage in found.stages) * (v if KINDS[kind].v_shaped else 1)
         seconds = self._played(segments, found, kind, v) + once
-        recomputes = any(any(counts[1:]) for stage in found.stages for counts in stage.levels.values())
-        return Estimate(self, inner, kind, v, seconds, reserve + bytes_, True, recomputes)
+        if bytes_ <= room * PLENTY:
+            least = seconds
+        elif not any(any(counts[1:]) for stage in found.stages for counts in stage.levels.values()):
+            free = self._cut(segments, kind, v, math.inf, is_rough=True)
+            least = min(seconds, self._played(segments, free, kind, v) + once)
+        return Estimate(self, inner, kind, v, seconds, reserve + bytes_, True, least)
+
+    def _even_seconds(self, segments: Chain, kind: str, v: int) -> float:
+        """Return the seconds of a step whose ranks all take as long and compute nothing again."""
+        even = [sum(segment.levels[0].seconds for segment in segments.segments) / self.ranks] * self.ranks
+        step = timing_of(kind, self.ranks, v).step_seconds(even, self.micro_batches)
+        return step + segments.once_seconds / self.ranks
 
     def _played(self, segments: Chain, cut: StageCut, kind: str, v: int) -> float:
         """Play the schedule with the seconds of a cut's segments and return its seconds; what is computed again is in
