@@ -3,11 +3,14 @@
 Prices of memory know what stays and what waits for the backward, not what passes by between two ops or inside of a
 collective. Where that is what does not fit, classes near the peak take other strategies, one after the other, as long
 as the bytes of a step (autopar/planner/objective/memory_timeline.py) come nearer to the limit, then as long as its
-seconds become fewer.
+seconds become fewer. Where such descents end in plans that are too large, the search goes on from the best plans met on
+the way (best first), until one fits: it refuses a small graph only after all plans that single changes reach.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -36,6 +39,8 @@ def squeezed(run: RestrictedSearch, start: Evaluation) -> Evaluation:
         return start
     for choice in [run.by_class(start), *reversed(run.found)]:
         search.descend(run.by_strategy(choice))
+    if search.best.bytes_ > run.limit_bytes:
+        search.explore()
     return search.best
 
 
@@ -46,6 +51,7 @@ class _Descent:
         self.run, self.best, self.rank = run, start, (_excess(run, start), start.seconds)
         self.left = max(FEWEST_TRIED, MOST_TRIED // len(run.problem.vertices))
         self.seen: set[tuple[int, ...]] = set()
+        self.settled: list[tuple[tuple[float, float], int, dict[int, int], Evaluation]] = []  # a heap of what was tried
         cls = [v.cls for v in run.problem.vertices]
         self.edges = sorted({(cls[u.producer], u.output, cls[u.consumer], u.slot) for u in run.problem.uses}, key=str)
 
@@ -73,9 +79,23 @@ class _Descent:
         self.seen.add(key)
         self.left -= 1
         found = _settled(self.run, choice)
-        if found is not None and found[1] < self.rank:
-            self.best, self.rank = found
+        if found is not None:
+            heapq.heappush(self.settled, (found[1], len(self.seen), choice, found[0]))
+            if found[1] < self.rank:
+                self.best, self.rank = found
         return found
+
+    def explore(self) -> None:
+        """Change one class, alone or with its neighbours, of the plan that is nearest to one that fits of those whose
+        changes were not all tried, and so on, until one fits or no tries are left: a way to it may lead over plans that
+        hold more, where a descent stops."""
+        while self.settled and self.left > 0 and self.best.bytes_ > self.run.limit_bytes:
+            _, _, choice, here = heapq.heappop(self.settled)
+            near = _near_the_peak(self.run, here)
+            for change in itertools.chain(self._alone(near, choice), self._spread(near, choice)):
+                if self.left <= 0 or self.best.bytes_ <= self.run.limit_bytes:
+                    break
+                self._tried(choice | change)
 
     def _others(self, cls: int, choice: dict[int, int]) -> list[int]:
         return [k for k in np.flatnonzero(self.run.allowed[cls]).tolist() if k != choice[cls]]
