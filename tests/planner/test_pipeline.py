@@ -359,8 +359,8 @@ def test_less_memory_is_no_faster(seed):
 
 
 def test_a_refusal_takes_few_searches_within_a_limit(monkeypatch):
-    """What is not found at prices of memory is searched for within limits of a micro-batch's plan, each less than the
-    one before, with one number of micro-batches."""
+    """The search tries limits on a micro-batch's plan, each less than the one before, with one number of micro-batches,
+    where plans at prices of memory do not fit."""
     limits, within = [], MicroBatchPlans.within
 
     def counted(self, limit):
