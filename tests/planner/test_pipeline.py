@@ -37,7 +37,7 @@ from tests.planner.planning import captured, toy
 GPT = "gpt:hidden=64,layers=8,heads=4,vocab=64,seq=16"
 SMALL = "gpt:hidden=32,layers=4,heads=4,vocab=64,seq=16"
 COMPUTES = dict(flops=1e8, memory=1e10, link=1e10)  # a machine on which transfers hardly matter
-SAME_STEP = 1e-3  # estimates and what they are evaluated to part by this
+SAME_STEP = 1e-2  # a cut that is best by formulas may be played slower by this than the next one
 _PLANNED: dict = {}
 
 
@@ -337,8 +337,7 @@ def test_more_memory_is_no_worse():
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_less_memory_is_no_faster(seed):
     rng = random.Random(seed)
     layers, batch, mesh = rng.randint(4, 8), rng.choice((8, 16)), rng.choice(("pp=2", "pp=2,dp=2", "pp=4,dp=2"))
