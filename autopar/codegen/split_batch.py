@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
+from ..ir.graph import output_node
+from ..ir.layout import Layout
 from ..ops.counter_rng import of_micro_batch
 from ..passes.pipeline.micro_batch import SAME, SUM, MicroBatched
 
@@ -46,3 +48,65 @@ def join(parts: Sequence[Tensor], how: str | int) -> Tensor:
     if how == SAME:
         return parts[0]
     return torch.stack(list(parts)).sum(0) if how == SUM else torch.cat(list(parts), how)
+
+
+class TailRun:
+    """Runs the tail of one call (see passes/pipeline/tail.py) when the last of what it reads has been taken. `tangent`
+    gives the gradient of an output."""
+
+    def __init__(self, micro: MicroBatched, tangent: Callable[[fx.Node], Tensor]):
+        assert micro.tail is not None
+        self.micro, self.tail, self.tangent = micro, micro.tail, tangent
+        self.joined: dict[str, dict[int, Tensor]] = {name: {} for name in micro.tail.joined}
+        leaves = micro.captured.graph.find_nodes(op="placeholder")
+        self.leaves = {n.meta["role"].name: n.name for n in leaves if n.meta["role"].kind == "cotangent"}
+
+    def take(self, name: str, i: int, value: Tensor) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]] | None:
+        """Take a whole value of a micro-batch; return (outputs of the call by name, by micro-batch its cotangents by
+        placeholder name) if it was the last one, else None."""
+        self.joined[name][i] = value
+        count = self.micro.micro_batches
+        return self._run() if all(len(found) == count for found in self.joined.values()) else None
+
+    def _run(self) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+        graph = self.tail.graph_module
+        given, self.joined = self.joined, {}
+        values = [
+            joined_as(self.tail.joined[role.name], [given[role.name][i] for i in sorted(given[role.name])])
+            if role.kind == "joined"
+            else self.tangent(node)
+            for node, role in ((n, n.meta["role"]) for n in graph.graph.find_nodes(op="placeholder"))
+        ]
+        outputs, parts = {}, [dict[str, Tensor]() for _ in range(self.micro.micro_batches)]
+        for role, value in zip(output_node(graph.graph).meta["roles"], graph(*values)):
+            if role.kind == "output":
+                outputs[role.name] = value
+            else:
+                for part, own in zip(parts, self._split(value, self.tail.cotangents[role.name])):
+                    part[self.leaves[role.name]] = own
+        return outputs, parts
+
+    def _split(self, whole: Tensor, layout: Layout) -> list[Tensor]:
+        """Return what each micro-batch has of a tensor of the whole batch."""
+        found = _samples_in(layout)
+        if found is None:
+            return [whole] * self.micro.micro_batches
+        dim, count = found
+        each = whole.shape[dim] // count // self.micro.samples
+        pieces = [p.split([each * size for size in self.micro.sizes], dim) for p in whole.chunk(count, dim)]
+        return [torch.cat(mine, dim) for mine in zip(*pieces)]
+
+
+def joined_as(layout: Layout, parts: Sequence[Tensor]) -> Tensor:
+    """Return the tensor of the whole batch, given those of its micro-batches in a layout over their axis."""
+    if layout.partial:
+        return torch.stack(list(parts)).sum(0)
+    if (found := _samples_in(layout)) is None:
+        return parts[0]
+    dim, count = found
+    return torch.cat([piece for pieces in zip(*(part.chunk(count, dim) for part in parts)) for piece in pieces], dim)
+
+
+def _samples_in(layout: Layout) -> tuple[int, int] | None:
+    """Return the dim that has the samples, and in how many parts of it; None if there is none."""
+    return next(((d, layout.parts[d]) for d, axes in enumerate(layout.dims) if axes), None)

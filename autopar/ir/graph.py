@@ -33,8 +33,9 @@ RANDOM_STATE = "random_state"  # the buffer of an exported graph that becomes th
 class Role:
     """The meaning of a placeholder: kind "parameter" (name: its qualified name), "buffer", "input" (index as name),
     "tangent" (position of the output it belongs to), "constant", "random" (int64 (2,): seed and offset, see
-    autopar/ops/counter_rng.py) or "total" (a sum over the whole batch that a micro-batch needs, see
-    passes/pipeline/micro_batch.py). In a stage of a pipeline (passes/pipeline/stages.py) also "activation", "copy" (see
+    autopar/ops/counter_rng.py), "total" (a sum over the whole batch that a micro-batch needs, see
+    passes/pipeline/micro_batch.py) or "cotangent" (what the whole batch gives a micro-batch's backward, by the name of
+    the node that makes it, see passes/pipeline/tail.py). In a stage of a pipeline (passes/pipeline/stages.py) also "activation", "copy" (see
     passes/pipeline/compute_once.py) and "arriving", a gradient of the backward, by the name of the node that makes
     it."""
 
@@ -45,10 +46,10 @@ class Role:
     @property
     def is_tangent(self) -> bool:
         """Return whether the placeholder is given to the backward."""
-        return self.kind in ("tangent", "arriving")
+        return self.kind in ("tangent", "cotangent", "arriving")
 
 
-FORWARD_OUTPUTS = ("output", "mutation", "input_mutation", "activation")
+FORWARD_OUTPUTS = ("output", "mutation", "input_mutation", "activation", "joined")
 # the kinds of leaf that an output belongs to, and whose layout it therefore has, by the kind of the output
 PARTNERS = {
     "gradient": ("parameter",), "input_gradient": ("input",), "mutation": ("buffer", "parameter"),
@@ -60,7 +61,8 @@ PARTNERS = {
 class OutputRole:
     """The meaning of an output: kind "output" (name: its position), "gradient" (name of the parameter),
     "input_gradient" (of the input), "mutation" (name of the parameter or buffer that takes the value), or
-    "input_mutation" (of the input). In a stage of a pipeline also "activation", which goes to the next stage, and
+    "input_mutation" (of the input), or of a micro-batch "joined", which is read when all of them have been computed
+    (passes/pipeline/tail.py). In a stage of a pipeline also "activation", which goes to the next stage, and
     "returned", a gradient that goes to the one before (name: of the node)."""
 
     kind: str
@@ -181,11 +183,17 @@ def op_base_name(node: fx.Node) -> str:
     return op_name(node.target) or getattr(node.target, "__name__", str(node.target))
 
 
+PREFIXES = {
+    "parameter": "p", "buffer": "b", "input": "x", "tangent": "t", "random": "r", "total": "s", "joined": "j",
+    "cotangent": "c",
+}  # fmt: skip
+
+
 def leaf_name(role: Role) -> str:
     """Return the name of a placeholder: `p_layers_0_mlp_weight`, with b_ for buffers, x_ for inputs, t_ for tangents,
-    r_ for the random state, s_ for sums over the batch."""
-    prefix = {"parameter": "p", "buffer": "b", "input": "x", "tangent": "t", "random": "r", "total": "s"}[role.kind]
-    return f"{prefix}_{re.sub(r'[^0-9A-Za-z]+', '_', role.name)}"
+    r_ for the random state, s_ for sums over the batch, j_ for what is joined of all micro-batches, c_ for
+    cotangents."""
+    return f"{PREFIXES[role.kind]}_{re.sub(r'[^0-9A-Za-z]+', '_', role.name)}"
 
 
 def renumbered(graph: fx.Graph) -> fx.Graph:

@@ -46,6 +46,21 @@ FIX = "use one micro-batch"
 OFFSET = (aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar)  # with a number as the second argument
 
 
+class NeedsAllSamples(MicroBatchError):
+    """An op that needs all samples of the batch. `op`: its name; `argument`: that of a sum that it reads whole, if the
+    sum is why."""
+
+    op: str = ""
+    argument: str | None = None
+
+    @classmethod
+    def of(cls, message: str, node: fx.Node, argument: fx.Node | None = None) -> NeedsAllSamples:
+        """Return the error about a node."""
+        error = cls(message, node=describe(node), source=node.meta.get("source") or None, fix=FIX)
+        error.op, error.argument = node.name, argument.name if argument is not None else None
+        return error
+
+
 @dataclass(frozen=True)
 class BatchAxis:
     """The layouts of one graph over the axis: of ops and leaves by name. `totals`: sums over the batch that follow from
@@ -111,7 +126,7 @@ class _Samples:
         self.waiting.extend(self.users.get(tensor, ()))
         if producer in self.rules:
             self.waiting.append(producer)
-        elif producer.meta["role"].kind != "input":
+        elif producer.meta["role"].kind not in ("input", "cotangent"):
             role = producer.meta["role"]
             if role.kind == "tangent":
                 raise MicroBatchError(
@@ -151,12 +166,10 @@ def partial_of(value: fx.Node) -> Layout:
     return Layout(((),) * ndim, ((AXIS, "sum"),), (1,) * ndim)
 
 
-def _mixes(node: fx.Node) -> MicroBatchError:
-    return MicroBatchError(
+def _mixes(node: fx.Node) -> NeedsAllSamples:
+    return NeedsAllSamples.of(
         f"{node.name} computes with all samples of the batch at once, so that it cannot run one micro-batch at a time",
-        node=describe(node),
-        source=node.meta.get("source") or None,
-        fix=FIX,
+        node,
     )
 
 
@@ -273,13 +286,11 @@ class _Layouts:
         Raises MicroBatchError unless it is known before the step, as what follows from inputs is."""
         producer, _ = tensor_of(argument)
         if producer not in self.of_inputs:
-            raise MicroBatchError(
+            raise NeedsAllSamples.of(
                 f"{node.name} needs {argument.name}, a sum over all samples of the batch that is not known before all "
-                "micro-batches have been "
-                "computed",
-                node=describe(node),
-                source=node.meta.get("source") or None,
-                fix=FIX,
+                "micro-batches have been computed",
+                node,
+                argument,
             )
         self.totals[argument] = None
         return Layout.replicated(argument.meta["val"].dim())

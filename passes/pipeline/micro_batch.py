@@ -30,6 +30,7 @@ from ...plans.pipeline import sizes_of
 from ...plans.sharding import NodeSharding, Sharding
 from ..distribute.localize import localize
 from .batch_axis import AXIS, FIX, OFFSET, BatchAxis, batch_axis, partial_of
+from .tail import Tail, without_tail
 
 aten = torch.ops.aten
 SUM, SAME = "sum", "same"
@@ -41,7 +42,7 @@ class MicroBatched:
     graph of the whole batch's inputs `total_inputs` (names). joins: by the position of an output of the call, how those
     of all micro-batches become one: "sum", "same", or the dim along which they are joined. `smaller`: the same graph of
     one sample less, for the last micro-batches of a batch of `samples` that they do not divide; its nodes have the same
-    names."""
+    names. `tail`: what is computed once, between the forwards of all micro-batches and their backwards."""
 
     captured: Captured
     micro_batches: int
@@ -51,6 +52,7 @@ class MicroBatched:
     input_dims: dict[str, int] | None = None
     smaller: Captured | None = None
     samples: int = 0
+    tail: Tail | None = None
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -67,23 +69,29 @@ class MicroBatched:
         return number if self.smaller is None else sum(self.sizes[:number])
 
 
-def micro_batch(captured: Captured, micro_batches: int, few: Sequence[fx.GraphModule] = ()) -> MicroBatched:
+def micro_batch(
+    captured: Captured, micro_batches: int, few: Sequence[fx.GraphModule] = (), waits: bool = False
+) -> MicroBatched:
     """Return the graph of one of so many micro-batches. `few`: the graphs that `few_blocks` gave for them, the smaller
-    micro-batches' last, if it was asked before. Raises MicroBatchError, with the op, if they cannot be computed one by
-    one, and StageError for a call that gives gradients to inputs, or writes to them or to parameters."""
+    micro-batches' last, if it was asked before; `waits`: whether their backwards may wait for the forwards of all.
+    Raises MicroBatchError, with the op, if they cannot be computed one by one, and StageError for a call that gives
+    gradients to inputs, or writes to them or to parameters."""
     _check_roles(captured.graph)
-    graph = captured.graph
-    roles, samples = output_node(graph).meta["roles"], _samples(captured)
+    samples = _samples(captured)
     if micro_batches == 1:
+        roles = output_node(captured.graph).meta["roles"]
         return MicroBatched(
             captured, 1, {r.name: SAME for r in roles if r.kind == "output"}, input_dims={}, samples=samples
         )
-    axis, counts = batch_axis(graph, micro_batches, samples), spans_of(samples, micro_batches)
+    body, axis, tail = _split(captured.graph_module, micro_batches, samples, waits)
+    captured = captured if tail is None else replace(captured, graph_module=body, compact=None)
+    graph, counts = captured.graph, spans_of(samples, micro_batches)
+    roles = output_node(graph).meta["roles"]
     has_random = any(stream_of(node) is not None for node in graph.nodes)
     # equal blocks are alike
     checks, known = captured.compact is None or has_random, itertools.zip_longest(counts, few)
     found = [_cut(captured, axis, micro_batches, count, checks, small) for count, small in known]
-    joins: dict[str, str | int] = {}
+    joins: dict[str, str | int] = dict.fromkeys(tail.outputs, SAME) if tail is not None else {}
     for role, layout in zip(roles, axis.outputs):
         if role.kind == "output":
             joins[role.name] = SUM if layout is not None and layout.partial else SAME
@@ -96,7 +104,16 @@ def micro_batch(captured: Captured, micro_batches: int, few: Sequence[fx.GraphMo
         if n.op == "placeholder" and n.meta["role"].kind == "input"
         if (d := axis.leaves[n.name].dim_of(AXIS)) is not None
     }
-    return MicroBatched(found[0], micro_batches, joins, totals, inputs, dims, *found[1:] or (None,), samples)
+    return MicroBatched(found[0], micro_batches, joins, totals, inputs, dims, *found[1:] or (None,), samples, tail)
+
+
+def _split(
+    joint: fx.GraphModule, micro_batches: int, samples: int, waits: bool
+) -> tuple[fx.GraphModule, BatchAxis, Tail | None]:
+    """Return the graph of which each micro-batch runs its part, its sharding, and what has to wait for all of them."""
+    if waits:
+        return without_tail(joint, micro_batches, samples)
+    return joint, batch_axis(joint.graph, micro_batches, samples), None
 
 
 def _check_roles(graph: fx.Graph) -> None:
@@ -137,13 +154,14 @@ def _cut(
 ) -> Captured:
     """Return the graph of a micro-batch that spans `count` positions; `small`: that of few blocks, if it is known."""
     local, old = _local(captured.graph_module, axis, micro_batches, count, checks), captured.compact
-    compact = old and _compact(old, small or _few(old, micro_batches, _samples(captured), count), local)
+    compact = old and _compact(old, small or _few(old, micro_batches, _samples(captured), count, False), local)
     return replace(captured, graph_module=local, compact=compact)
 
 
-def _few(old: Compact, micro_batches: int, samples: int, count: int) -> fx.GraphModule:
+def _few(old: Compact, micro_batches: int, samples: int, count: int, waits: bool) -> fx.GraphModule:
     """Return the graph of few blocks for one micro-batch, whose nodes keep their names."""
-    return _local(old.graph_module, batch_axis(old.graph, micro_batches, samples), micro_batches, count)
+    body, axis, _ = _split(old.graph_module, micro_batches, samples, waits)
+    return _local(body, axis, micro_batches, count)
 
 
 def _local(
@@ -163,17 +181,17 @@ def _local(
     return local
 
 
-def few_blocks(captured: Captured, micro_batches: int, smaller: bool = False) -> Captured:
+def few_blocks(captured: Captured, micro_batches: int, smaller: bool = False, waits: bool = False) -> Captured:
     """Return what the planner reads of `micro_batch`, in less time: of a deep model only the few blocks of its compact
     graph are cut, so that no op of the whole graph is known. `smaller`: of the micro-batches of one sample less. Raises
     as `micro_batch` does."""
     _check_roles(captured.graph)
     old, samples = captured.compact, _samples(captured)
     if old is None or micro_batches == 1:
-        micro = micro_batch(captured, micro_batches)
+        micro = micro_batch(captured, micro_batches, waits=waits)
         return micro.smaller if smaller else micro.captured
     count = spans_of(samples, micro_batches)[-1 if smaller else 0]
-    small = _few(old, micro_batches, samples, count)
+    small = _few(old, micro_batches, samples, count, waits)
     keys = {node.name: key for node, key in old.origins.items()}
     origins = {node: keys.get(node.name, (node, 0)) for node in small.graph.nodes if node.op != "output"}
     return replace(captured, graph_module=small, compact=Compact(small, old.names, origins, {}))
