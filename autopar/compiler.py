@@ -60,6 +60,7 @@ from .passes.distribute.tile_loss import tile_loss
 from .passes.pipeline.compute_once import compute_once
 from .passes.pipeline.micro_batch import MicroBatched, micro_batch
 from .passes.pipeline.stages import Stage, cut
+from .passes.pipeline.tail import check_waits
 from .plans.check import check_decisions
 from .plans.pipeline import rank_inside
 from .plans.plan import Plan
@@ -155,7 +156,7 @@ MODEL = (
 FORWARD, JOINT = MODEL[:-3], MODEL[-3:]
 UNROLL = Pass("unroll", unroll, takes=CAPTURE, needs="a model of many equal blocks")  # of a capture with few of them
 MICRO_BATCHES = (
-    Pass("micro_batch", micro_batch, lambda pipeline: (pipeline.micro_batches,), takes=CAPTURE,
+    Pass("micro_batch", micro_batch, lambda pipeline: (pipeline.micro_batches, (), pipeline.is_staged), takes=CAPTURE,
          needs="--micro-batches 2"),
 )  # fmt: skip
 STAGES = (Pass("cut", cut, lambda pipeline: (pipeline.cuts,), takes=CAPTURE, needs="an axis pp: --mesh pp=2,dp=2"),)
@@ -334,6 +335,8 @@ def lower_deferred(captured: Captured, plan: Plan, rank: int, saved: tuple[str, 
 def stages_of(captured: Captured, plan: Plan) -> tuple[MicroBatched, list[Stage]]:
     """Cut the graph of the whole batch into the stages of a plan. Raises MicroBatchError, StageError."""
     micro = pass_manager.run_all(MICRO_BATCHES, captured, plan.pipeline)
+    if micro.tail is not None:
+        check_waits(micro.tail, plan.pipeline.orders)
     check_decisions(micro.captured.graph, plan.sharding)
     return micro, pass_manager.run_all(STAGES, micro.captured.graph_module, plan.pipeline)
 

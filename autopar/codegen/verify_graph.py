@@ -29,8 +29,13 @@ from ..plans.sharding import Sharding
 from ..rules import rule_of
 from .python_code import is_collective
 
-ROLES = ("parameter", "buffer", "input", "tangent", "constant", "random", "total", "activation", "arriving", "copy")
-OUTPUT_ROLES = ("output", "gradient", "input_gradient", "mutation", "input_mutation", "activation", "returned")
+ROLES = (
+    "parameter", "buffer", "input", "tangent", "cotangent", "constant", "random", "total", "activation", "arriving",
+    "copy",
+)  # fmt: skip
+OUTPUT_ROLES = (
+    "output", "joined", "gradient", "input_gradient", "mutation", "input_mutation", "activation", "returned"
+)  # fmt: skip
 
 
 def check_global(joint: fx.GraphModule) -> None:

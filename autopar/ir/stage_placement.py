@@ -67,8 +67,8 @@ class StagePlacement:
         for node in self.nodes:
             if node.op == "placeholder":
                 role = node.meta["role"]
-                differs = role.kind in ("parameter", "tangent") or role.kind == "buffer" and role.name in changed
-                kinds[node] = frozenset([role.kind if differs else "input"])
+                differs = role.kind == "parameter" or role.kind == "buffer" and role.name in changed
+                kinds[node] = frozenset(["tangent" if role.is_tangent else role.kind if differs else "input"])
             else:
                 kinds[node] = frozenset().union(*(kinds[a] for a in node.all_input_nodes))
             if len(kinds[node]) <= 1 and "tangent" not in kinds[node] and all(a in roots for a in node.all_input_nodes):
@@ -101,6 +101,9 @@ class StagePlacement:
         for node in self.of_parameters:
             if node in self.stage:
                 self.stage[node] = self.stage[tensor_of(node)[0]]
+        for value, role in self.pairs:
+            if role.kind == "joined" and value in self.stage:  # read where the tail of the step is
+                self.stage[value] = self.count - 1
 
     def _reads(self) -> None:
         """Find which stages read each value, and each parameter, through what is computed wherever it is read."""
@@ -153,10 +156,12 @@ class StagePlacement:
 
     def reachable(self, node: fx.Node) -> int:
         """Return the stages that a value can be sent to: gradients go to earlier ones only, a parameter stays where the
-        forward reads it."""
+        forward reads it, cotangents are where the tail of the step is."""
         if node in self.stage and node.meta["phase"] != "forward":
             return (1 << self.stage[node] + 1) - 1
         stages = self.all
+        if node.op == "placeholder" and node.meta["role"].kind == "cotangent":  # made behind the last forward
+            return 1 << self.count - 1
         for root in self.roots.get(node, ()):
             stages &= self.parameters.get(root, self.all)
         return stages

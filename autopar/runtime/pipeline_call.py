@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from .. import _torch
-from ..codegen.split_batch import parts_of
+from ..codegen.split_batch import TailRun, parts_of
 from ..ir.graph import Role
 from ..ir.layout import local_part
 from .joined_outputs import JoinedOutputs
@@ -38,6 +38,10 @@ class PipelineCall:
             self.parts = parts_of(step.micro, values)
         self.outputs = JoinedOutputs(step.micro, step.empty, step.gathered)
         self.buffers: dict[str, Tensor] = {}
+        self.tail = self._tail()
+
+    def _tail(self) -> TailRun | None:
+        return TailRun(self.step.micro, self._tangent) if self.step.micro.tail is not None else None
 
     def again(self, name: str) -> PipelineCall:
         """Return the same call for one output that it has let go of. Raises InputError if what it reads was written to
@@ -47,6 +51,7 @@ class PipelineCall:
         other = copy.copy(self)
         other.unmade = {*self.step.micro.joins} - {name}
         other.outputs, other.buffers = JoinedOutputs(self.step.micro, self.step.empty, self.step.gathered), {}
+        other.tail = other._tail()
         return other
 
     def leaf(self, node: fx.Node, i: int, at: int) -> Tensor:
@@ -56,17 +61,27 @@ class PipelineCall:
             table, leaf = step.tables[role.kind, role.name]
             return _torch.local_of(table[leaf]) if role.kind == "parameter" else table[leaf]
         if role.kind == "tangent":
-            ones = torch.ones(node.meta["val"].shape, dtype=node.meta["val"].dtype, device=step.device)
-            return ones if step.seed is None else ones * step.seed
+            return self._tangent(node)
         whole = self.parts[i][node.name]
-        if role.kind != "input":
+        if role.kind not in ("input", "cotangent"):
             return whole
         return local_part(whole, node.meta["layout"], step.stage.mesh, step.stage.coordinate)
 
+    def _tangent(self, node: fx.Node) -> Tensor:
+        """Return the gradient of an output."""
+        ones = torch.ones(node.meta["val"].shape, dtype=node.meta["val"].dtype, device=self.step.device)
+        return ones if self.step.seed is None else ones * self.step.seed
+
     def output(self, role, i: int, values: list[Tensor]) -> None:
-        """Take an output of micro-batch `i`, or the new value of a buffer."""
+        """Take an output of micro-batch `i`, the new value of a buffer, or what the tail of the step reads: its last
+        value runs it."""
         if role.kind == "mutation":
             self.buffers[role.name] = values[0]
+        elif role.kind == "joined" and self.tail is not None:
+            if (made := self.tail.take(role.name, i, values[0])) is not None:
+                for name in made[0].keys() - self.unmade:
+                    self.outputs.take(name, 0, made[0][name])
+                self.parts = [part | mine for part, mine in zip(self.parts, made[1])]
         elif role.name not in self.unmade:
             self.outputs.take(role.name, i, values[0])
 

@@ -29,7 +29,7 @@ from ..frontend.effects import has_tensor
 from ..frontend.export import Captured
 from ..frontend.precision import has_half
 from ..frontend.user_lines import located
-from ..ir.graph import output_node
+from ..ir.graph import OutputRole, output_node, outputs_of
 from ..ir.layout import Layout, in_zigzag, local_part, local_shape
 from ..plans.plan import Plan
 from ..processes import agree, watch
@@ -110,6 +110,8 @@ class PipelineStep:
         self._load(program)
         roles = [r for p in program.stages.values() for r in output_node(p.stage.joint.graph).meta["roles"]]
         self.made_here = {role.name for role in roles if role.kind == "output"}
+        if self.micro.tail is not None and any(role.kind == "joined" for role in roles):
+            self.made_here |= {*self.micro.tail.outputs}
         everyone = list(enumerate(stage.from_all_pp_ranks(self.made_here, "where outputs are")))
         named = sorted({*self.forms} if everywhere else {str(captured.returns.loss)} & {*self.forms}, key=int)
         named = named if len(everyone) > 1 else []  # one stage has them all
@@ -170,8 +172,7 @@ class PipelineStep:
         large = {name for name, how in self.micro.joins.items() if isinstance(how, int)} - {str(self.returns.loss)}
         self.unmade = large if self.trains and self.plan.unmade_bytes else set()
         self.gathered: dict[str, tuple[Layout, Layout]] = {}  # outputs gathered to be joined: before, after
-        output = output_node(self.micro.captured.graph)
-        for role, layout in zip(output.meta["roles"], self.plan.sharding.outputs):
+        for role, layout in self._layouts_of_outputs():
             if role.kind == "output" and layout is not None:
                 how, like = self.micro.joins[role.name], forms.values[role.name]
                 joined = self._joined_layout(layout, how) if like.dim() else layout
@@ -180,6 +181,15 @@ class PipelineStep:
                 self.forms[role.name] = forms.form(role.name, joined)
                 shape = local_shape(like.shape, joined, self.stage.mesh, self.stage.coordinate)
                 self.empty[role.name] = torch.empty(shape, dtype=like.dtype, device="meta")
+
+    def _layouts_of_outputs(self) -> list[tuple[OutputRole, Layout | None]]:
+        """Return what the graph of a micro-batch and the tail of the step give, with layouts."""
+        output = output_node(self.micro.captured.graph)
+        found = [*zip(output.meta["roles"], self.plan.sharding.outputs)]
+        if self.micro.tail is not None:
+            made = outputs_of(self.micro.tail.graph_module.graph)
+            found += [(role, Layout.replicated(value.meta["val"].dim())) for value, role in made]
+        return found
 
     def _joined_layout(self, layout: Layout, how: str | int) -> Layout:
         """Return the layout of the micro-batches' outputs one after the other: each is sharded for itself. No layout

@@ -92,6 +92,12 @@ class Schedule:
         """Return whether a stage has to compute the gradients of its input and of its weights apart."""
         return any(action.kind == "I" for order in self.orders for action in order)
 
+    @cached_property
+    def ends_forwards_first(self) -> bool:
+        """Return whether the last stage runs the forwards of all micro-batches before its first backward."""
+        kinds = [a.kind for order in self.orders for a in order if a.stage == self.stages - 1]
+        return "F" not in kinds[kinds.count("F") :]
+
     @property
     def text(self) -> str:
         """Return a heading and the actions of each rank, one line a rank."""

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from ..codegen.pass_manager import kind_of
 from ..codegen.rank_program import GraphKey, StageProgram
-from ..codegen.split_batch import join, parts_of
+from ..codegen.split_batch import TailRun, join, parts_of
 from ..compiler import lower_stage, smaller_stages_of, stages_of
 from ..frontend.export import Captured
 from ..ir.graph import OutputRole, output_node
@@ -103,6 +103,7 @@ class _Simulation:
         self.outputs: dict[str, dict[int, Tensor]] = {}
         self.gradients: dict[str, Tensor] = {}
         self.buffers: dict[str, Tensor] = {}
+        self.tail = TailRun(self.micro, lambda node: values[node.name]) if self.micro.tail is not None else None
         for stage in self.stages.values():
             stage.begin(self._leaf, partial(self._output, stage.program))
 
@@ -135,6 +136,10 @@ class _Simulation:
         whole = whole_output(program.sizes[self.micro.is_smaller(i)], role, values)
         if role.kind == "output":
             self.outputs.setdefault(role.name, {})[i] = whole
+        elif role.kind == "joined" and self.tail is not None:
+            if (made := self.tail.take(role.name, i, whole)) is not None:
+                self.outputs |= {name: {0: value} for name, value in made[0].items()}
+                self.parts = [part | mine for part, mine in zip(self.parts, made[1])]
         elif role.kind == "input_gradient":
             self.gradients[output_name(role)] = whole
         else:  # every micro-batch reads the old value

@@ -105,18 +105,18 @@ class _Builder:
         needed = [v for v, _ in outputs] + sent + returned
         own = self._own(needed, {*received, *arriving})
         leaves = [n for n in placement.graph.nodes if n in own and n.op == "placeholder"]
-        for node in [n for n in leaves if n.meta["role"].kind != "tangent"]:
+        for node in [n for n in leaves if not n.meta["role"].is_tangent]:
             self.new[node] = self.graph.node_copy(node)
         for node in received:
             self._placeholder(node, Role("activation", node.name), "forward")
         for node in arriving:
             self._placeholder(node, Role("arriving", node.name), "backward")
-        for node in [n for n in leaves if n.meta["role"].kind == "tangent"]:
+        for node in [n for n in leaves if n.meta["role"].is_tangent]:
             self.new[node] = self.graph.node_copy(node)
         for node in placement.graph.nodes:
             if node in own and node not in self.new and node.op != "output" and node not in placement.terms:
                 self.new[node] = self.graph.node_copy(node, self.new.__getitem__)
-        pairs = [(self.new[v], r) for v, r in outputs if r.kind in ("output", "mutation")]
+        pairs = [(self.new[v], r) for v, r in outputs if r.kind in ("output", "mutation", "joined")]
         pairs += [(self.new[n], OutputRole("activation", n.name)) for n in sent]
         pairs += [(self._term(v), r) for v, r in outputs if r.kind == "gradient"]
         pairs += [(self.new[n], OutputRole("returned", n.name)) for n in returned]

@@ -26,6 +26,7 @@ from ...errors import MicroBatchError
 from ...ir.graph import OutputRole, Role, bytes_of, is_op, is_tensor, leaf_name, output_node, outputs_of, tensor_of
 from ...ir.layout import Layout
 from ...ops.counter_rng import stream_of
+from ...schedule.actions import Schedule
 from .batch_axis import BatchAxis, NeedsAllSamples, batch_axis
 
 aten = torch.ops.aten
@@ -34,11 +35,14 @@ aten = torch.ops.aten
 @dataclass(frozen=True)
 class Tail:
     """graph_module: (values of role "joined", tangents) -> (outputs of the call, then cotangents), of the whole batch.
-    joined, cotangents: their layouts over the axis of micro-batches, by name."""
+    joined, cotangents: their layouts over the axis of micro-batches, by name. needs: the error of a step that cannot
+    run it, about the first op that needs all samples."""
 
     graph_module: fx.GraphModule
     joined: dict[str, Layout]
     cotangents: dict[str, Layout]
+
+    needs: MicroBatchError
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -58,7 +62,7 @@ def without_tail(
         found = _ops_of_tail(joint.graph, seeds)
         if first is not None and not _is_possible(joint.graph, found):
             raise first
-        body, tail = _split(joint, found) if found else (joint, None)
+        body, once = _split(joint, found) if found else (joint, None)
         try:
             axis = batch_axis(body.graph, micro_batches, samples)
         except NeedsAllSamples as error:
@@ -72,7 +76,19 @@ def without_tail(
         except MicroBatchError as error:
             raise first or error from None
         else:
-            return body, axis, None if tail is None else _with_layouts(tail, body.graph, axis)
+            return body, axis, None if once is None or first is None else _with_layouts(once, body.graph, axis, first)
+
+
+def check_waits(tail: Tail, schedule: Schedule) -> None:
+    """Raise MicroBatchError for a schedule in which the last stage does not run the forwards of all micro-batches
+    before its first backward."""
+    if not schedule.ends_forwards_first:
+        raise MicroBatchError(
+            f"{tail.needs.message}; {schedule.name} begins with backwards before that",
+            node=tail.needs.node,
+            source=tail.needs.source,
+            fix='use schedule="gpipe", whose forwards all come first, or one micro-batch',
+        )
 
 
 def _ops_of_tail(graph: fx.Graph, seeds: Collection[fx.Node]) -> set[fx.Node]:
@@ -158,15 +174,15 @@ def _of_parameters_alone(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
-def _split(joint: fx.GraphModule, tail: set[fx.Node]) -> tuple[fx.GraphModule, Tail]:
-    """Return (the graph of the micro-batches, the tail without layouts)."""
+def _split(joint: fx.GraphModule, tail: set[fx.Node]) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Return (the graph of the micro-batches, that of the tail)."""
     given = _of_tangents_alone(joint.graph)
     order = [node for node in joint.graph.nodes if node.op != "output"]
     read = {a for node in tail for a in node.all_input_nodes} - tail - given
     returned = {value for value, role in outputs_of(joint.graph) if role.kind == "gradient"}
     made = [n for n in order if n in tail and is_tensor(n) and (n in returned or not tail.issuperset(_readers(n)))]
     joined = [node for node in order if node in read]
-    return _body(joint, order, tail, joined, made), Tail(_once(joint, order, tail, given, joined, made), {}, {})
+    return _body(joint, order, tail, joined, made), _once(joint, order, tail, given, joined, made)
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
@@ -236,8 +252,8 @@ def _once(
     return graph_module(joint, graph, "Tail")
 
 
-def _with_layouts(tail: Tail, body: fx.Graph, axis: BatchAxis) -> Tail:
+def _with_layouts(once: fx.GraphModule, body: fx.Graph, axis: BatchAxis, needs: MicroBatchError) -> Tail:
     joined = {role.name: layout for (_, role), layout in zip(outputs_of(body), axis.outputs) if role.kind == "joined"}
     leaves = [n for n in body.nodes if n.op == "placeholder" and n.meta["role"].kind == "cotangent"]
     cotangents = {n.meta["role"].name: axis.leaves[n.name] for n in leaves}
-    return Tail(tail.graph_module, joined, cotangents)
+    return Tail(once, joined, cotangents, needs)

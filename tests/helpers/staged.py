@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from autopar import compiler, models
 from autopar.codegen.rank_program import RankProgram, StageProgram
-from autopar.codegen.split_batch import join, parts_of
+from autopar.codegen.split_batch import TailRun, join, parts_of
 from autopar.frontend.export import Captured
 from autopar.hardware.profile import load
 from autopar.ir.graph import is_op
@@ -155,12 +155,18 @@ def play_stages(
         smaller = map(_program, cut(micro.smaller.graph_module, cuts))
         programs = [replace(program, smaller=less) for program, less in zip(programs, smaller)]
     parts = [{**values, **part} for part in parts_of(micro, values)]
+    tail = micro.tail and TailRun(micro, lambda node: values[node.name])
     outputs: dict[str, dict[int, Tensor]] = {}
     buffers: dict[str, Tensor] = {}
 
     def take(role, i: int, found: list[Tensor]) -> None:
         if role.kind == "output":
             outputs.setdefault(role.name, {})[i] = found[0]
+        elif role.kind == "joined":
+            if (made := tail.take(role.name, i, found[0])) is not None:
+                outputs.update((name, {0: value}) for name, value in made[0].items())
+                for part, cotangents in zip(parts, made[1]):
+                    part |= cotangents
         else:
             buffers[role.name] = found[0]
 
@@ -172,8 +178,10 @@ def play_stages(
     for executor in executors.values():
         executor.begin(lambda node, i, at: parts[i][node.name].clone(), take)
     stage_numbers = range(len(stages))
-    for i in range(micro.micro_batches):
-        order = [Action("F", s, i) for s in stage_numbers] + [Action("B", s, i) for s in reversed(stage_numbers)]
+    numbers = range(micro.micro_batches)
+    for together in [numbers] if tail else [[i] for i in numbers]:
+        order = [Action("F", s, i) for i in together for s in stage_numbers]
+        order += [Action("B", s, i) for i in together for s in reversed(stage_numbers)]
         for _ in walk(order, executors, Links(executors, len(stages))):
             pass
     gradients: dict[str, Tensor] = {}

@@ -32,7 +32,9 @@ from ..problem.vertices import Vertex
 FORWARD, BACKWARD = 1, 2  # phases that read a copy, as bits
 BOTH = FORWARD | BACKWARD
 MAKE, KEEP, ONCE = "make", "keep", "once"
-RESIDENT_LEAVES = ("parameter", "buffer", "input", "constant", "tangent", "random")  # their base never has to be saved
+RESIDENT_LEAVES = (  # their base never has to be saved
+    "parameter", "buffer", "input", "constant", "tangent", "cotangent", "random",
+)  # fmt: skip
 Amount = float | np.ndarray
 
 

@@ -68,7 +68,7 @@ def step_order(problem: Problem, evaluation: Evaluation) -> StepOrder:
     def travel(transfer: Transfer, readers: list[tuple[int, bool]], recomputed: bool = False) -> Travel:
         producer, phase = transfer.producer, transfer.phase
         made = index.get((producer, phase == "backward"), index.get((producer, False), -1))
-        if problem.vertices[producer].kind == "tangent":
+        if problem.vertices[producer].kind in ("tangent", "cotangent"):
             made = first_backward - 1
         read = [index[r] for r in readers if r in index]
         first, last = (min(read), max(read)) if read else (len(runs), len(runs))

@@ -53,12 +53,12 @@ class MicroBatchPlans:
         self.ranks, self.limit = mesh.size(axis), float(options.memory_bytes or options.hardware.memory_bytes)
         self.starts: Starts = ()  # choices that the fastest plan is at least as good as
         if captured.compact is None:
-            self.micro = micro_batch(captured, micro_batches)
-        self.few = few_blocks(captured, micro_batches) if captured.compact else self.micro.captured
+            self.micro = micro_batch(captured, micro_batches, waits=True)
+        self.few = few_blocks(captured, micro_batches, waits=True) if captured.compact else self.micro.captured
         self.few_graphs = [self.few.graph_module]  # of each size of micro-batches
         batch = samples_of(captured.signature)
         self.samples, self.share = batch, batch / (micro_batches * sizes_of(batch, micro_batches)[0]) if batch else 1.0
-        smaller = few_blocks(captured, micro_batches, True) if captured.compact and self.share < 1 else None
+        smaller = few_blocks(captured, micro_batches, True, True) if captured.compact and self.share < 1 else None
         self.few_graphs += [smaller.graph_module] if smaller else []
         smaller = smaller or (self.micro.smaller if self.share < 1 else None)
         self.options = replace(
@@ -75,7 +75,7 @@ class MicroBatchPlans:
     def micro(self) -> MicroBatched:
         """Cut the batch of the whole graph into micro-batches."""
         self.report(f"cutting the batch into {self.micro_batches}")
-        return micro_batch(self.captured, self.micro_batches, self.few_graphs)
+        return micro_batch(self.captured, self.micro_batches, self.few_graphs, waits=True)
 
     def under(self, strategy: str) -> MicroBatchPlans:
         """Return the plans of what a strategy allows."""
