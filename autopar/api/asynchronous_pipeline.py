@@ -108,6 +108,8 @@ class AsynchronousPipeline:
                 fix='precision="bf16"',
             )
         program = step.program
+        if program.micro.tail is not None:
+            raise program.micro.tail.needs
         agree.everywhere(lambda: check_apart(program.leaves, self._captured.graph))
         self._micro, self.pp_rank = program.micro, self._on.pp_rank
         (mine,) = program.stages.values()

@@ -195,14 +195,17 @@ def kind_of(op: str) -> str:
 
 
 def graphs_of(subject) -> dict[str, fx.GraphModule]:
-    """Return graph modules by name: of a capture, of a graph module, the forward and the backward of a partition, a
-    forward and the copies that it takes, the parts of a backward, or the stages of a pipeline."""
+    """Return graph modules by name: of a capture, of a micro-batch and the tail of its step, of a graph module, the
+    forward and the backward of a partition, a forward and the copies that it takes, the parts of a backward, or the
+    stages of a pipeline."""
     if isinstance(subject, list):
         return {f"stage_{stage.index}": stage.joint for stage in subject}
     if isinstance(subject, tuple):
         return {name: part for name, part in zip(("forward", "copies"), subject) if part is not None}
     if hasattr(subject, "weight") and hasattr(subject, "stash"):
         return {"backward_input": subject.input, "backward_weight": subject.weight}
+    if getattr(subject, "tail", None) is not None:
+        return {"joint": subject.captured.graph_module, "tail": subject.tail.graph_module}
     subject = getattr(subject, "captured", subject)
     if hasattr(subject, "forward") and hasattr(subject, "backward"):
         parts = {"forward": subject.forward, "backward": subject.backward}

@@ -69,22 +69,25 @@ class TailRun:
         return self._run() if all(len(found) == count for found in self.joined.values()) else None
 
     def _run(self) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
-        graph = self.tail.graph_module
-        given, self.joined = self.joined, {}
-        values = [
-            joined_as(self.tail.joined[role.name], [given[role.name][i] for i in sorted(given[role.name])])
-            if role.kind == "joined"
-            else self.tangent(node)
-            for node, role in ((n, n.meta["role"]) for n in graph.graph.find_nodes(op="placeholder"))
-        ]
+        graph = self.tail.graph_module.graph
+        values = [self._argument(node) for node in graph.find_nodes(op="placeholder")]
         outputs, parts = {}, [dict[str, Tensor]() for _ in range(self.micro.micro_batches)]
-        for role, value in zip(output_node(graph.graph).meta["roles"], graph(*values)):
+        made = (self.tail.run or self.tail.graph_module)(*values)
+        for role, value in zip(output_node(graph).meta["roles"], made, strict=True):
             if role.kind == "output":
                 outputs[role.name] = value
             else:
                 for part, own in zip(parts, self._split(value, self.tail.cotangents[role.name])):
                     part[self.leaves[role.name]] = own
         return outputs, parts
+
+    def _argument(self, node: fx.Node) -> Tensor:
+        """Return what the tail takes for a placeholder, and let go of its parts."""
+        role = node.meta["role"]
+        if role.kind != "joined":
+            return self.tangent(node)
+        parts = self.joined.pop(role.name)
+        return joined_as(self.tail.joined[role.name], [parts[i] for i in sorted(parts)])
 
     def _split(self, whole: Tensor, layout: Layout) -> list[Tensor]:
         """Return what each micro-batch has of a tensor of the whole batch."""

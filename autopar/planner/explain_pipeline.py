@@ -208,7 +208,8 @@ class _Pricing:
     def _cut(self, cuts: Sequence[str]) -> PipelineCost:
         p, (problem, e), inner = self.chosen, self.planned.whole, self.planned
         pipeline = replace(p, cuts=tuple(cuts), costs=(), owners=())
-        return evaluate_pipeline(problem, e, inner.pricer, pipeline, self._send, inner.live_bytes)
+        tail = self.staged.best.search.plans.tail_cost
+        return evaluate_pipeline(problem, e, inner.pricer, pipeline, self._send, inner.live_bytes, tail=tail)
 
 
 def _even(segments: Chain, stages: int) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ MOST = 64  # of the steps that are kept, one for each sizes that were met
 
 class SizedPipeline:
     """Makes the steps of a pipeline. `newest`: one of those that it was made of; `graphs`: of each stage, which take
-    the sizes last; `totals`: of the whole batch, if there is one; `forms`: of the outputs."""
+    the sizes last; `totals`, `tail`: of the whole batch, if there are any; `forms`: of the outputs."""
 
     def __init__(
         self,
@@ -34,10 +34,11 @@ class SizedPipeline:
         messages: Mapping[int, Mapping[GraphKey, Mapping[str, Form]]],
         samples: int | Line,
         totals: fx.GraphModule | None,
+        tail: fx.GraphModule | None,
         forms: Callable[[Sizes], OutputForms],
     ):
         self.newest, self.graphs, self.messages = newest, graphs, messages
-        self.samples, self.totals, self.forms = samples, totals, forms
+        self.samples, self.totals, self.tail, self.forms = samples, totals, tail, forms
         self.is_deferring = newest.is_deferring  # when the graphs were loaded
         self.made: dict[Sizes, PipelineStep] = {}
 
@@ -61,12 +62,13 @@ class SizedPipeline:
                     shapes = (shape for shape, _ in messages[i][key].values())
                     lines |= {number for shape in shapes for number in shape if isinstance(number, Line)}
         samples = follow({sizes: step.micro.samples for sizes, step in steps.items()})
-        totals = None
-        if found := {sizes: step.micro.totals for sizes, step in steps.items() if step.micro.totals is not None}:
-            totals, more = followed(found)
-            lines |= more
+        totals, more = _followed({sizes: step.micro.totals for sizes, step in steps.items()})
+        lines |= more
+        tails = {sizes: step.micro.tail for sizes, step in steps.items()}
+        tail, more = _followed({sizes: tail and tail.graph_module for sizes, tail in tails.items()})
+        lines |= more
         forms_at, more = OutputForms.following({sizes: step.output_forms for sizes, step in steps.items()})
-        return cls(newest, graphs, messages, samples, totals, forms_at), frozenset(lines | more)
+        return cls(newest, graphs, messages, samples, totals, tail, forms_at), frozenset(lines | more)
 
     def at(self, sizes: Sizes) -> PipelineStep:
         """Return the step for some sizes that the lines serve."""
@@ -80,7 +82,10 @@ class SizedPipeline:
         made, newest = copy.copy(self.newest), self.newest
         samples = self.samples.whole(sizes) if isinstance(self.samples, Line) else self.samples
         totals: Any = None if self.totals is None else lambda *inputs: self.totals(*inputs, *sizes)
-        made.micro, made.follows = replace(newest.micro, samples=samples, totals=totals), self
+        tail: Any = newest.micro.tail
+        if self.tail is not None:
+            tail = replace(tail, run=lambda *values: self.tail(*values, *sizes))
+        made.micro, made.follows = replace(newest.micro, samples=samples, totals=totals, tail=tail), self
         made.stages = {
             i: _SizedStage(stage.program, self.graphs[i], made.micro.is_smaller, self.messages[i], sizes)
             for i, stage in newest.stages.items()
@@ -121,6 +126,15 @@ class _SizedStage(StageExecutor):
             )
             for name, (shape, dtype) in forms.items()
         }
+
+
+def _followed(found: Mapping[Sizes, fx.GraphModule | None]) -> tuple[fx.GraphModule | None, frozenset[Line]]:
+    """Return a graph of the whole batch that takes the sizes last, and the lines of its numbers. Raises Differs where
+    some of the sizes alone have it."""
+    graphs = {sizes: graph for sizes, graph in found.items() if graph is not None}
+    if graphs and len(graphs) < len(found):
+        raise Differs("some of the sizes alone compute something of the whole batch")
+    return followed(graphs) if graphs else (None, frozenset())
 
 
 def _forms(program: StageProgram, key: GraphKey) -> dict[str, Form]:

@@ -15,7 +15,7 @@ weights: a batch norm in the middle of a model would make most of the model its 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,13 +36,14 @@ aten = torch.ops.aten
 class Tail:
     """graph_module: (values of role "joined", tangents) -> (outputs of the call, then cotangents), of the whole batch.
     joined, cotangents: their layouts over the axis of micro-batches, by name. needs: the error of a step that cannot
-    run it, about the first op that needs all samples."""
+    run it, about the first op that needs all samples. run: what runs the graph where the sizes are not its own."""
 
     graph_module: fx.GraphModule
     joined: dict[str, Layout]
     cotangents: dict[str, Layout]
 
     needs: MicroBatchError
+    run: Callable[..., Sequence[torch.Tensor]] | None = None
 
     @property
     def outputs(self) -> tuple[str, ...]:

@@ -3,7 +3,8 @@
 The solver of the cut (autopar/planner/pipeline/cut.py) knows formulas of schedules; here the schedule itself is played
 with the seconds of its stages (autopar/schedule/play.py), those of the busiest streams times what a micro-batch takes
 longer as it is played (autopar/planner/objective/player.py). Gradients are reduced beside the last backward of a stage,
-parameters that are gathered once beside its first forward; what does not hide there is charged after the last action:
+parameters that are gathered once beside its first forward; what does not hide there is charged after the last action,
+as are the seconds of the step's tail, if there is one, for which the backwards of all ranks wait:
 
     step = max over ranks (end of the last action + what of reductions and such gathers of its stages does not hide)
 
@@ -41,14 +42,15 @@ from ..problem.problem import Problem
 from .model import GPIPE, ONE_F_ONE_B, ZB_H1, ZB_H2, Timing, interleaved
 from .part import Part
 from .stage_costs import Parts
+from .tail_cost import NO_TAIL, TailCost
 
 Send = Callable[[float], float]
 
 
 @dataclass(frozen=True)
 class PipelineCost:
-    """A pipeline with its costs. By rank: `once_seconds`, before its first action and after its last; of these
-    `tied_seconds`, to add up gradients of parameters that other ranks have too; `memory`, bytes at its peak by kind.
+    """A pipeline with its costs. By rank: `once_seconds`, before its first action and after its last, and of the tail
+    for which it waits; of these `tied_seconds`, to add up gradients of parameters that other ranks have too; `memory`, bytes at its peak by kind.
     `parts`: by stage. `unmade_bytes`: of the rank with most of them, what outputs of all micro-batches would take that
     are made when they are read."""
 
@@ -103,10 +105,11 @@ def evaluate_pipeline(
     send: Send,
     live: LiveBytes | None = None,
     keeps_outputs: bool = True,
+    tail: TailCost = NO_TAIL,
 ) -> PipelineCost:
     """Evaluate what a pipeline without costs costs under a plan of one of its micro-batches. `send`: seconds of a
     tensor of so many bytes of a device from one stage to the next; `live`: the memory of the whole plan, if it is
-    known; `keeps_outputs`: of all micro-batches. Raise StageError as StagePlacement does."""
+    known; `keeps_outputs`: of all micro-batches; `tail`: of the step, if it has one. Raise StageError as StagePlacement does."""
     live = live or live_bytes(problem, e, pricer)
     found = Parts(problem, e, pricer, pipeline.cuts, True, live, stretch_of(problem, e, pricer, live.order))
     parts, orders = found.found, pipeline.orders
@@ -136,6 +139,7 @@ def evaluate_pipeline(
             outputs = pipeline.micro_batches * sum(part.output_bytes for part in mine)
         held[TRANSIENT] += besides(held, outputs if keeps_outputs else 0.0, [part.reducing_bytes for part in mine])
         unmade_bytes = max(unmade_bytes, 0.0 if keeps_outputs else outputs)
+        held[TRANSIENT] += tail.bytes_ if rank == rank_of[-1] else 0.0
         held[RESERVE] += problem.reserve_bytes
     peaks = [sum(held.values()) for held in memory]
     costs = tuple(
@@ -154,7 +158,10 @@ def evaluate_pipeline(
         for s, (p, t) in enumerate(zip(parts, transfers))
     )
     kinds = tuple({kind: bytes_ for kind, bytes_ in held.items() if bytes_ > 0.5} for held in memory)
-    once = tuple(t + sum(parts[s].once_seconds for s in orders.stages_of(rank)) for rank, t in enumerate(tied_seconds))
+    once = tuple(
+        tail.seconds + t + sum(parts[s].once_seconds for s in orders.stages_of(rank))
+        for rank, t in enumerate(tied_seconds)
+    )
     return PipelineCost(
         replace(pipeline, costs=costs), played, once, tuple(tied_seconds), kinds, tuple(parts), unmade_bytes
     )

@@ -8,9 +8,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property
 
+from ...cost.compute import ComputeCost
 from ...frontend.export import Captured
+from ...ir.graph import output_node
 from ...ir.mesh import Mesh
 from ...passes.pipeline.micro_batch import MicroBatched, few_blocks, micro_batch
+from ...passes.pipeline.tail import Tail
 from ...plans.pipeline import inside, sizes_of
 from ..problem.recipes import Restriction
 from ..solver.minimize import Search
@@ -21,6 +24,7 @@ from ..spmd.fixed_recompute import AUTO, NONE
 from ..spmd.plan import search, solvers_of
 from ..spmd.plan_options import PlanOptions
 from ..spmd.planned import Planned
+from .tail_cost import NO_TAIL, TailCost, tail_cost
 
 # What all memory of the hardware is worth, in times the compute. The prices are the same whatever the limit is, so that
 # less memory finds no plan that more memory does not.
@@ -76,6 +80,19 @@ class MicroBatchPlans:
         """Cut the batch of the whole graph into micro-batches."""
         self.report(f"cutting the batch into {self.micro_batches}")
         return micro_batch(self.captured, self.micro_batches, self.few_graphs, waits=True)
+
+    @cached_property
+    def tail(self) -> Tail | None:
+        """Return what a step computes between the forwards of all micro-batches and their backwards, if it has such a
+        tail."""
+        waits = any(role.kind == "joined" for role in output_node(self.few.graph).meta["roles"])
+        return self.micro.tail if waits else None
+
+    @cached_property
+    def tail_cost(self) -> TailCost:
+        """Return what the tail costs, nothing if there is none."""
+        cost = ComputeCost(self.options.hardware)
+        return tail_cost(self.tail, cost, self.mesh) if self.tail is not None else NO_TAIL
 
     def under(self, strategy: str) -> MicroBatchPlans:
         """Return the plans of what a strategy allows."""

@@ -15,6 +15,8 @@ from ...ir.graph import fingerprint, is_op
 from ...ir.stage_placement import StagePlacement
 from ...passes.pipeline.micro_batch import MicroBatched, micro_batch
 from ...passes.pipeline.stages import cut
+from ...passes.pipeline.tail import check_waits
+from ...plans.pipeline import Pipeline
 from ...plans.plan import Plan
 from ..spmd.batch import samples_of
 from ..spmd.plan import make_plan, search
@@ -23,7 +25,7 @@ from ..spmd.plan_options import PlanOptions
 
 def with_owners(captured: Captured, plan: Plan) -> Plan:
     """Return a plan that says which parameters and buffers its stages read."""
-    micro = micro_batch(captured, plan.pipeline.micro_batches)
+    micro = micro_batch(captured, plan.pipeline.micro_batches, waits=plan.pipeline.is_staged)
     owners = tuple(tuple(sorted(stage.leaves)) for stage in cut(micro.captured.graph_module, plan.pipeline.cuts))
     return replace(plan, pipeline=replace(plan.pipeline, owners=owners))
 
@@ -33,7 +35,7 @@ def plan_same_stages(captured: Captured, first: Plan, options: PlanOptions, mode
     be cut so. `options` fix the parameters' layouts. Raise StageError if a stage of the call reads parameters that it
     does not have."""
     pipeline, count = first.pipeline, min(first.micro_batches, samples_of(captured.signature))
-    micro = _micro_batched(captured, count)
+    micro = _micro_batched(captured, replace(pipeline, micro_batches=count))
     if pipeline.is_staged:
         micro, options = micro or micro_batch(captured, 1), replace(options, within=first.mesh)
     elif micro is None or count == 1:
@@ -66,10 +68,13 @@ def plan_same_stages(captured: Captured, first: Plan, options: PlanOptions, mode
     return plan
 
 
-def _micro_batched(captured: Captured, count: int) -> MicroBatched | None:
-    """Return a call cut into so many micro-batches, None if it cannot run part by part."""
+def _micro_batched(captured: Captured, pipeline: Pipeline) -> MicroBatched | None:
+    """Return a call cut into the micro-batches of a pipeline, None if that cannot run it part by part."""
     with contextlib.suppress(MicroBatchError, StageError):
-        return micro_batch(captured, count)
+        micro = micro_batch(captured, pipeline.micro_batches, waits=pipeline.is_staged)
+        if micro.tail is not None:
+            check_waits(micro.tail, pipeline.orders)
+        return micro
     return None
 
 

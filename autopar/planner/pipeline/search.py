@@ -16,14 +16,16 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ...cost.collectives import CollectiveCost
 from ...errors import MemoryInfeasibleError
 from ...frontend.export import Captured
 from ...ir.mesh import Mesh
 from ...passes.pipeline.micro_batch import MicroBatched
+from ...passes.pipeline.tail import check_waits
 from ...plans.pipeline import Pipeline, axis_of
-from ...schedule.catalogue import KINDS
+from ...schedule.catalogue import KINDS, make
 from ...schedule.play import play
 from ...utils.format import size
 from ..objective.evaluate import Evaluation
@@ -41,6 +43,7 @@ from .model import StageCut
 from .part import Part
 from .segments import Chain, chain
 
+GPIPE = ("gpipe", 1)  # the schedule for a step with a tail, with its stages a rank
 LESS = 0.95  # of what a next plan of a micro-batch may hold, so that it is another one
 LOOPED_CUTS = (True, False)  # roughly, for stages of even seconds, and for ranks of even seconds
 PLENTY = 0.5  # of the room: where no rank takes more, the limit decides nothing
@@ -106,7 +109,8 @@ class Candidate:
 
 class PipelineSearch:
     """All that is tried of a captured graph of the whole batch with one number of micro-batches. `kinds`: schedules
-    with their stages a rank. Raises MicroBatchError if the batch cannot be cut so."""
+    with their stages a rank; of several those alone that can run the step. Raises MicroBatchError if the batch cannot
+    be cut so, or the only schedule cannot run it."""
 
     def __init__(
         self,
@@ -127,6 +131,20 @@ class PipelineSearch:
         self._prepared: dict[Planned, tuple[Planned, Chain, StageRecomputation | None]] = {}
         report(f"{mesh}, {micro_batches} micro-batches")
         self.plans = MicroBatchPlans(captured, micro_batches, mesh, self.axis, options, name, report)
+        self.kinds = self._possible_with_tail(kinds)
+
+    def _possible_with_tail(self, kinds: Sequence[tuple[str, int]]) -> Sequence[tuple[str, int]]:
+        """Return those of some schedules, with their stages a rank, that can run the tail of the step, GPipe if none of
+        several can. Raises MicroBatchError if the only one cannot."""
+        if (tail := self.plans.tail) is None:
+            return kinds
+        orders = {kind: make(kind[0], self.ranks, self.micro_batches, kind[1]) for kind in kinds}
+        able = [kind for kind, schedule in orders.items() if schedule.ends_forwards_first]
+        if not able and len(kinds) > 1 and any(v == 1 for _, v in kinds):
+            return [GPIPE]
+        if not able:
+            check_waits(tail, orders[kinds[0]])
+        return able
 
     @property
     def bound(self) -> float:
@@ -309,6 +327,7 @@ class PipelineSearch:
         """Evaluate other schedules for a plan of a micro-batch, without those that need more stages than it has
         segments."""
         _, segments, _ = self.prepared(inner)
+        kinds = self._possible_with_tail(kinds)
         possible = [(kind, v) for kind, v in kinds if self.ranks * v <= len(segments.segments)]
         return [self.evaluated(self._estimate(inner, segments, kind, v)) for kind, v in possible]
 
@@ -318,10 +337,11 @@ class PipelineSearch:
         """Evaluate a pipeline that lets go of outputs beside the loss if its memory demands it, and with as much
         computed again on each rank as it demands then, or as can be."""
         problem, e = inner.whole
-        evaluated, keeps = evaluate_pipeline(problem, e, inner.pricer, pipeline, self.send, inner.live_bytes), True
+        evaluate = partial(evaluate_pipeline, pricer=inner.pricer, send=self.send, tail=self.plans.tail_cost)
+        evaluated, keeps = evaluate(problem, e, pipeline=pipeline, live=inner.live_bytes), True
         if evaluated.peak_bytes > self.limit and may_be_unmade(self.plans.captured):
             keeps = False
-            evaluated = evaluate_pipeline(problem, e, inner.pricer, pipeline, self.send, inner.live_bytes, keeps)
+            evaluated = evaluate(problem, e, pipeline=pipeline, live=inner.live_bytes, keeps_outputs=keeps)
         for _ in range(MOST_RECOMPUTE_ROUNDS if recomputation is not None else 0):
             if evaluated.peak_bytes <= self.limit:
                 break
@@ -329,7 +349,7 @@ class PipelineSearch:
             if more.recompute_seconds == e.recompute_seconds:
                 break
             e = more
-            evaluated = evaluate_pipeline(problem, e, inner.pricer, pipeline, self.send, keeps_outputs=keeps)
+            evaluated = evaluate(problem, e, pipeline=pipeline, keeps_outputs=keeps)
         return evaluated, e
 
     def prepared(self, inner: Planned) -> tuple[Planned, Chain, StageRecomputation | None]:
