@@ -23,7 +23,7 @@ from ...cost.redistribute import Link
 from ...errors import MicroBatchError, StageError
 from ...frontend.export import Captured
 from ...frontend.repeated_blocks import Compact
-from ...ir.graph import OutputRole, Role, describe, leaf_name, output_node, outputs_of
+from ...ir.graph import OutputRole, Role, describe, leaf_name, output_node, outputs_of, tensor_arguments
 from ...ir.layout import Layout
 from ...ops.counter_rng import STREAM, stream_of
 from ...plans.pipeline import sizes_of
@@ -234,23 +234,28 @@ def _rewritten(
 ) -> tuple[fx.GraphModule, dict[str, NodeSharding], dict[str, Layout]]:
     """Return a copy of the joint graph that takes the totals as inputs and divides what is added in shares, with the
     layouts of its ops and leaves."""
-    graph, new, nodes, leaves = fx.Graph(), {}, dict(axis.nodes), dict(axis.leaves)
+    graph, nodes, leaves = fx.Graph(), dict(axis.nodes), dict(axis.leaves)
+    new: dict[fx.Node, fx.Node] = {}
+    totals: dict[fx.Node, fx.Node] = {}
     for node in joint.graph.nodes:
         if node.op == "placeholder":
             new[node] = graph.node_copy(node)
     for i, node in enumerate(axis.totals):
         role = Role("total", str(i))
-        new[node] = graph.placeholder(leaf_name(role))
-        new[node].meta = {**node.meta, "role": role, "phase": "forward"}
-        leaves[new[node].name] = Layout.replicated(node.meta["val"].dim())
+        totals[node] = graph.placeholder(leaf_name(role))
+        totals[node].meta = {**node.meta, "role": role, "phase": "forward"}
+        leaves[totals[node].name] = Layout.replicated(node.meta["val"].dim())
     for node in joint.graph.nodes:
         if node not in new:
+            decision = nodes.get(node.name)
+            read = zip(tensor_arguments(node), decision.inputs) if decision is not None and totals else ()
+            whole = {a: totals[a] for a, layout in read if a in totals and not layout.partial}
             shares: dict[fx.Node, fx.Node] = {}
             for value in axis.shares.get(node, ()):
                 shares[value] = share = graph.call_function(aten.mul.Tensor, (new[value], 1 / micro_batches))
                 share.meta = {**value.meta, "phase": node.meta.get("phase", "backward")}
                 nodes[share.name] = NodeSharding((Layout.replicated(value.meta["val"].dim()),), (partial_of(value),))
-            new[node] = graph.node_copy(node, ChainMap(shares, new).__getitem__)
+            new[node] = graph.node_copy(node, ChainMap(shares, whole, new).__getitem__)
             if node.target in OFFSET and axis.shares.get(node) == frozenset():
                 new[node].update_arg(1, node.args[1] / micro_batches)
     graph.eliminate_dead_code()
