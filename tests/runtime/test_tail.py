@@ -20,7 +20,9 @@ def _assert_gradients(parallel, reference, note: str) -> None:
     dist.all_gather_object(everyone, [name for name, _ in parallel.named_parameters()])
     assert {*sum(everyone, [])} == {*wanted}
     for name, parameter in parallel.named_parameters():
-        assert_close(parameter.grad, wanted[name].grad, f"{note} {name}")
+        assert (parameter.grad is None) == (wanted[name].grad is None), name
+        if parameter.grad is not None:
+            assert_close(parameter.grad, wanted[name].grad, f"{note} {name}")
         parameter.grad = None
     for parameter in wanted.values():
         parameter.grad = None
@@ -29,7 +31,7 @@ def _assert_gradients(parallel, reference, note: str) -> None:
 def _step(parallel, reference, batch: dict, note: str) -> None:
     mine, whole = parallel(**batch), reference(**batch)
     assert_close(mine["loss"], whole["loss"], note)
-    for name in {*whole} - {"loss", "past_key_values", "router_logits"}:
+    for name in sorted({*whole} & {"logits", "aux_loss", "embeddings"}):
         assert_close(mine[name], whole[name], f"{note} {name}")
     (2 * mine["loss"]).backward()
     (2 * whole["loss"]).backward()
@@ -104,6 +106,8 @@ def _scaled(rank: int) -> float:
         scaler.scale(parallel(**batch)["loss"]).backward()
     reference(**batch)["loss"].backward()
     for name, parameter in parallel.named_parameters():
+        if name == "bias":  # which the loss does not read
+            continue
         assert_close(full(parameter.grad) / 1024, dict(reference.named_parameters())[name].grad, name, 2e-2)
     return 0.0
 
