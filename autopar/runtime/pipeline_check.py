@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from ..codegen.rank_program import StageProgram
-from ..errors import DesyncError
+from ..errors import DesyncError, StageError
 from ..ir.graph import output_node
 from ..schedule.actions import Schedule
 from ..schedule.play import check
@@ -60,10 +60,15 @@ def _text(messages: tuple[Message, ...]) -> str:
 
 
 def _taken(graph: fx.GraphModule | None, kind: str) -> tuple[Message, ...]:
-    nodes = graph.graph.nodes if graph is not None else ()
-    return tuple(
-        _message(n.name, n.meta["val"]) for n in nodes if n.op == "placeholder" and _kind(n.meta.get("role")) == kind
-    )
+    nodes = graph.graph.find_nodes(op="placeholder") if graph is not None else ()
+    taken = [n for n in nodes if _kind(n.meta.get("role")) == kind]
+    if rows := next((n for n in taken if n.meta["layout"].owned_axes), None):
+        raise StageError(
+            f"a stage would receive {rows.name}, rows of experts of which it does not know how many there are",
+            source=rows.meta.get("source") or None,
+            fix="plan again, or begin the stage before the experts or behind them",
+        )
+    return tuple(_message(n.name, n.meta["val"]) for n in taken)
 
 
 def _given(graph: fx.GraphModule | None, kind: str) -> tuple[Message, ...]:

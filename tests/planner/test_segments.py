@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from autopar import compiler
+from autopar.errors import StageError
 from autopar.frontend.fake_parameters import forms_of
 from autopar.hardware.profile import load
 from autopar.ir.mesh import Mesh
@@ -16,11 +17,14 @@ from autopar.models import registry
 from autopar.passes.pipeline.micro_batch import micro_batch
 from autopar.planner.pipeline import segments as segments_module
 from autopar.planner.pipeline.evaluate import besides, evaluate_pipeline
+from autopar.planner.pipeline.plan import plan_pipeline
 from autopar.planner.pipeline.segments import chain
 from autopar.planner.pipeline.stage_costs import INPUT, WEIGHT, Parts
 from autopar.planner.spmd.plan import search, solvers_of
 from autopar.planner.spmd.plan_options import PlanOptions
 from autopar.plans.pipeline import Pipeline, inside
+from autopar.schedule import KINDS
+from tests.families import FAMILIES
 from tests.planner.planning import captured, toy
 
 GPT = "gpt:hidden=32,layers=4,heads=4,vocab=64,seq=16"
@@ -195,3 +199,19 @@ def test_outputs_and_reductions_are_held_beside_a_micro_batch_or_after_all():
     held = Counter({"activations": 10.0, "values between ops": 20.0})
     assert besides(held, 16.0, [0.0]) == 16.0 == besides(held, 16.0, [30.0, 0.0])
     assert besides(held, 16.0, [100.0, 0.0]) == 16.0 + 100.0 - 30.0
+
+
+@pytest.mark.parametrize("micro_batches", [2, 4])
+def test_no_stage_begins_where_rows_are_with_their_experts(micro_batches):
+    """How many rows a device has there is known when it has them, not to the stage that would receive them."""
+    model, inputs = FAMILIES["mixtral"](8, 8)
+    captured = compiler.trace(model, inputs)
+    for kind in KINDS:
+        options = PlanOptions(load("cpu-gloo"), strategy="expert", baselines=False)
+        try:
+            found = plan_pipeline(captured, Mesh.parse("pp=2,ep=2"), options, schedule=kind, micro_batches=micro_batches)
+        except StageError:  # too few places for two stages a rank
+            continue
+        _, stages = compiler.stages_of(captured, found.plan)
+        passing = [s.sharding(found.plan.sharding).leaves[n] for s in stages for n in (*s.received, *s.arriving)]
+        assert passing and not any(layout.owned_axes for layout in passing), kind

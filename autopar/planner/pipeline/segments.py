@@ -15,6 +15,7 @@ leaves out. A segment has a level for some of the steps in which its blocks may 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -184,6 +185,7 @@ def cut_positions(
     ends = np.cumsum([seconds.get(node, 0.0) for node in order])
     heavy = [i for i, node in enumerate(order) if flops_of(node)]
     best = [min(range(a + 1, b + 1), key=crossing.__getitem__) for a, b in zip(heavy, heavy[1:])]
+    best = [i for i in best if crossing[i] < math.inf]
     count = np.array([copies.get(order[i], 1) for i in best], dtype=int)
     if 1 + count.sum() < stages:
         raise StageError(

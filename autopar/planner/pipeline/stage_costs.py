@@ -12,9 +12,11 @@ W, the part of the backward that may wait, is what only one parameter's gradient
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import fx
@@ -289,10 +291,11 @@ def crossing_bytes(
     problem: Problem, e: Evaluation, pricer: Pricer, free: set[fx.Node]
 ) -> tuple[list[fx.Node], list[float]]:
     """Return the forward ops in order, but for what every stage computes itself, and the bytes of a device that pass a
-    cut before each."""
+    cut before each: infinitely many where rows of experts do, of which no stage knows how many it is sent."""
     order = [n for n in problem.graph.nodes if is_op(n) and n.meta["phase"] == "forward" and n not in free]
     index = {node: i for i, node in enumerate(order)}
     change = [0.0] * (len(order) + 1)
+    rows = [0] * (len(order) + 1)
     for v in problem.vertices:
         if v.kind != "op" or v.node not in index:
             continue
@@ -307,10 +310,10 @@ def crossing_bytes(
                 0 if isinstance(values, torch.Tensor) else sum(isinstance(x, torch.Tensor) for x in values[:item])
             )
             if end > index[v.node]:
+                has_rows = bool(strategy.outputs[position].owned_axes)
+                rows[index[v.node] + 1] += has_rows
+                rows[end + 1] -= has_rows
                 change[index[v.node] + 1] += (bytes_ := pricer.bytes_of(v.values[position], strategy.outputs[position]))
                 change[end + 1] -= bytes_
-    crossing, now = [], 0.0
-    for i in range(len(order)):
-        now += change[i]
-        crossing.append(now)
-    return order, crossing
+    passing = zip(accumulate(change[:-1]), accumulate(rows[:-1]))
+    return order, [math.inf if has_rows else bytes_ for bytes_, has_rows in passing]
