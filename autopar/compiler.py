@@ -335,8 +335,7 @@ def lower_deferred(captured: Captured, plan: Plan, rank: int, saved: tuple[str, 
 def stages_of(captured: Captured, plan: Plan) -> tuple[MicroBatched, list[Stage]]:
     """Cut the graph of the whole batch into the stages of a plan. Raises MicroBatchError, StageError."""
     micro = pass_manager.run_all(MICRO_BATCHES, captured, plan.pipeline)
-    if micro.tail is not None:
-        check_waits(micro.tail, plan.pipeline.orders)
+    check_waits(micro.tail, plan.pipeline.orders)
     check_decisions(micro.captured.graph, plan.sharding)
     return micro, pass_manager.run_all(STAGES, micro.captured.graph_module, plan.pipeline)
 

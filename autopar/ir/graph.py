@@ -35,9 +35,9 @@ class Role:
     "tangent" (position of the output it belongs to), "constant", "random" (int64 (2,): seed and offset, see
     autopar/ops/counter_rng.py), "total" (a sum over the whole batch that a micro-batch needs, see
     passes/pipeline/micro_batch.py) or "cotangent" (what the whole batch gives a micro-batch's backward, by the name of
-    the node that makes it, see passes/pipeline/tail.py). In a stage of a pipeline (passes/pipeline/stages.py) also "activation", "copy" (see
-    passes/pipeline/compute_once.py) and "arriving", a gradient of the backward, by the name of the node that makes
-    it."""
+    the node that makes it, see passes/pipeline/tail.py). In a stage of a pipeline (passes/pipeline/stages.py) also
+    "activation", "copy" (see passes/pipeline/compute_once.py) and "arriving", a gradient of the backward, by the name
+    of the node that makes it."""
 
     kind: str
     name: str

@@ -87,6 +87,7 @@ def micro_batch(
     captured = captured if tail is None else replace(captured, graph_module=body, compact=None)
     graph, counts = captured.graph, spans_of(samples, micro_batches)
     roles = output_node(graph).meta["roles"]
+    _check_in_one_piece(graph, axis)
     has_random = any(stream_of(node) is not None for node in graph.nodes)
     # equal blocks are alike
     checks, known = captured.compact is None or has_random, itertools.zip_longest(counts, few)
@@ -135,6 +136,23 @@ def _check_roles(graph: fx.Graph) -> None:
                 f"the forward writes to {role.name} in place, and each micro-batch would",
                 source=node.meta.get("source") or None,
                 fix="write to it outside of the forward, or use one micro-batch and a mesh without pp",
+            )
+
+
+def _check_in_one_piece(graph: fx.Graph, axis: BatchAxis) -> None:
+    """Raise MicroBatchError for an input or output of the call that has its samples several times one after the
+    other."""
+    leaves = [(n, n.meta["role"], axis.leaves[n.name]) for n in graph.find_nodes(op="placeholder")]
+    ends = [(value, role, layout) for (value, role), layout in zip(outputs_of(graph), axis.outputs)]
+    for node, role, layout in leaves + ends:
+        dim = layout.dim_of(AXIS) if layout is not None and role.kind in ("input", "output") else None
+        if dim is not None and layout.parts[dim] > 1:
+            raise MicroBatchError(
+                f"{role.kind} {role.name} has the samples of the batch {layout.parts[dim]} times in dim {dim}, one "
+                "after the other",
+                node=describe(node),
+                source=node.meta.get("source") or None,
+                fix=f"{FIX}, or pass and return one tensor for each time",
             )
 
 

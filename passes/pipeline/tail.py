@@ -80,10 +80,10 @@ def without_tail(
             return body, axis, None if once is None or first is None else _with_layouts(once, body.graph, axis, first)
 
 
-def check_waits(tail: Tail, schedule: Schedule) -> None:
-    """Raise MicroBatchError for a schedule in which the last stage does not run the forwards of all micro-batches
-    before its first backward."""
-    if not schedule.ends_forwards_first:
+def check_waits(tail: Tail | None, schedule: Schedule) -> None:
+    """Raise MicroBatchError for a schedule that cannot run a tail, if there is one: in which the last stage does not
+    run the forwards of all micro-batches before its first backward."""
+    if tail is not None and not schedule.ends_forwards_first:
         raise MicroBatchError(
             f"{tail.needs.message}; {schedule.name} begins with backwards before that",
             node=tail.needs.node,

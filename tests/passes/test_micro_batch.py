@@ -347,3 +347,41 @@ class Both(nn.Module):
     def forward(self, x):
         y = self.layer(x)
         return y.square().mean(), y
+
+
+class Counted(nn.Module):
+    """A sum over the inputs that divides one term of the loss and is another."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    def forward(self, x, mask):
+        count = mask.sum()
+        return (self.layer(x).square().sum(-1) * mask).sum() / count + 0.1 * count
+
+
+@pytest.mark.parametrize("micro_batches", [2, 3, 4])
+def test_a_sum_over_inputs_that_is_read_whole_and_in_parts(micro_batches):
+    case = staged.Case.of(Counted(), (torch.randn(4, 6), torch.tensor([1.0, 0.0, 1.0, 1.0])))
+    check(case, micro_batches)
+
+
+class Doubled(nn.Module):
+    """The samples twice, one after the other, in an output or in an input."""
+
+    def __init__(self, returns: bool):
+        super().__init__()
+        self.layer, self.returns = nn.Linear(6, 4), returns
+
+    def forward(self, x, other):
+        y = self.layer(x)
+        both = torch.cat([y, -y])
+        return dict(loss=(both if self.returns else both * other).square().mean(), both=both if self.returns else y)
+
+
+@pytest.mark.parametrize("returns, what", [(True, "output 1"), (False, "input args[1]")])
+def test_samples_twice_in_one_tensor_of_the_call_are_refused(returns, what):
+    error = refused(Doubled(returns), (torch.randn(4, 6), torch.randn(4 if returns else 8, 4)))
+    assert error.message.startswith(f"{what} has the samples of the batch 2 times in dim 0")
+    assert "one tensor for each time" in error.fix

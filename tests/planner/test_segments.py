@@ -203,13 +203,15 @@ def test_outputs_and_reductions_are_held_beside_a_micro_batch_or_after_all():
 
 @pytest.mark.parametrize("micro_batches", [2, 4])
 def test_no_stage_begins_where_rows_are_with_their_experts(micro_batches):
-    """How many rows a device has there is known when it has them, not to the stage that would receive them."""
+    """The stage that would receive them does not know how many a device has there."""
     model, inputs = FAMILIES["mixtral"](8, 8)
     captured = compiler.trace(model, inputs)
     for kind in KINDS:
         options = PlanOptions(load("cpu-gloo"), strategy="expert", baselines=False)
         try:
-            found = plan_pipeline(captured, Mesh.parse("pp=2,ep=2"), options, schedule=kind, micro_batches=micro_batches)
+            found = plan_pipeline(
+                captured, Mesh.parse("pp=2,ep=2"), options, schedule=kind, micro_batches=micro_batches
+            )
         except StageError:  # too few places for two stages a rank
             continue
         _, stages = compiler.stages_of(captured, found.plan)

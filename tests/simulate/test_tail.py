@@ -1,4 +1,4 @@
-"""Steps with a tail on simulated ranks: losses of all samples, in micro-batches, are one device's on the whole batch."""
+"""Steps with a tail on simulated ranks: losses of all samples are one device's, in any number of micro-batches."""
 
 from __future__ import annotations
 

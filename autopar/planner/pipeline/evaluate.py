@@ -50,9 +50,9 @@ Send = Callable[[float], float]
 @dataclass(frozen=True)
 class PipelineCost:
     """A pipeline with its costs. By rank: `once_seconds`, before its first action and after its last, and of the tail
-    for which it waits; of these `tied_seconds`, to add up gradients of parameters that other ranks have too; `memory`, bytes at its peak by kind.
-    `parts`: by stage. `unmade_bytes`: of the rank with most of them, what outputs of all micro-batches would take that
-    are made when they are read."""
+    for which it waits; of these `tied_seconds`, to add up gradients of parameters that other ranks have too; `memory`,
+    bytes at its peak by kind. `parts`: by stage. `unmade_bytes`: of the rank with most of them, what outputs of all
+    micro-batches would take that are made when they are read."""
 
     pipeline: Pipeline
     played: Played
@@ -109,7 +109,8 @@ def evaluate_pipeline(
 ) -> PipelineCost:
     """Evaluate what a pipeline without costs costs under a plan of one of its micro-batches. `send`: seconds of a
     tensor of so many bytes of a device from one stage to the next; `live`: the memory of the whole plan, if it is
-    known; `keeps_outputs`: of all micro-batches; `tail`: of the step, if it has one. Raise StageError as StagePlacement does."""
+    known; `keeps_outputs`: of all micro-batches; `tail`: of the step, if it has one. Raise StageError as StagePlacement
+    does."""
     live = live or live_bytes(problem, e, pricer)
     found = Parts(problem, e, pricer, pipeline.cuts, True, live, stretch_of(problem, e, pricer, live.order))
     parts, orders = found.found, pipeline.orders

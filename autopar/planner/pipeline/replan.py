@@ -72,8 +72,7 @@ def _micro_batched(captured: Captured, pipeline: Pipeline) -> MicroBatched | Non
     """Return a call cut into the micro-batches of a pipeline, None if that cannot run it part by part."""
     with contextlib.suppress(MicroBatchError, StageError):
         micro = micro_batch(captured, pipeline.micro_batches, waits=pipeline.is_staged)
-        if micro.tail is not None:
-            check_waits(micro.tail, pipeline.orders)
+        check_waits(micro.tail, pipeline.orders)
         return micro
     return None
 
