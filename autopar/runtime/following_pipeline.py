@@ -65,7 +65,7 @@ class SizedPipeline:
         totals, more = _followed({sizes: step.micro.totals for sizes, step in steps.items()})
         lines |= more
         tails = {sizes: step.micro.tail for sizes, step in steps.items()}
-        tail, more = _followed({sizes: tail and tail.graph_module for sizes, tail in tails.items()})
+        tail, more = _followed({sizes: None if one is None else one.graph_module for sizes, one in tails.items()})
         lines |= more
         forms_at, more = OutputForms.following({sizes: step.output_forms for sizes, step in steps.items()})
         return cls(newest, graphs, messages, samples, totals, tail, forms_at), frozenset(lines | more)

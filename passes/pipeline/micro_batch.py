@@ -145,11 +145,12 @@ def _check_in_one_piece(graph: fx.Graph, axis: BatchAxis) -> None:
     leaves = [(n, n.meta["role"], axis.leaves[n.name]) for n in graph.find_nodes(op="placeholder")]
     ends = [(value, role, layout) for (value, role), layout in zip(outputs_of(graph), axis.outputs)]
     for node, role, layout in leaves + ends:
-        dim = layout.dim_of(AXIS) if layout is not None and role.kind in ("input", "output") else None
-        if dim is not None and layout.parts[dim] > 1:
+        if layout is None or role.kind not in ("input", "output"):
+            continue
+        dim = layout.dim_of(AXIS)
+        if dim is not None and (times := layout.parts[dim]) > 1:
             raise MicroBatchError(
-                f"{role.kind} {role.name} has the samples of the batch {layout.parts[dim]} times in dim {dim}, one "
-                "after the other",
+                f"{role.kind} {role.name} has the samples of the batch {times} times in dim {dim}, one after the other",
                 node=describe(node),
                 source=node.meta.get("source") or None,
                 fix=f"{FIX}, or pass and return one tensor for each time",

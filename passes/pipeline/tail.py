@@ -254,7 +254,8 @@ def _once(
 
 
 def _with_layouts(once: fx.GraphModule, body: fx.Graph, axis: BatchAxis, needs: MicroBatchError) -> Tail:
-    joined = {role.name: layout for (_, role), layout in zip(outputs_of(body), axis.outputs) if role.kind == "joined"}
+    ends = zip(outputs_of(body), axis.outputs)
+    joined = {role.name: layout for (_, role), layout in ends if layout is not None and role.kind == "joined"}
     leaves = [n for n in body.nodes if n.op == "placeholder" and n.meta["role"].kind == "cotangent"]
     cotangents = {n.meta["role"].name: axis.leaves[n.name] for n in leaves}
     return Tail(once, joined, cotangents, needs)

@@ -1,4 +1,4 @@
-"""What the tail of a step costs, and what the planner makes of a model that has one."""
+"""The tail of a step has a price, and the planner takes a schedule that can run it."""
 
 from __future__ import annotations
 

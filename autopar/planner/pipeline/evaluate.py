@@ -138,9 +138,9 @@ def evaluate_pipeline(
         mine, outputs = [parts[s] for s in orders.stages_of(rank)], 0.0
         if pipeline.micro_batches > 1:  # the output of one is counted where the op that makes it runs
             outputs = pipeline.micro_batches * sum(part.output_bytes for part in mine)
-        held[TRANSIENT] += besides(held, outputs if keeps_outputs else 0.0, [part.reducing_bytes for part in mine])
+        more = besides(held, outputs if keeps_outputs else 0.0, [part.reducing_bytes for part in mine])
+        held[TRANSIENT] += more + (tail.bytes_ if rank == rank_of[-1] else 0.0)
         unmade_bytes = max(unmade_bytes, 0.0 if keeps_outputs else outputs)
-        held[TRANSIENT] += tail.bytes_ if rank == rank_of[-1] else 0.0
         held[RESERVE] += problem.reserve_bytes
     peaks = [sum(held.values()) for held in memory]
     costs = tuple(
