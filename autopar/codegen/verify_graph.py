@@ -103,9 +103,9 @@ def _check_axis(node, axis: str, inputs: Sequence[Layout], outputs: Sequence[Lay
 def check_local(local: fx.GraphModule, mesh: Mesh, computes: bool = False) -> None:
     """Raise VerifyError if a local graph's values are not what their layouts say, or with `computes` not what their ops
     make. The rank is local.meta["rank"]."""
-    local.graph.lint()
     if computes:
         check_values(local.graph)
+    local.graph.lint()
     coordinate = mesh.coordinate(local.meta["rank"])
     for node in local.graph.nodes:
         if node.op == "output":
@@ -129,7 +129,11 @@ def check_local(local: fx.GraphModule, mesh: Mesh, computes: bool = False) -> No
 
 def check_values(graph: fx.Graph, renew: bool = False) -> None:
     """Compute the form of every op's value from those of its arguments, and keep it where a node has none, or with
-    `renew` everywhere. Raise VerifyError at the first op that cannot be computed, or whose node says something else."""
+    `renew` everywhere. Raise VerifyError at the first op that cannot be computed, or whose node says something else, and
+    of a graph without an output."""
+    graph.lint()
+    if not graph.find_nodes(op="output"):
+        raise VerifyError("it has no output")
     mode = fake_mode()
     for node in graph.nodes:
         if node.op != "call_function":
