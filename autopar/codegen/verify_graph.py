@@ -129,8 +129,8 @@ def check_local(local: fx.GraphModule, mesh: Mesh, computes: bool = False) -> No
 
 def check_values(graph: fx.Graph, renew: bool = False) -> None:
     """Compute the form of every op's value from those of its arguments, and keep it where a node has none, or with
-    `renew` everywhere. Raise VerifyError at the first op that cannot be computed, or whose node says something else, and
-    of a graph without an output."""
+    `renew` everywhere. Raise VerifyError at the first op that cannot be computed, or whose node says something else,
+    and of a graph without an output."""
     graph.lint()
     if not graph.find_nodes(op="output"):
         raise VerifyError("it has no output")
