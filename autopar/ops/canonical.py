@@ -7,9 +7,9 @@ vocabulary-parallel embedding and cross-entropy, arXiv 1909.08053). Implementati
 kernels and formulas only.
 
 Shapes in the docstrings are those of the call, local or global alike. Products of stacks of matrices, batch norm, fake
-quantization, quantized weights, random numbers, the sums of a cross-entropy and CTC have files of their own:
-autopar/ops/matmul.py, grouped.py, batch_norm.py, fake_quant.py, nf4.py, counter_rng.py, vocab_loss.py,
-linear_loss.py and ctc.py.
+quantization, quantized weights, 8-bit floats, random numbers, the sums of a cross-entropy and CTC have files of their
+own: autopar/ops/matmul.py, grouped.py, batch_norm.py, fake_quant.py, nf4.py, fp8.py, fp8_linear.py, counter_rng.py,
+vocab_loss.py, linear_loss.py and ctc.py.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from . import (  # noqa: F401  (most for their ops, which they register)
     ctc,
     expert_rows,
     fake_quant,
+    fp8,
+    fp8_linear,
     gather_by_broadcasts,
     grouped,
     linear_loss,

@@ -7,7 +7,7 @@ several devices need counter-based random numbers.
 
 from __future__ import annotations
 
-from . import experts, indexing, layers, views
+from . import experts, fp8, indexing, layers, views
 from .families import (
     affine,
     along,
@@ -98,6 +98,17 @@ enter("autopar.combine_tokens.default", experts.combine_tokens)
 
 # quantized weights
 enter("autopar.dequantize.default", layers.dequantize)
+
+# 8-bit floats
+enter("autopar.fp8_rows.default", fp8.rows)
+enter("autopar.fp8_columns.default", fp8.columns)
+enter("autopar.fp8_blocks.default", fp8.blocks)
+enter("autopar.fp8_amax.default", fp8.amax)
+enter("autopar.fp8_tensor.default", fp8.tensor)
+enter("autopar.fp8_step.default", pointwise())
+enter("autopar.fp8_linear.default", fp8.linear)
+enter("autopar.fp8_linear_dx.default", fp8.linear_dx)
+enter("autopar.fp8_linear_dw.default", fp8.linear_dw)
 
 # the vocabulary: sharded ops take the offset of their rows, so a device holds one range of them
 enter("autopar.embedding.default", einsum("v h, ... -> ... h", [0], contiguous="v"))

@@ -1,0 +1,54 @@
+"""torch's products of 8-bit floats on CUDA, whose scales have an interface that still changes."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+SCALES = 4  # to a multiple of which cuBLAS wants the scales of square blocks along the depth
+
+
+def scaled_product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a b^T in `dtype`, added up in fp32, of float8 matrices a (m, k) and b (n, k). Scales are () both, or a's
+    (m, k / 128) and b's (n, k / 128) or (n / 128, k / 128); n and k are multiples of 16, of 128 in blocks."""
+    a, b = a.contiguous(), b.contiguous()
+    if not a_scale.dim():
+        return torch._scaled_mm(a, b.t(), scale_a=a_scale, scale_b=b_scale, out_dtype=dtype)
+    kinds = functional.ScalingType
+    is_square = b_scale.shape[0] < b.shape[0]
+    return functional.scaled_mm(
+        a,
+        b.t(),
+        scale_a=_rows_first(a_scale),
+        scale_recipe_a=kinds.BlockWise1x128,
+        scale_b=_padded(b_scale).t() if is_square else _rows_first(b_scale),
+        scale_recipe_b=kinds.BlockWise128x128 if is_square else kinds.BlockWise1x128,
+        output_dtype=dtype,
+    )
+
+
+def _rows_first(scale: Tensor) -> Tensor:
+    """Return scales (m, k / 128) with those of one column next to each other in memory."""
+    return scale.t().contiguous().t()
+
+
+def _padded(scale: Tensor) -> Tensor:
+    """Return scales (n / 128, k / 128) with as many columns as cuBLAS wants."""
+    return functional.pad(scale, (0, -scale.shape[1] % SCALES), value=1.0).contiguous()
+
+
+@functools.cache
+def has_scaled_product(device: torch.device, in_blocks: bool) -> bool:
+    """Return whether a device has products of 8-bit floats with such scales: it is asked for one."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < ((9, 0) if in_blocks else (8, 9)):
+        return False
+    zeros = torch.zeros(128, 128, dtype=torch.float8_e4m3fn, device=device)
+    rows, square = (torch.ones(shape, device=device) for shape in (((128, 1), (1, 1)) if in_blocks else ((), ())))
+    try:
+        scaled_product(zeros, rows, zeros, square, torch.bfloat16)
+    except (RuntimeError, AttributeError, NotImplementedError):  # an older torch or CUDA
+        return False
+    return True
