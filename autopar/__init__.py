@@ -17,7 +17,7 @@ from .plans.plan import Plan
 from .schedule import Schedule, register_schedule
 
 if TYPE_CHECKING:
-    from .adapt import FakeQuant, LoRA, QLoRA
+    from .adapt import FP8, FakeQuant, LoRA, QLoRA
     from .api.asynchronous_pipeline import AsynchronousPipeline
     from .api.entry import compile, explain, plan
     from .api.estimate import Estimate, estimate
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from .storage.quantized_folder import load_quantized
 
 __all__ = [
-    "AdaptError", "AsynchronousPipeline", "AutoparError", "Checkpoint", "Estimate", "FakeQuant", "Hardware", "LoRA",
+    "AdaptError", "AsynchronousPipeline", "AutoparError", "Checkpoint", "Estimate", "FP8", "FakeQuant", "Hardware", "LoRA",
     "Mesh", "ParallelModule", "Pass", "Plan", "QLoRA", "Recipe", "Schedule", "check_rule", "compile", "convert",
     "estimate", "explain", "finish_checkpoint", "latest_checkpoint", "load_checkpoint", "load_quantized", "plan",
     "register_optimizer", "register_rule", "register_schedule", "register_strategy", "save_checkpoint", "verify",
@@ -44,7 +44,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 _WITH_TORCH = {  # where the names are that are imported when they are first asked for, as `import torch` takes seconds
-    "FakeQuant": "adapt", "LoRA": "adapt", "QLoRA": "adapt", "AsynchronousPipeline": "api.asynchronous_pipeline",
+    "FP8": "adapt", "FakeQuant": "adapt", "LoRA": "adapt", "QLoRA": "adapt", "AsynchronousPipeline": "api.asynchronous_pipeline",
     "compile": "api.entry", "explain": "api.entry", "plan": "api.entry", "Estimate": "api.estimate",
     "estimate": "api.estimate", "convert": "api.export_quantized", "Checkpoint": "storage.checkpoint",
     "finish_checkpoint": "storage.checkpoint", "latest_checkpoint": "storage.checkpoint",

@@ -38,6 +38,7 @@ from .frontend.unroll import unroll
 from .ir.compiler_pass import CAPTURE, Pass
 from .ir.graph import annotate, output_node
 from .passes.adapt.fake_quant import fake_quant
+from .passes.adapt.fp8 import fp8
 from .passes.adapt.lora import check_gradients, lora
 from .passes.adapt.quantize import quantize
 from .passes.canonicalize.autocast_kernels import traced_as
@@ -149,6 +150,7 @@ MODEL = (
     Pass("lora", lora, _model, partial(_adapts, "lora"), CAPTURE, needs="--lora or --qlora"),
     Pass("quantize", quantize, _model, partial(_adapts, "quantize"), CAPTURE, needs="--qlora"),
     Pass("fake_quant", fake_quant, _model, partial(_adapts, "fake_quant"), CAPTURE, needs="--qat"),
+    Pass("fp8", fp8, _model, partial(_adapts, "fp8"), CAPTURE, needs="--fp8"),
     Pass("differentiate", _differentiate, _itself, takes=CAPTURE),
     Pass("upcast", upcast, when=lambda call: compute_dtype(call.precision) is not None, needs="--precision bf16"),
     Pass("clean", _clean),

@@ -2,7 +2,8 @@
 the model (see attach.py). The passes that change the graph are in passes/, under the same names."""
 
 from .fake_quant import FakeQuant
+from .fp8 import FP8
 from .lora import LoRA
 from .qlora import QLoRA
 
-__all__ = ["FakeQuant", "LoRA", "QLoRA"]
+__all__ = ["FP8", "FakeQuant", "LoRA", "QLoRA"]

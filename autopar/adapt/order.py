@@ -12,6 +12,7 @@ from torch import nn
 from ..errors import AdaptError, InputError
 from .attach import Attachment
 from .fake_quant import FakeQuant
+from .fp8 import FP8
 from .lora import LoRA
 from .qlora import QLoRA
 
@@ -25,11 +26,13 @@ class Adaptation(Protocol):
         """Add to a model what the pass needs, and say what trains. Raises AdaptError."""
 
 
-KINDS = (LoRA, QLoRA, FakeQuant)  # in the order of their passes: what LoRA adds beside a layer is not quantized
+KINDS = (LoRA, QLoRA, FakeQuant, FP8)  # in the order of their passes: what LoRA adds beside a layer is not quantized
 # Names of two that exclude each other, and what to do instead.
 EXCLUDED = {
     ("lora", "qlora"): "QLoRA has LoRA's arguments too: give it alone",
     ("fake_quant", "qlora"): "train with fake-quantization, or adapters on a base that is quantized already",
+    ("fp8", "fake_quant"): "FP8 to train fast, FakeQuant to train for integers",
+    ("fp8", "qlora"): "FP8 multiplies weights that are stored whole: LoRA instead of QLoRA",
 }
 
 

@@ -12,18 +12,18 @@ from torch import fx
 
 from ...ir.graph import op_base_name
 
-PRODUCTS = frozenset(("linear", "mm", "matmul", "addmm", "bmm"))
+PRODUCTS = frozenset(("linear", "fp8_linear", "mm", "matmul", "addmm", "bmm"))
 
 
 def hidden_matrices(graph: fx.Graph) -> frozenset[fx.Node]:
     """Return the placeholders of a joint graph that are matrices of hidden layers."""
     matrices = {n for n in graph.nodes if n.op == "placeholder" and _is_matrix(n)}
     forward = [n for n in graph.nodes if n.op == "call_function" and n.meta["phase"] == "forward"]
-    source = {n: n for n in matrices}  # of what is a matrix in another type or form
+    source = {n: n for n in matrices}  # of what is a matrix in another type or form, or its codes and their scale
     readers: dict[fx.Node, set[fx.Node]] = {n: set() for n in matrices}
     for node in forward:
         read = [source[n] for n in node.all_input_nodes if n in source]
-        if len(read) == len(node.all_input_nodes) == 1:
+        if len(read) == len(node.all_input_nodes) and len(set(read)) == 1 and op_base_name(node) not in PRODUCTS:
             source[node] = read[0]
         for matrix in read if node not in source else ():
             readers[matrix].add(node)

@@ -22,7 +22,10 @@ from .problem import Problem
 from .vertices import Vertex
 
 aten = torch.ops.aten
-LINEAR_OPS = {autopar.linear.default, autopar.linear_dx.default, autopar.linear_dw.default}
+FORWARD_LINEAR = {autopar.linear.default, autopar.fp8_linear.default}
+LINEAR_OPS = FORWARD_LINEAR | {
+    autopar.linear_dx.default, autopar.linear_dw.default, autopar.fp8_linear_dx.default, autopar.fp8_linear_dw.default,
+}  # fmt: skip
 NORMS = {  # that stand between blocks, where sequence parallelism cuts the sequence, or in an attention
     aten.native_layer_norm.default, aten.native_layer_norm_backward.default,
     aten._fused_rms_norm.default, aten._fused_rms_norm_backward.default,
@@ -161,7 +164,7 @@ def _residual_stream(problem: Problem, features: _Groups) -> tuple[set[Group], s
         v = problem.vertices[cls]
         if v.kind == "op" and v.node.target is aten.add.Tensor and v.phase != "backward":
             added |= _summed(problem, v, features)
-        elif v.kind == "op" and v.node.target is autopar.linear.default and not is_factor(v.node.meta["module"]):
+        elif v.kind == "op" and v.node.target in FORWARD_LINEAR and not is_factor(v.node.meta["module"]):
             (read, dims), *_, (made, made_dims) = _tensors(problem, v)
             ends.append(
                 (

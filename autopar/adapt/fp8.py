@@ -1,0 +1,97 @@
+"""Training in FP8: which linear layers multiply 8-bit floats, and how those are scaled (autopar/ops/fp8_linear.py).
+
+Weights, their gradients and the optimizer's state stay what they are; activations, weights and gradients of outputs are
+quantized in front of every product of a layer, with scales that follow from their own values.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from ..errors import AdaptError, nearest
+from ..ops.fp8 import BLOCK
+from ..ops.fp8_linear import ALIGNED, RECIPES
+from .attach import Attachment, marked
+from .parse import parse
+from .targets import ALL_LINEAR, Targets, chosen, is_conv1d, layer_kind
+
+SITES = "fp8_sites"  # attribute of a layer that computes in FP8
+MULTIPLES = {"block": BLOCK, "tensor": ALIGNED}  # of inputs and outputs that a recipe takes
+_log = logging.getLogger("autopar")
+
+
+@dataclass(frozen=True)
+class FP8:
+    """FP8 training for `autopar.compile(..., adapt=[FP8("block")])`.
+
+    recipe: "block", a scale for each 128 x 128 numbers of a weight and 1 x 128 of an activation, or "tensor", one for
+    all of a tensor. target_modules, exclude_modules: ends of module names, a regular expression for whole names, or
+    "all-linear", all linear layers but the head. Inputs and outputs of a layer must be multiples of 128 ("block") or 16
+    ("tensor"): "all-linear" leaves other layers in their own precision and logs which. Raises AdaptError for values
+    that mean nothing."""
+
+    recipe: str = "block"
+    target_modules: Targets = ALL_LINEAR
+    exclude_modules: Targets = ()
+
+    name = "fp8"
+
+    def __post_init__(self):
+        if self.recipe not in RECIPES:
+            raise AdaptError(f"FP8 has recipe={self.recipe!r}", fix=f"one of {nearest(str(self.recipe), RECIPES)}")
+        if not self.target_modules:
+            raise AdaptError(
+                "FP8 has no target_modules", fix='name layers, such as ["q_proj", "up_proj"], or "all-linear"'
+            )
+
+    @staticmethod
+    def parse(text: str) -> FP8:
+        """Read text such as "block" or "tensor,exclude_modules=o_proj": the recipe, then fields by name. Raises
+        AdaptError for text that cannot be read."""
+        return parse(FP8, text, first="recipe")
+
+    def attach(self, to: Attachment) -> None:
+        """Mark the layers. Raises AdaptError for targets that the model does not have, that are no linear layer, or
+        whose sizes the recipe does not take."""
+        if already := next((path for path, _, _ in sites_of(to.model)), None):
+            raise AdaptError(f"{already} computes in FP8 already", fix="compile the model that it was attached to")
+        found = chosen(to.model, self.target_modules, self.exclude_modules)
+        shapes = {path: _shape(path, to.model.get_submodule(path)) for path in found}
+        unfit = {path: shape for path, shape in shapes.items() if any(n % MULTIPLES[self.recipe] for n in shape)}
+        if unfit and (self.target_modules != ALL_LINEAR or len(unfit) == len(shapes)):
+            raise self._refusal(*next(iter(unfit.items())))
+        if not shapes:
+            raise AdaptError("the targets and exclude_modules leave no layer", fix="exclude fewer of them")
+        if unfit:
+            _log.info("FP8 by %s leaves %d layers in their precision: %s", self.recipe, len(unfit), ", ".join(unfit))
+        for path in shapes.keys() - unfit.keys():
+            to.mark(to.model.get_submodule(path), SITES, (self,))
+
+    def _refusal(self, path: str, shape: tuple[int, int]) -> AdaptError:
+        other = ', or FP8("tensor")' if self.recipe == "block" and not any(n % ALIGNED for n in shape) else ""
+        return AdaptError(
+            f"{path} has {shape[1]} inputs and {shape[0]} outputs, and FP8 by {self.recipe} takes multiples of "
+            f"{MULTIPLES[self.recipe]}",
+            shape=shape,
+            fix=f"leave the layer out by exclude_modules{other}",
+        )
+
+
+def sites_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, FP8]]:
+    """Iterate over (path, module, what it was asked for) of every layer that computes in FP8."""
+    return marked(model, SITES)
+
+
+def _shape(path: str, module: nn.Module) -> tuple[int, int]:
+    """Return (outputs, inputs) of a linear layer. Raises AdaptError for another module."""
+    if layer_kind(module) != "linear":
+        raise AdaptError(
+            f"{path} is a {type(module).__name__}, and linear layers and Conv1D compute in FP8",
+            fix="name such layers in target_modules",
+        )
+    rows, columns = module.weight.shape
+    return (columns, rows) if is_conv1d(module) else (rows, columns)
