@@ -36,15 +36,17 @@ if TYPE_CHECKING:
     from .storage.quantized_folder import load_quantized
 
 __all__ = [
-    "AdaptError", "AsynchronousPipeline", "AutoparError", "Checkpoint", "Estimate", "FP8", "FakeQuant", "Hardware", "LoRA",
-    "Mesh", "ParallelModule", "Pass", "Plan", "QLoRA", "Recipe", "Schedule", "check_rule", "compile", "convert",
-    "estimate", "explain", "finish_checkpoint", "latest_checkpoint", "load_checkpoint", "load_quantized", "plan",
-    "register_optimizer", "register_rule", "register_schedule", "register_strategy", "save_checkpoint", "verify",
+    "AdaptError", "AsynchronousPipeline", "AutoparError", "Checkpoint", "Estimate", "FP8", "FakeQuant", "Hardware",
+    "LoRA", "Mesh", "ParallelModule", "Pass", "Plan", "QLoRA", "Recipe", "Schedule", "check_rule", "compile",
+    "convert", "estimate", "explain", "finish_checkpoint", "latest_checkpoint", "load_checkpoint", "load_quantized",
+    "plan", "register_optimizer", "register_rule", "register_schedule", "register_strategy", "save_checkpoint",
+    "verify",
 ]  # fmt: skip
 __version__ = "0.1.0"
 
 _WITH_TORCH = {  # where the names are that are imported when they are first asked for, as `import torch` takes seconds
-    "FP8": "adapt", "FakeQuant": "adapt", "LoRA": "adapt", "QLoRA": "adapt", "AsynchronousPipeline": "api.asynchronous_pipeline",
+    "FP8": "adapt", "FakeQuant": "adapt", "LoRA": "adapt", "QLoRA": "adapt",
+    "AsynchronousPipeline": "api.asynchronous_pipeline",
     "compile": "api.entry", "explain": "api.entry", "plan": "api.entry", "Estimate": "api.estimate",
     "estimate": "api.estimate", "convert": "api.export_quantized", "Checkpoint": "storage.checkpoint",
     "finish_checkpoint": "storage.checkpoint", "latest_checkpoint": "storage.checkpoint",

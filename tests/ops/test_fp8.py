@@ -1,4 +1,4 @@
-"""8-bit floats: torchao's bits, the formula that they follow, and products and gradients of what the codes stand for."""
+"""8-bit floats: torchao's bits, the formula of codes and scales, and products of what the codes stand for."""
 
 from __future__ import annotations
 
