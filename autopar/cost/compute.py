@@ -34,6 +34,7 @@ from ..ir.mesh import Mesh
 from ..ops import autopar
 from ..ops.counter_rng import STREAM
 from ..rules import Strategy
+from . import fp8
 from .attention import Shape, attention_seconds, zigzag_seconds
 from .product_seconds import ProductSeconds
 from .products import PRODUCTS, Product, shapes_of
@@ -118,7 +119,7 @@ def flops_of(node: fx.Node) -> float:
         return 4.0 * arguments[0].numel() * (weight.numel() // weight.shape[0])
     if target in STREAM:
         return OPS_PER_NUMBER[target] * outputs[0].numel()
-    return _registered_flops(node) if is_foreign(node) else 0.0
+    return _registered_flops(node) if is_foreign(node) else fp8.flops_of(node)
 
 
 def _registered_flops(node: fx.Node) -> float:
@@ -186,21 +187,23 @@ class ComputeCost:
         self._works[node] = None
         if node.target not in FREE:
             value, flops = values_of(node)[0], flops_of(node)
-            peak = self.hardware.peak_flops_per_second(DTYPE_NAMES.get(value.dtype, "fp32")) if flops else 0.0
+            is_fp8, kind = node.target in fp8.PRODUCTS, fp8.kind_of(node, self.hardware)
+            wide = "fp32" if is_fp8 and value.dtype.itemsize < fp8.WIDE_BYTES else DTYPE_NAMES.get(value.dtype, "fp32")
+            peak = self.hardware.peak_flops_per_second("fp8" if kind else wide) if flops else 0.0
             kernels = self.hardware.kernels
             launch = 0.0 if self.fuses and any(fused_inputs(node)) else self.launch_seconds
             functions = FUNCTIONS.get(op_name(node.target), 0.0) if kernels.functions_per_second else 0.0
             self._works[node] = _Work(
                 PRODUCTS.get(node.target),
                 node.target in ATTENTION,
-                "grouped" if node.target in GROUPED else "dense",
+                kind or ("grouped" if node.target in GROUPED else "dense"),
                 flops,
                 peak,
-                value.element_size(),
+                1 if kind else fp8.WIDE_BYTES if is_fp8 else value.element_size(),
                 launch,
                 shapes_of(node) if flops else [],
                 functions and functions * value.numel() / kernels.functions_per_second,
-                *_inner(node),
+                *_inner(node, self.hardware),
             )
         return self._works[node]
 
@@ -230,12 +233,12 @@ class ComputeCost:
         return sum(self._product_seconds(p, peak, work.element_bytes, work.kind) for p in work.products(*local))
 
 
-def _inner(node: fx.Node) -> tuple[float, int]:
+def _inner(node: fx.Node, hardware: Hardware) -> tuple[float, int]:
     """Return the bytes that go through memory between the kernels of an op itself, and the argument that they are as
     large as."""
     passes = next((many for target, many in INNER_PASSES.items() if target is node.target), 0)
     if not passes:
-        return 0.0, 0
+        return fp8.inner_bytes(node, hardware), 0
     logits = 0 if node.target is autopar.vocab_loss.default else 2
     return float(passes * INNER_BYTES * tensor_arguments(node)[logits].meta["val"].numel()), logits
 

@@ -20,6 +20,8 @@ until they keep to that: a run has `sustained` (Hardware) of the speed.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from ..errors import HardwareError
@@ -76,11 +78,14 @@ def product_seconds(
     element_bytes: int,
     kind: str = "dense",
     clock: float = 1.0,
+    quantizes: bool = True,
 ) -> np.ndarray:
     """Return the seconds of `products`, rows of (b, m, n, k). `element_bytes`: of a number of the operands; `kind`: a
-    key of Hardware.products; `clock`: 1 for a kernel alone. Raise HardwareError for a kind that the profile does not
-    have."""
+    key of Hardware.products; `clock`: 1 for a kernel alone; `quantizes`: whether low precision quantizes its first
+    operand on the way. Raise HardwareError for a kind that the profile does not have."""
     known = hardware.products.get(kind) or (hardware.products.get("dense") if kind == "grouped" else None)
+    if known and not quantizes:
+        known = replace(known, row_seconds=0.0, element_seconds=0.0)
     if known:
         many = hardware.kernels.multiprocessors
         return tiled_seconds(known, many, peak_flops_per_second, products, element_bytes, clock)
@@ -95,7 +100,8 @@ def product_seconds(
 
 
 class ProductSeconds:
-    """Prices products of a run on one kind of device, at the clock that it sustains, and remembers them."""
+    """Prices products of a run on one kind of device, at the clock that it sustains, of operands that are quantized
+    already where they are in low precision, and remembers them."""
 
     def __init__(self, hardware: Hardware):
         self.hardware = hardware
@@ -105,6 +111,7 @@ class ProductSeconds:
         """Return the seconds of one product, as `product_seconds` does."""
         key = (product, peak_flops_per_second, element_bytes, kind)
         if key not in self._known:
-            found = product_seconds(self.hardware, np.array([product], float), *key[1:], clock=self.hardware.sustained)
+            clock = self.hardware.sustained
+            found = product_seconds(self.hardware, np.array([product], float), *key[1:], clock, quantizes=False)
             self._known[key] = float(found[0])
         return self._known[key]

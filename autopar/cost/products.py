@@ -66,8 +66,15 @@ def _convolution_backward(grad: Shape, x: Shape, weight: Shape, *_) -> list[Prod
     return [(groups, rows, depth, columns), (groups, columns, depth, rows)]  # of the input, of the weight
 
 
+def _fp8(product):
+    """Return what counts the same product of codes, each of which is followed by its scales."""
+    return lambda a, _, b, *__: product(a, b)
+
+
 PRODUCTS = {
     autopar.linear.default: _linear, autopar.linear_dx.default: _linear_dx, autopar.linear_dw.default: _linear_dw,
+    autopar.fp8_linear.default: _fp8(_linear), autopar.fp8_linear_dx.default: _fp8(_linear_dx),
+    autopar.fp8_linear_dw.default: _fp8(_linear_dw),
     aten.mm.default: _matmul, aten.bmm.default: _matmul, autopar.matmul.default: _matmul, aten.addmm.default: _addmm,
     aten.baddbmm.default: _addmm, autopar.grouped_mm.default: _grouped, autopar.grouped_mm_dw.default: _grouped_dw,
     aten.convolution.default: _convolution, aten.convolution_backward.default: _convolution_backward,

@@ -2,10 +2,10 @@
 
     scale = largest finite number of the format / max(largest |x| of the block, 1e-12),    code = round(x * scale)
 
-The division is done in float64 and rounded to float32, the product is clamped to the format's range; what is handed on
-is 1 / scale, the value of a step. So codes and scales are bit for bit those of torchao: of its float8 training by
-tensor (torchao.float8) and in blocks (torchao.prototype.blockwise_fp8_training, after DeepSeek-V3, arXiv 2412.19437,
-section 3.3). Blocks are
+The division is done in float64 and rounded to float32; the largest product exceeds the format's range by less than half
+a step, so it needs no clamping. What is handed on is 1 / scale, the value of a step. So codes and scales are bit for
+bit those of torchao: of its float8 training by tensor (torchao.float8) and in blocks (torchao.prototype's
+blockwise_fp8_training, after DeepSeek-V3, arXiv 2412.19437, section 3.3). Blocks are
 
     fp8_rows      1 x 128, along the features that a product adds up over: activations, gradients of outputs
     fp8_columns   128 x 1, along the tokens, for the gradient of a weight
@@ -59,7 +59,7 @@ def fp8_amax(x: Tensor) -> Tensor:
 @custom_op("autopar::fp8_tensor", mutates_args=())
 def fp8_tensor(x: Tensor, amax: Tensor, format: str) -> Tensor:
     """Quantize x (...) with one scale to "e4m3" or "e5m2": codes (...)."""
-    return _codes(x, _scale(amax, format), format)
+    return _codes(x.unsqueeze(-1), _scale(amax, format).view(1), format).squeeze(-1)
 
 
 @custom_op("autopar::fp8_step", mutates_args=())
@@ -78,11 +78,8 @@ def _scale(amax: Tensor, format: str) -> Tensor:
 
 
 def _codes(x: Tensor, scale: Tensor, format: str) -> Tensor:
-    """Return codes as x; `scale` broadcasts against it."""
-    dtype = FORMATS[format]
-    largest = torch.finfo(dtype).max
-    wide = x.to(torch.promote_types(x.dtype, torch.float32)) * scale
-    return wide.clamp(-largest, largest).to(dtype).view(torch.uint8)
+    """Return codes as x; `scale` broadcasts against it, and has a dim, so that the product is as wide as it."""
+    return (x * scale).to(FORMATS[format]).view(torch.uint8)
 
 
 def _by_blocks(x: Tensor, down: int, across: int) -> tuple[Tensor, Tensor]:
@@ -91,7 +88,7 @@ def _by_blocks(x: Tensor, down: int, across: int) -> tuple[Tensor, Tensor]:
     whole = torch.nn.functional.pad(x, (0, -columns % across, 0, -rows % down))
     sizes = (blocks_in(rows, down), down), (blocks_in(columns, across), across)
     blocks = whole.unflatten(-1, sizes[1]).unflatten(-3, sizes[0])  # (..., R, down, C, across)
-    scale = _scale(blocks.abs().amax((-3, -1), keepdim=True), "e4m3")
+    scale = _scale(torch.linalg.vector_norm(blocks, torch.inf, (-3, -1), keepdim=True), "e4m3")
     codes = _codes(blocks, scale, "e4m3").flatten(-4, -3).flatten(-2)[..., :rows, :columns]
     return codes.contiguous(), (1.0 / scale).squeeze(-1).squeeze(-2)
 

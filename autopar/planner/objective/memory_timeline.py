@@ -23,6 +23,7 @@ from ...cost.compute import FREE
 from ...cost.redistribute import MoveStep
 from ..problem.problem import Problem
 from ..problem.vertices import STATE, Vertex
+from ..problem.weight_codes import is_gathered_ahead
 from .evaluate import Evaluation, is_of_one, unreduced_bytes
 from .pricer import Pricer
 from .step_order import StepOrder, Travel, step_order
@@ -283,7 +284,7 @@ class _Lives:
         key = (t.producer, t.output, t.target)
         if travel.first == count or not travel.recomputed and travel.phase == "forward" and key in saved:
             return None
-        is_parameter = self.problem.vertices[t.producer].kind == "parameter"
+        is_parameter = is_gathered_ahead(self.problem.vertices[t.producer])
         kind = RECOMPUTED if travel.recomputed and not is_parameter else GATHERED if is_parameter else TRANSIENT
         return kind, travel.held, travel.last, self._bytes(*key)
 
@@ -334,7 +335,7 @@ def bucket_bytes(problem: Problem, pricer: Pricer, evaluation: Evaluation, order
             continue
         value = problem.vertices[t.producer].values[t.output]
         before, after = (pricer.bytes_of(value, layout) * t.copies for layout in (t.source, t.target))
-        if problem.vertices[t.producer].kind == "parameter":
+        if is_gathered_ahead(problem.vertices[t.producer]):
             received[travel.first], sent[travel.first] = received[travel.first] + after, sent[travel.first] + before
         else:
             made[travel.start], shards[travel.start] = made[travel.start] + before, shards[travel.start] + after

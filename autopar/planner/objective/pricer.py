@@ -16,6 +16,7 @@ from ...ir.graph import operand
 from ...ir.layout import Layout, largest_local_numel
 from ..problem.problem import Problem
 from ..problem.vertices import STATE, Vertex
+from ..problem.weight_codes import is_gathered_ahead
 from .workspace import inside_bytes
 
 
@@ -84,12 +85,12 @@ class Pricer:
         it travels alone."""
         if bytes_ >= self.bucket_bytes or not self.is_bucketed(producer, slots):
             return 0.0
-        return self._filled[self.problem.vertices[producer].kind != "parameter"]
+        return self._filled[not is_gathered_ahead(self.problem.vertices[producer])]
 
     def is_bucketed(self, producer: int, slots) -> bool:
-        """Return whether the tensor is a parameter or a gradient: those travel in buckets and share the latency of
-        one."""
-        return self.problem.vertices[producer].kind == "parameter" or STATE in slots
+        """Return whether the tensor is a parameter, or its codes, or a gradient: those travel in buckets and share the
+        latency of one."""
+        return is_gathered_ahead(self.problem.vertices[producer]) or STATE in slots
 
     def times(self, producer: int, slots, source: Layout) -> int:
         """Return in how many passes of a step a tensor is redistributed."""

@@ -79,6 +79,8 @@ def allowed_strategies(
                 fits = fits & _expert_mask(
                     options.strategies, mesh.names.index(restriction.experts), factors[cls].expert, v
                 )
+            if v.quantizes_weight:  # where its shards are, or where they have been gathered
+                roles = {axis: FREE if role == DATA else role for axis, role in roles.items()}
             rows = v.node.target in NORMS
             if v.node.target not in ATTENTION_OPS:
                 roles = {axis: SEQUENCE if role in SEQUENCE_ROLES else role for axis, role in roles.items()}

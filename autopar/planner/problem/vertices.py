@@ -18,6 +18,7 @@ from ...ir.casts import output_of, own_casts
 from ...ir.graph import PARTNERS, flatten, is_op, output_node, tensor_arguments, tensor_of, values_of
 from ...ops.counter_rng import STREAM
 from .hidden_matrices import hidden_matrices
+from .weight_codes import mark_weight_codes
 
 STATE = -1  # slot of a use that takes the layout of the consumer itself (a gradient takes its parameter's)
 
@@ -41,6 +42,7 @@ class Vertex:
     casts: dict[int, fx.Node] = field(default_factory=dict)
     block: int | None = None  # of a compact graph (see autopar/frontend/repeated_blocks.py)
     is_matrix: bool = False  # which Muon updates
+    quantizes_weight: bool = False  # to FP8, or transposes it for that
 
     @property
     def values(self) -> list[torch.Tensor]:
@@ -116,6 +118,7 @@ def vertices_of(graph: fx.Graph) -> tuple[list[Vertex], list[Use]]:
             v.inputs = [tensor(a) for a in tensor_arguments(node)]
             where[node] = v.index
             uses += [Use(p, o, v.index, slot, v.phase) for slot, (p, o) in enumerate(v.inputs)]
+    mark_weight_codes(vertices)
     by_role = {(v.kind, v.node.meta["role"].name): v for v in vertices if v.node.op == "placeholder"}
     output = output_node(graph)
     for node, role in zip(output.args[0], output.meta["roles"]):
