@@ -20,6 +20,9 @@ from .parse import parse
 from .targets import ALL_LINEAR, Targets, chosen, is_conv1d, layer_kind
 
 SITES = "fp8_sites"  # attribute of a layer that computes in FP8
+HEADS = ("lm_head", "head")  # last layers by name, of models that do not say which is theirs
+AUTO = "auto"  # the recipe and the layers that the planner finds fastest
+NONE = "none"  # if that is no layer
 MULTIPLES = {"block": BLOCK, "tensor": ALIGNED}  # of inputs and outputs that a recipe takes
 _log = logging.getLogger("autopar")
 
@@ -28,11 +31,12 @@ _log = logging.getLogger("autopar")
 class FP8:
     """FP8 training for `autopar.compile(..., adapt=[FP8("block")])`.
 
-    recipe: "block", a scale for each 128 x 128 numbers of a weight and 1 x 128 of an activation, or "tensor", one for
-    all of a tensor. target_modules, exclude_modules: ends of module names, a regular expression for whole names, or
-    "all-linear", all linear layers but the head. Inputs and outputs of a layer must be multiples of 128 ("block") or 16
-    ("tensor"): "all-linear" leaves other layers in their own precision and logs which. Raises AdaptError for values
-    that mean nothing."""
+    recipe: "block", a scale for each 128 x 128 numbers of a weight and 1 x 128 of an activation, "tensor", one for all
+    of a tensor, or "auto", the recipe and the kinds of layers with which `autopar.plan` and `compile` find a step
+    fastest, if any is faster than the model's own precision. target_modules, exclude_modules: ends of module names, a
+    regular expression for whole names, or "all-linear", all linear layers but the head. Inputs and outputs of a layer
+    must be multiples of 128 ("block") or 16 ("tensor"): "all-linear" leaves other layers in their own precision and
+    logs which. Raises AdaptError for values that mean nothing."""
 
     recipe: str = "block"
     target_modules: Targets = ALL_LINEAR
@@ -41,8 +45,10 @@ class FP8:
     name = "fp8"
 
     def __post_init__(self):
-        if self.recipe not in RECIPES:
-            raise AdaptError(f"FP8 has recipe={self.recipe!r}", fix=f"one of {nearest(str(self.recipe), RECIPES)}")
+        if self.recipe not in (*RECIPES, AUTO):
+            raise AdaptError(
+                f"FP8 has recipe={self.recipe!r}", fix=f"one of {nearest(str(self.recipe), (*RECIPES, AUTO))}"
+            )
         if not self.target_modules:
             raise AdaptError(
                 "FP8 has no target_modules", fix='name layers, such as ["q_proj", "up_proj"], or "all-linear"'
@@ -54,12 +60,29 @@ class FP8:
         AdaptError for text that cannot be read."""
         return parse(FP8, text, first="recipe")
 
+    @property
+    def text(self) -> str:
+        """Return the text that `parse` reads as this."""
+        found = [self.recipe]
+        for name in ("target_modules", "exclude_modules"):
+            names = getattr(self, name)
+            if names and names != ALL_LINEAR:
+                found.append(f"{name}={names if isinstance(names, str) else '+'.join(names)}")
+        return ",".join(found)
+
     def attach(self, to: Attachment) -> None:
         """Mark the layers. Raises AdaptError for targets that the model does not have, that are no linear layer, or
         whose sizes the recipe does not take."""
         if already := next((path for path, _, _ in sites_of(to.model)), None):
             raise AdaptError(f"{already} computes in FP8 already", fix="compile the model that it was attached to")
+        if self.recipe == AUTO:
+            raise AdaptError(
+                'FP8("auto") is for autopar.plan and compile, which choose',
+                fix='give FP8("block") or FP8("tensor") here',
+            )
         found = chosen(to.model, self.target_modules, self.exclude_modules)
+        if self.target_modules == ALL_LINEAR:
+            found = [path for path in found if path.rpartition(".")[2] not in HEADS]
         shapes = {path: _shape(path, to.model.get_submodule(path)) for path in found}
         unfit = {path: shape for path, shape in shapes.items() if any(n % MULTIPLES[self.recipe] for n in shape)}
         if unfit and (self.target_modules != ALL_LINEAR or len(unfit) == len(shapes)):

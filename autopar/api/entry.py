@@ -55,7 +55,7 @@ from ..storage.compile_cache import CompileCache
 from ..storage.weights import Weights, shapes_of
 from ..utils.gc_pause import paused_collector
 from ..utils.host_memory import keep_freed_pages
-from . import words
+from . import fp8_choice, words
 from .cache_keys import capture_key, sources
 from .call_compiler import CallCompiler
 from .kept_capture import kept_or_traced
@@ -150,31 +150,15 @@ def search(
     check_model(model)
     precision = precision_on(Mesh.of(mesh) if isinstance(mesh, Mapping) else mesh, hardware, precision, model)
     request = PlanRequest.of(
-        mesh,
-        name or type(model).__name__,
-        hardware=hardware,
-        memory=memory,
-        optimizer=optimizer,
-        precision=precision,
-        strategy=strategy,
-        pin=pin,
-        strict=strict,
-        fixed={},
-        baselines=baselines,
-        forbid=forbid,
-        offload=offload,
-        reduce_dtype=reduce_dtype,
-        state_dtype=state_dtype,
-        execution=execution,
-        expert_load=expert_load,
-        styles=styles_of(model),
-        **staged,
-    )
+        mesh, name or type(model).__name__, hardware=hardware, memory=memory, optimizer=optimizer, precision=precision,
+        strategy=strategy, pin=pin, strict=strict, fixed={}, baselines=baselines, forbid=forbid, offload=offload,
+        reduce_dtype=reduce_dtype, state_dtype=state_dtype, execution=execution, expert_load=expert_load,
+        styles=styles_of(model), **staged,
+    )  # fmt: skip
     adaptations, added = order.checked(adapt), pass_manager.check_added(passes, PASSES)
 
-    def traced(more: Sequence[Adaptation] = (), inputs=example_inputs) -> Captured:
+    def traced(asked: Sequence[Adaptation], inputs=example_inputs) -> Captured:
         report("tracing the model")
-        asked = (*adaptations, *more)
         with order.attached(model, asked):
             call, precision = (model, inputs, loss_fn, forms_of(model)), request.options.precision
 
@@ -185,13 +169,20 @@ def search(
 
             return trace_to_plan(*call, precision, asked, added, kept)
 
-    if tokens_per_second:
+    def planned(asked: Sequence[Adaptation]) -> Planned:
+        if tokens_per_second:
 
-        def of(samples: int) -> Planned:
-            return request.find(traced(inputs=free_batch.with_samples(example_inputs, samples)), report)
+            def of(samples: int) -> Planned:
+                return request.find(traced(asked, free_batch.with_samples(example_inputs, samples)), report)
 
-        return free_batch.fastest(of, *free_batch.samples_and_tokens(example_inputs))
-    return planned_or_fixes(request, traced(), bool(adaptations), traced, fixes, report)
+            return free_batch.fastest(of, *free_batch.samples_and_tokens(example_inputs))
+
+        def retraced(more: Sequence[Adaptation] = ()) -> Captured:
+            return traced((*asked, *more))
+
+        return planned_or_fixes(request, retraced(), bool(asked), retraced, fixes, report)
+
+    return fp8_choice.fastest(model, adaptations, planned)
 
 
 @located
@@ -383,6 +374,8 @@ def _compile(
     values = agree.everywhere(opened)
     share_values(model, device_mesh.device_type, shapes_of(model) if values is not None else ())
     seed = agree.from_rank_zero(torch.initial_seed)
+    asked = options | {"loss_fn": loss_fn, "passes": passes}
+    adapt = fp8_choice.agreed(search, model, device_mesh, example_inputs, inputs, plan, adapt, asked)
     attachment = agree.everywhere(lambda: order.attach(model, adapt, "cpu", seed, weights is not None))
     try:
         compiler = CallCompiler(model, device_mesh, inputs, plan, loss_fn, options, adapt, passes)

@@ -191,7 +191,7 @@ def search(args: argparse.Namespace, report: Report, **options) -> Planned:
 
 
 def add_adapting(parser) -> None:
-    """Add --lora, --qlora and --qat."""
+    """Add --lora, --qlora, --qat and --fp8."""
     lora = (
         "adapters on linear layers, the rest frozen: r=16,lora_alpha=32,target_modules=q_proj, ... (see autopar.LoRA)"
     )
@@ -200,19 +200,22 @@ def add_adapting(parser) -> None:
     parser.add_argument("--qlora", nargs="?", const="", metavar="KEY=VALUE,...", help=qlora)
     qat = "fake-quantize linear layers: int8, or int4,group_size=32,activations=int8, ... (see autopar.FakeQuant)"
     parser.add_argument("--qat", metavar="DTYPE,...", help=qat)
+    fp8 = "multiply in FP8 in linear layers: block, tensor, or auto for what is fastest, ... (see autopar.FP8)"
+    parser.add_argument("--fp8", metavar="RECIPE,...", help=fp8)
 
 
 def adaptations(args: argparse.Namespace) -> list:
     """Return the arguments of `add_adapting` as `adapt=` takes them."""
-    if args.lora is args.qlora is args.qat is None:
+    if args.lora is args.qlora is args.qat is args.fp8 is None:
         return []
-    from ..adapt import FakeQuant, LoRA, QLoRA
+    from ..adapt import FP8, FakeQuant, LoRA, QLoRA
     from ..adapt.order import checked
     from ..adapt.parse import parse
 
     found = [parse(LoRA, args.lora, target_modules="all-linear")] if args.lora is not None else []
     found += [parse(QLoRA, args.qlora)] if args.qlora is not None else []
     found += [FakeQuant.parse(args.qat)] if args.qat is not None else []
+    found += [FP8.parse(args.fp8)] if args.fp8 is not None else []
     checked(found)
     return found
 

@@ -286,7 +286,7 @@ SCHEMA: Kind = {
     "program": {"choices": count, "excluded": count, "decided": count, "variables": count, "proved": flag},
     "outputs": [{"name": text, "shape": [count], "layout": text, "wire_bytes": amount, "seconds": amount}],
     "routing": {"load": amount, "worst_peak_bytes": amount, "sent_bytes": amount, "gathered_bytes": amount},
-    "unmade_bytes": amount, "packed": count,
+    "unmade_bytes": amount, "packed": count, "fp8": text,
     "attentions": [{"name": text, "copies": size, "scheme": text, "pairs": amount, "balance": amount,
                     "sent_bytes": amount}],
     "tiled": [{"node": text, "layer": text, "bytes_": amount, "seconds": amount}],

@@ -51,6 +51,7 @@ def _result(plan: Plan) -> list[str]:
         *words.batches(plan),
         *speed_lines(plan),
         *_trained(plan),
+        *([f"FP8, as the planner chose: {plan.fp8}"] if plan.fp8 else []),
     ]
 
 

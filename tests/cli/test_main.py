@@ -92,6 +92,9 @@ def test_version(capsys):
         (plan("--lora", "r=2,target_modules=upp"), "'upp'", "up"),
         (plan("--lora", "--qlora"), "both lora and qlora", "give it alone"),
         (plan("--qat", "int9"), "'int9'", "int8"),
+        (plan("--fp8", "row"), "'row'", "block"),
+        (plan("--fp8", "block", "--qat", "int8"), "both fp8 and fake_quant", "FP8 to train fast"),
+        (["graph", *MLP, "--fp8", "auto"], 'FP8("auto") is for', 'FP8("block")'),
         (["graph", *MLP, "--after", "lora"], "the pass lora", "--lora"),
     ],
 )
@@ -187,6 +190,7 @@ def test_graph_text(step, capsys, golden):
         ["lora", "--lora", "r=2"],
         ["quantize", "--qlora", "r=2"],
         ["fake_quant", "--qat", "int8"],
+        ["fp8", "--fp8", "tensor"],
         ["upcast", "--precision", "bf16"],
         ["overlap", "--hardware", "h100"],
         *([name, "--mesh", "pp=2,dp=2"] for name in ("micro_batch", "cut", "compute_once", "split_backward")),

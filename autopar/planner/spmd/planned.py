@@ -49,6 +49,7 @@ class Planned:
     micro: MicroBatched | None = None
     staged: Staged | None = None
     staged_rows: tuple[StagedRow, ...] = ()  # experts' pipelines on the same devices, if they were asked for
+    fp8: str = ""  # what computes in FP8, if that was a choice (autopar/api/fp8_choice.py)
 
     @property
     def problem(self) -> Problem:
@@ -99,7 +100,8 @@ class Planned:
     @cached_property
     def plan(self) -> Plan:
         """Describe the finished search as a Plan."""
-        return describe_plan(self) if self.staged is None else self.staged.plan
+        found = describe_plan(self) if self.staged is None else self.staged.plan
+        return replace(found, fp8=self.fp8)
 
 
 @dataclass(frozen=True)
