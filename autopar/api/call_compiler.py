@@ -66,6 +66,7 @@ class CallCompiler:
     options: dict
     adapt: Sequence[Adaptation] = ()
     passes: Sequence[Pass] = ()
+    fp8: str = ""  # what a plan says that FP8("auto") became
 
     def __post_init__(self):
         self.mesh = Mesh.of(self.device_mesh)
@@ -178,6 +179,7 @@ class CallCompiler:
             return with_owners(captured, plan)
 
         agreed = Plan.from_json(agree.from_rank_zero(made))
+        agreed = replace(agreed, fp8=self.fp8 or agreed.fp8)
         agreed.check_fits(captured.graph, self.mesh)
         pass_manager.planned(agreed)
         move(captured, torch.device(self.device_mesh.device_type))

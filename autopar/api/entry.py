@@ -375,10 +375,10 @@ def _compile(
     share_values(model, device_mesh.device_type, shapes_of(model) if values is not None else ())
     seed = agree.from_rank_zero(torch.initial_seed)
     asked = options | {"loss_fn": loss_fn, "passes": passes}
-    adapt = fp8_choice.agreed(search, model, device_mesh, example_inputs, inputs, plan, adapt, asked)
+    adapt, fp8 = fp8_choice.agreed(search, model, device_mesh, example_inputs, inputs, plan, adapt, asked)
     attachment = agree.everywhere(lambda: order.attach(model, adapt, "cpu", seed, weights is not None))
     try:
-        compiler = CallCompiler(model, device_mesh, inputs, plan, loss_fn, options, adapt, passes)
+        compiler = CallCompiler(model, device_mesh, inputs, plan, loss_fn, options, adapt, passes, fp8)
         module = ParallelModule(
             model, compiler, example_inputs, inputs, device_mesh, values, attachment, outputs, pad, check_every
         )

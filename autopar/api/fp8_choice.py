@@ -41,13 +41,13 @@ def with_choice(adapt: Adaptations, chosen: FP8 | None) -> tuple[Adaptation, ...
     return tuple(a for a in left if a is not None)
 
 
-def chosen_in(plan: Plan) -> FP8 | None:
-    """Return what a plan chose. Raises AdaptError for a plan that was not asked to choose."""
-    if not plan.fp8:
+def chosen_in(text: str) -> FP8 | None:
+    """Return what a plan says that it chose (Plan.fp8). Raises AdaptError for a plan that was not asked to choose."""
+    if not text:
         raise AdaptError(
             'the plan was not made with FP8("auto")', fix="compile with the adapt= that the plan was made with"
         )
-    return None if plan.fp8 == NONE else FP8.parse(plan.fp8)
+    return None if text == NONE else FP8.parse(text)
 
 
 def agreed(
@@ -59,21 +59,23 @@ def agreed(
     plan: Plan | str | Path | None,
     adapt: Adaptations,
     asked: Mapping[str, Any],
-) -> Adaptations:
-    """Return the adaptations with which all ranks compile: what the plan chose, or what rank 0 finds by `search` with
-    the options that are `asked`. Raises AdaptError for a plan that was not asked to choose."""
+) -> tuple[Adaptations, str]:
+    """Return the adaptations with which all ranks compile, and what their plan says of FP8: what the given plan chose,
+    or what rank 0 finds by `search` with the options that are `asked`. Raises AdaptError for a plan that was not asked
+    to choose."""
     if not is_open(adapt):
-        return adapt
+        return adapt, ""
 
-    def chosen() -> FP8 | None:
+    def chosen() -> str:
         if plan is not None:
-            return chosen_in(plan if isinstance(plan, Plan) else Plan.load(plan))
+            return (plan if isinstance(plan, Plan) else Plan.load(plan)).fp8
         mesh = Mesh.of(device_mesh)
         example, _ = global_example(example_inputs, inputs, mesh)
         here = {"adapt": adapt, "baselines": False, "hardware": hardware_of(device_mesh, asked["hardware"])}
-        return chosen_in(search(model, mesh, example, **{**asked, **here}).plan)
+        return search(model, mesh, example, **{**asked, **here}).plan.fp8
 
-    return with_choice(adapt, agree.from_rank_zero(chosen))
+    text = agree.from_rank_zero(chosen)
+    return with_choice(adapt, chosen_in(text)), text
 
 
 def fastest(model: nn.Module, adapt: Adaptations, planned: Callable[[Adaptations], Planned]) -> Planned:

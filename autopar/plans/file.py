@@ -250,6 +250,7 @@ OPTIONAL: Json = {
     "tiled": [],
     "packed": 0,
     "attentions": [],
+    "fp8": "",
     "unmade_bytes": 0.0,
     "routing": {"load": 1.0, "worst_peak_bytes": 0.0, "sent_bytes": 0.0, "gathered_bytes": 0.0},
     "update_seconds": 0.0,

@@ -20,7 +20,7 @@ class Mixed(nn.Module):
     def __init__(self):
         super().__init__()
         self.words, self.a, self.b = nn.Embedding(256, 256), nn.Linear(256, 128), nn.Linear(128, 144)
-        self.c, self.classifier = nn.Linear(144, 20), nn.Linear(256, 128)
+        self.c, self.lm_head = nn.Linear(144, 20), nn.Linear(256, 128)
 
 
 def _layers(*adapt) -> list[str]:
@@ -33,6 +33,8 @@ def _layers(*adapt) -> list[str]:
 
 def test_words_that_say_the_same():
     assert FP8() == FP8("block") == FP8.parse("block")
+    for config in (FP8(), FP8("auto", target_modules=r".*\.up"), FP8("tensor", ["a", "b"], ["c"])):
+        assert FP8.parse(config.text) == config
     assert FP8.parse("tensor,exclude_modules=o_proj+down_proj") == FP8(
         "tensor", exclude_modules=["o_proj", "down_proj"]
     )
@@ -43,7 +45,7 @@ def test_which_layers(caplog):
         assert _layers(FP8()) == ["a"] and "leaves 2 layers in their precision: b, c" in caplog.text
     assert _layers(FP8("tensor")) == ["a", "b"]
     assert _layers(FP8("tensor", exclude_modules=["a"])) == ["b"]
-    assert _layers(FP8(target_modules=["classifier"])) == ["classifier"]
+    assert _layers(FP8(target_modules=["lm_head"])) == ["lm_head"]
     assert _layers(FP8(target_modules=["a"]), autopar.LoRA(target_modules=["b"])) == ["a"]
 
 
@@ -55,6 +57,7 @@ def test_which_layers(caplog):
     (lambda: _layers(FP8("tensor", target_modules=["c"])), "c has 144 inputs and 20 outputs(.|\n)*multiples of 16"),
     (lambda: _layers(FP8(target_modules=["words"])), "words is a Embedding"),
     (lambda: _layers(FP8(target_modules=["aa"])), "no module of the model is called 'aa'"),
+    (lambda: _layers(FP8("auto")), "for autopar.plan and compile(.|\n)*fix: give FP8"),
     (lambda: _layers(FP8(exclude_modules=".*")), "leave no layer"),
     (lambda: _layers(FP8(exclude_modules=["a"])), "multiples of 128"),
     (lambda: _layers(FP8(), FP8("tensor")), "fp8 twice"),

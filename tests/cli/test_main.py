@@ -94,7 +94,6 @@ def test_version(capsys):
         (plan("--qat", "int9"), "'int9'", "int8"),
         (plan("--fp8", "row"), "'row'", "block"),
         (plan("--fp8", "block", "--qat", "int8"), "both fp8 and fake_quant", "FP8 to train fast"),
-        (["graph", *MLP, "--fp8", "auto"], 'FP8("auto") is for', 'FP8("block")'),
         (["graph", *MLP, "--after", "lora"], "the pass lora", "--lora"),
     ],
 )

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import autopar
+from autopar.errors import AdaptError
+from autopar.models import registry
+from autopar.plans.plan import Plan
 from tests.helpers import gloo
 
 from . import tiny
@@ -41,3 +46,29 @@ def test_processes_train(recipe, mesh, strategy):
         assert losses[-1] < losses[0] and losses == pytest.approx(one[0], rel=1e-4)
         assert all((gradients[n] - g).norm() <= 1e-6 * g.norm() for n, g in one[1].items())
         assert all(torch.equal(value, ranks[0][2][name]) for name, value in state.items())
+
+
+def test_a_compiled_model_has_what_its_plan_chose(alone):
+    def build():
+        return registry.build("mlp:hidden=128,ffn=128,layers=1", batch=4, seq=4, device="cpu", seed=0)
+
+    def compiled(plan: Plan | None):
+        model, inputs = build()
+        made = autopar.compile(
+            model, device_mesh("dp=1"), inputs, plan=plan, adapt=[autopar.FP8("auto")], hardware="a100"
+        )
+        made(**inputs).loss.backward()
+        return made, any("fp8" in name for name in made.plan.sharding.nodes)
+
+    plans = {}
+    for recipe in ("", "tensor"):
+        model, inputs = build()
+        adapt = [autopar.FP8(recipe)] if recipe else ()
+        plans[recipe or "none"] = autopar.plan(model, "dp=1", inputs, adapt=adapt, hardware="cpu-gloo", baselines=False)
+    for text, plan in plans.items():
+        made, is_fp8 = compiled(replace(plan, fp8=text))
+        assert is_fp8 == (text == "tensor") and made.plan.fp8 == text
+    made, is_fp8 = compiled(None)
+    assert not is_fp8 and made.plan.fp8 == "none"
+    with pytest.raises(AdaptError, match="not made with FP8"):
+        compiled(plans["none"])
