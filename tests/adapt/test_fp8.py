@@ -50,7 +50,7 @@ def test_which_layers(caplog):
 
 
 @pytest.mark.parametrize("make, words", [
-    (lambda: FP8("row"), "recipe='row'(.|\n)*fix: one of (block|tensor)"),
+    (lambda: FP8("row"), "recipe='row'(.|\n)*fix: one of auto, block, tensor"),
     (lambda: FP8(target_modules=[]), "no target_modules"),
     (lambda: FP8.parse("block,target=a"), "no 'target'(.|\n)*target_modules"),
     (lambda: _layers(FP8(target_modules=["b"])), "b has 128 inputs and 144 outputs(.|\n)*128(.|\n)*tensor"),
