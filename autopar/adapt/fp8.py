@@ -116,5 +116,5 @@ def _shape(path: str, module: nn.Module) -> tuple[int, int]:
             f"{path} is a {type(module).__name__}, and linear layers and Conv1D compute in FP8",
             fix="name such layers in target_modules",
         )
-    rows, columns = module.weight.shape
+    rows, columns = module.get_parameter("weight").shape
     return (columns, rows) if is_conv1d(module) else (rows, columns)

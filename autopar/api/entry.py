@@ -149,38 +149,36 @@ def search(
     `refuses=False`, with which what does not fit is planned all the same."""
     check_model(model)
     precision = precision_on(Mesh.of(mesh) if isinstance(mesh, Mapping) else mesh, hardware, precision, model)
-    request = PlanRequest.of(
-        mesh, name or type(model).__name__, hardware=hardware, memory=memory, optimizer=optimizer, precision=precision,
-        strategy=strategy, pin=pin, strict=strict, fixed={}, baselines=baselines, forbid=forbid, offload=offload,
-        reduce_dtype=reduce_dtype, state_dtype=state_dtype, execution=execution, expert_load=expert_load,
-        styles=styles_of(model), **staged,
-    )  # fmt: skip
+    asked = dict(hardware=hardware, memory=memory, optimizer=optimizer, precision=precision, strategy=strategy, pin=pin)
+    asked |= dict(strict=strict, fixed={}, baselines=baselines, forbid=forbid, offload=offload, expert_load=expert_load)
+    asked |= dict(reduce_dtype=reduce_dtype, state_dtype=state_dtype, execution=execution, styles=styles_of(model))
+    request = PlanRequest.of(mesh, name or type(model).__name__, **asked, **staged)
     adaptations, added = order.checked(adapt), pass_manager.check_added(passes, PASSES)
 
-    def traced(asked: Sequence[Adaptation], inputs=example_inputs) -> Captured:
+    def traced(adaptations: Sequence[Adaptation], inputs=example_inputs) -> Captured:
         report("tracing the model")
-        with order.attached(model, asked):
+        with order.attached(model, adaptations):
             call, precision = (model, inputs, loss_fn, forms_of(model)), request.options.precision
 
             def kept(trace: Callable[[], Captured]) -> Captured:
                 is_kept = cache.folder is not None and not added and not pass_manager.is_watched()
-                key = capture_key(sources(model), *call, precision, asked, True, True) if is_kept else None
+                key = capture_key(sources(model), *call, precision, adaptations, True, True) if is_kept else None
                 return kept_or_traced(trace, *call, cache, key)
 
-            return trace_to_plan(*call, precision, asked, added, kept)
+            return trace_to_plan(*call, precision, adaptations, added, kept)
 
-    def planned(asked: Sequence[Adaptation]) -> Planned:
+    def planned(adaptations: Sequence[Adaptation]) -> Planned:
         if tokens_per_second:
 
             def of(samples: int) -> Planned:
-                return request.find(traced(asked, free_batch.with_samples(example_inputs, samples)), report)
+                return request.find(traced(adaptations, free_batch.with_samples(example_inputs, samples)), report)
 
             return free_batch.fastest(of, *free_batch.samples_and_tokens(example_inputs))
 
         def retraced(more: Sequence[Adaptation] = ()) -> Captured:
-            return traced((*asked, *more))
+            return traced((*adaptations, *more))
 
-        return planned_or_fixes(request, retraced(), bool(asked), retraced, fixes, report)
+        return planned_or_fixes(request, retraced(), bool(adaptations), retraced, fixes, report)
 
     return fp8_choice.fastest(model, adaptations, planned)
 

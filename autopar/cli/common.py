@@ -212,7 +212,7 @@ def adaptations(args: argparse.Namespace) -> list:
     from ..adapt.order import checked
     from ..adapt.parse import parse
 
-    found = [parse(LoRA, args.lora, target_modules="all-linear")] if args.lora is not None else []
+    found: list = [parse(LoRA, args.lora, target_modules="all-linear")] if args.lora is not None else []
     found += [parse(QLoRA, args.qlora)] if args.qlora is not None else []
     found += [FakeQuant.parse(args.qat)] if args.qat is not None else []
     found += [FP8.parse(args.fp8)] if args.fp8 is not None else []

@@ -1,4 +1,4 @@
-"""What linear layers in FP8 cost beside the bytes that their ops read and write.
+"""Price linear layers in FP8, beside the bytes that their ops read and write.
 
 Products take the profile's curve of their kind, "fp8" or "fp8_block", less the quantization that it contains, which
 ops of their own do here. A device without such products dequantizes the codes and multiplies in fp32. Bytes that go

@@ -1,4 +1,4 @@
-"""What FP8 accepts, which layers it takes, and what it refuses."""
+"""FP8 accepts some words, takes some layers, and refuses the others."""
 
 from __future__ import annotations
 

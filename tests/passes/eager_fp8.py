@@ -47,7 +47,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _rounded(x: torch.Tensor, recipe: str, down: int, across: int, kind: torch.dtype = E4M3) -> torch.Tensor:
-    """What 8 bits leave of x: with a scale for all of it, or for each block of the last two dims."""
+    """Round x to 8 bits and back, with a scale for all of it, or for each block of the last two dims."""
     if recipe == "tensor":
         return _rounded_alike(x, kind)
     result = torch.empty_like(x)
