@@ -41,14 +41,14 @@ def _padded(scale: Tensor) -> Tensor:
 
 
 @functools.cache
-def has_scaled_product(device: torch.device, in_blocks: bool) -> bool:
-    """Return whether a device has products of 8-bit floats with such scales: it is asked for one."""
+def has_scaled_product(device: torch.device, in_blocks: bool, dtype: torch.dtype) -> bool:
+    """Return whether a device has products of 8-bit floats with such scales in `dtype`: it is asked for one."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < ((9, 0) if in_blocks else (8, 9)):
         return False
     zeros = torch.zeros(128, 128, dtype=torch.float8_e4m3fn, device=device)
     rows, square = (torch.ones(shape, device=device) for shape in (((128, 1), (1, 1)) if in_blocks else ((), ())))
     try:
-        scaled_product(zeros, rows, zeros, square, torch.bfloat16)
+        scaled_product(zeros, rows, zeros, square, dtype)
     except (RuntimeError, AttributeError, NotImplementedError):  # an older torch or CUDA
         return False
     return True

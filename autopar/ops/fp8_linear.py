@@ -62,7 +62,7 @@ def _new(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 def _product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, format: str, dtype: torch.dtype) -> Tensor:
     """Return a b^T of codes a (m, k) in `format` and b (n, k)."""
-    if _has_kernel(a, b, bool(a_scale.dim())):
+    if _has_kernel(a, b, bool(a_scale.dim()), dtype):
         a, b = _filled_depth(a).view(FORMATS[format]), _filled_depth(b).view(FORMATS[FORWARD])
         return scaled_product(a, a_scale, b, b_scale, dtype)
     wide = torch.promote_types(dtype, torch.float32)
@@ -70,9 +70,9 @@ def _product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, format: str
     return (a @ b.t()).to(dtype)
 
 
-def _has_kernel(a: Tensor, b: Tensor, in_blocks: bool) -> bool:
+def _has_kernel(a: Tensor, b: Tensor, in_blocks: bool, dtype: torch.dtype) -> bool:
     aligned = b.shape[0] % ALIGNED == 0 and not (in_blocks and (a.shape[1] % BLOCK or b.shape[0] % BLOCK))
-    return a.is_cuda and aligned and a.numel() > 0 and has_scaled_product(a.device, in_blocks)
+    return a.is_cuda and aligned and a.numel() > 0 and has_scaled_product(a.device, in_blocks, dtype)
 
 
 def _filled_depth(codes: Tensor) -> Tensor:

@@ -13,16 +13,19 @@ from torch import nn
 import autopar
 from autopar import compiler
 from autopar.adapt import order
-from autopar.errors import AdaptError
+from autopar.errors import AdaptError, MicroBatchError
 from autopar.frontend.fake_parameters import forms_of
 from autopar.hardware.profile import load
 from autopar.ir.mesh import Mesh
 from autopar.ops import autopar as ops
 from autopar.passes.adapt.fp8 import fp8
+from autopar.passes.pipeline.micro_batch import micro_batch
 from autopar.planner.spmd.plan import make_plan
 from autopar.planner.spmd.plan_options import PlanOptions
 from autopar.simulate.oracle import global_values, one_device_step
+from autopar.simulate.pipeline import simulate_pipeline
 from autopar.simulate.step import simulate_step
+from tests.helpers import staged
 from tests.runtime import tiny
 
 from .eager_fp8 import eager_fp8
@@ -169,6 +172,20 @@ def test_mixed_precision_lora_and_a_second_run():
     autopar.passes.canonicalize.rewrite.canonicalize(exported.graph_module)
     texts = [str(fp8(exported, model).graph_module.graph) for _ in range(2)]
     assert texts[0] == texts[1] and texts[0].count("autopar.linear_in_fp8.default") == 7
+
+
+def test_stages_and_micro_batches():
+    """Blocks lie within samples, so micro-batches have those of the whole batch; a scale of all of it is not known."""
+    adapted = {}
+    for recipe in ("block", "tensor"):
+        model, batch = llama(num_hidden_layers=2)
+        order.attach(model.double(), adapt := order.checked(autopar.FP8(recipe)), "cpu")
+        adapted[recipe] = staged.Case.of(model, batch, wide=False, adapt=adapt)
+    case = adapted["block"]
+    plan = staged.plan_of(micro_batch(case.captured, 4), mesh="pp=2,dp=2", schedule="zb_h1", strategy="fsdp")
+    case.check(simulate_pipeline(case.captured, plan, case.values), "pp=2,dp=2", 1e-6)
+    with pytest.raises(MicroBatchError, match="fp8_tensor needs fp8_amax"):
+        micro_batch(adapted["tensor"].captured, 2)
 
 
 class Squared(nn.Module):
