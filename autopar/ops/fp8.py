@@ -85,12 +85,17 @@ def _codes(x: Tensor, scale: Tensor, format: str) -> Tensor:
 def _by_blocks(x: Tensor, down: int, across: int) -> tuple[Tensor, Tensor]:
     """Quantize x (..., r, c) in blocks of this size: codes (..., r, c), scales (..., r / down, c / across)."""
     *_, rows, columns = x.shape
-    whole = torch.nn.functional.pad(x, (0, -columns % across, 0, -rows % down))
+    whole = filled(x, (0, -columns % across, 0, -rows % down))
     sizes = (blocks_in(rows, down), down), (blocks_in(columns, across), across)
     blocks = whole.unflatten(-1, sizes[1]).unflatten(-3, sizes[0])  # (..., R, down, C, across)
     scale = _scale(torch.linalg.vector_norm(blocks, torch.inf, (-3, -1), keepdim=True), "e4m3")
-    codes = _codes(blocks, scale, "e4m3").flatten(-4, -3).flatten(-2)[..., :rows, :columns]
-    return codes.contiguous(), (1.0 / scale).squeeze(-1).squeeze(-2)
+    codes = _codes(blocks, scale, "e4m3").flatten(-4, -3).flatten(-2)
+    return codes.narrow(-2, 0, rows).narrow(-1, 0, columns).contiguous(), (1.0 / scale).squeeze(-1).squeeze(-2)
+
+
+def filled(x: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    """Return x with zeros around it, as torch's `pad` counts them; x itself if there are none."""
+    return torch.nn.functional.pad(x, sizes) if any(sizes) else x
 
 
 def blocks_in(size: int, block: int = BLOCK) -> int:

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.library import Library, custom_op
 
 from .._torch.scaled_products import has_scaled_product, scaled_product
-from .fp8 import BLOCK, FORMATS, by_tensor, dequantized, fp8_amax, fp8_blocks, fp8_columns, fp8_rows
+from .attention_forms import contiguous
+from .fp8 import BLOCK, FORMATS, by_tensor, dequantized, filled, fp8_amax, fp8_blocks, fp8_columns, fp8_rows
 
 RECIPES = ("block", "tensor")
 FORWARD, GRADIENT = "e4m3", "e5m2"
@@ -44,7 +45,7 @@ def fp8_linear_dw(
     grad: Tensor, grad_scale: Tensor, x: Tensor, x_scale: Tensor, format: str, dtype: torch.dtype
 ) -> Tensor:
     """Return the gradient of the weight: (..., t, o), (..., t, i) -> (o, i), scales in columns or ()."""
-    grad, x = (_filled(codes, BLOCK if x_scale.dim() else 1) for codes in (grad, x))
+    grad, x = (_in_whole_blocks(codes, BLOCK if x_scale.dim() else 1) for codes in (grad, x))
     a, b = ((codes.t(), _transposed(_matrix(scale))) for codes, scale in ((grad, grad_scale), (x, x_scale)))
     return _product(*a, *b, format, dtype)
 
@@ -77,12 +78,12 @@ def _has_kernel(a: Tensor, b: Tensor, in_blocks: bool, dtype: torch.dtype) -> bo
 
 def _filled_depth(codes: Tensor) -> Tensor:
     """Return codes (m, k) with zeros to a multiple of 16, in rows."""
-    return torch.nn.functional.pad(codes, (0, -codes.shape[1] % ALIGNED)).contiguous()
+    return contiguous(filled(codes, (0, -codes.shape[1] % ALIGNED)))
 
 
-def _filled(codes: Tensor, block: int) -> Tensor:
+def _in_whole_blocks(codes: Tensor, block: int) -> Tensor:
     """Return codes (..., t, i) as a matrix in which every sequence has whole blocks of tokens."""
-    return _matrix(torch.nn.functional.pad(codes, (0, 0, 0, -codes.shape[-2] % block)))
+    return _matrix(filled(codes, (0, 0, 0, -codes.shape[-2] % block)))
 
 
 def _rows(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:

@@ -236,6 +236,20 @@ def _grouped_mm_dw(x: Like, grad: Like, group: Like, groups: int, offset: int = 
     return (_numel(x) + _numel(grad)) * x.dtype.itemsize + _numel(group) * SORTED_BYTES
 
 
+def _fp8_quantize(x: Like, *_: object) -> int:
+    """Return x * scale."""
+    return _numel(x) * torch.promote_types(x.dtype, torch.float32).itemsize
+
+
+def _fp8_linear_dx(grad: Like, _: Like, weight: Like, *__: object) -> int:
+    """Return the codes that are copied into the order of the other dim."""
+    return _numel(weight)
+
+
+def _fp8_linear_dw(grad: Like, _: Like, x: Like, *__: object) -> int:
+    return _numel(grad) + _numel(x)
+
+
 _COUNTS: dict[str, Callable[..., int]] = {
     "autopar.attention.default": _attention,
     "autopar.attention_bw.default": _attention_bw,
@@ -243,6 +257,12 @@ _COUNTS: dict[str, Callable[..., int]] = {
     "autopar.vocab_loss_bw.default": _vocab_loss_bw,
     "autopar.linear_loss.default": _linear_loss,
     "autopar.linear_loss_bw.default": _linear_loss_bw,
+    "autopar.fp8_rows.default": _fp8_quantize,
+    "autopar.fp8_columns.default": _fp8_quantize,
+    "autopar.fp8_blocks.default": _fp8_quantize,
+    "autopar.fp8_tensor.default": _fp8_quantize,
+    "autopar.fp8_linear_dx.default": _fp8_linear_dx,
+    "autopar.fp8_linear_dw.default": _fp8_linear_dw,
     "autopar.grouped_mm.default": _grouped_mm,
     "autopar.grouped_mm_dw.default": _grouped_mm_dw,
     "autopar.embedding.default": _embedding,

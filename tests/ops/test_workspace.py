@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autopar.ops import attention_gpu, autopar, canonical, grouped, vocab_loss, workspace
+from autopar.ops import attention_gpu, autopar, canonical, fp8, fp8_linear, grouped, vocab_loss, workspace
 
 from ..helpers.fake_allocations import counted, nbytes
 from .test_attention_gpu import BF16, CALLS, FP32, FP64, both, seq_major
@@ -150,3 +150,29 @@ def test_grouped_products(dtype, k, n, monkeypatch):
     ):
         results, arguments, count = counted(body._init_fn, make)
         check(workspace.workspace_bytes(op.default, *arguments), results, count)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("name", ["rows", "columns", "blocks", "tensor"])
+def test_quantization_to_fp8(name, dtype):
+    def make():
+        x = torch.empty(4096, 2048, dtype=dtype, device="cuda")
+        return [x, torch.empty((), device="cuda"), "e4m3"] if name == "tensor" else [x]
+
+    results, arguments, count = counted(getattr(fp8, f"fp8_{name}")._init_fn, make)
+    check(workspace.workspace_bytes(getattr(autopar, f"fp8_{name}").default, *arguments), results, count)
+
+
+def test_products_in_fp8(monkeypatch):
+    """Codes that add up along their other dim are copied in its order."""
+    monkeypatch.setattr(fp8_linear, "_has_kernel", lambda *_: True)
+
+    def make(*shapes):
+        step = torch.empty((), device="cuda")
+        return [x for shape in shapes for x in (torch.empty(shape, dtype=torch.uint8, device="cuda"), step)]
+
+    for name, shapes in (("dx", ((4096, 1024), (1024, 2048))), ("dw", ((4096, 1024), (4096, 2048)))):
+        body = getattr(fp8_linear, f"fp8_linear_{name}")._init_fn
+        results, arguments, count = counted(body, lambda s=shapes: [*make(*s), "e5m2", BF16])
+        said = workspace.workspace_bytes(getattr(autopar, f"fp8_linear_{name}").default, *arguments)
+        check(said, results, count)
