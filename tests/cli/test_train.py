@@ -176,14 +176,18 @@ def test_train_a_folder_on_a_file(folder, tmp_path, alone, capsys):
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("flags", [["--lora", "r=4"], ["--qlora", "r=4,block_size=16"], ["--qat", "int8"]], ids=str)
+@pytest.mark.parametrize(
+    "flags",
+    [["--lora", "r=4"], ["--qlora", "r=4,block_size=16"], ["--qat", "int8"], ["--fp8", "tensor"], ["--fp8", "auto"]],
+    ids=str,
+)
 def test_train_an_adapted_folder(flags, folder, tmp_path, alone, capsys):
     words = ["--mesh", "dp=1", "--batch", "4", "--seq", "16", "--steps", "6", "--lr", "0.02"]
     words += ["--save", str(tmp_path / "saved")] if flags[0] == "--lora" else []
     assert main(["train", "--model", f"hf:{folder}", "--data", str(folder.parent / "data.txt"), *words, *flags]) == 0
     out = capsys.readouterr().out
     losses = losses_of(out)
-    assert losses[-1] < losses[0] - 0.05 and ("\ntrains " in out) == (flags[0] != "--qat")
+    assert losses[-1] < losses[0] - 0.05 and ("\ntrains " in out) == ("lora" in flags[0])
     if flags[0] == "--lora":  # what is saved has the adapters in it
         before, after = (load_file(f / "model.safetensors") for f in (folder, tmp_path / "saved"))
         changed = {name for name in before if not torch.equal(before[name], after[name])}
