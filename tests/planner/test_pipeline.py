@@ -357,6 +357,7 @@ def test_less_memory_is_no_faster(seed):
             break
 
 
+@pytest.mark.slow
 def test_a_refusal_takes_few_searches_within_a_limit(monkeypatch):
     """The search tries limits on a micro-batch's plan, each less than the one before, with one number of micro-batches,
     where plans at prices of memory do not fit."""
