@@ -91,7 +91,7 @@ class FP8:
             raise AdaptError("the targets and exclude_modules leave no layer", fix="exclude fewer of them")
         if unfit:
             _log.info("FP8 by %s leaves %d layers in their precision: %s", self.recipe, len(unfit), ", ".join(unfit))
-        for path in shapes.keys() - unfit.keys():
+        for path in (p for p in shapes if p not in unfit):
             to.mark(to.model.get_submodule(path), SITES, (self,))
 
     def _refusal(self, path: str, shape: tuple[int, int]) -> AdaptError:

@@ -1,12 +1,13 @@
 """FP8("auto"): which recipe, and on which kinds of layers, by the seconds of a step that is played.
 
-Plans are made of the model in its own precision, and for each recipe of all layers that it takes, then of the kinds of
-layers (all that are called q_proj, say) that take less time in that plan than in the first: five plans at most. The
-fastest is taken, in its own precision if nothing is faster.
+Plans are made of the model in its own precision, and for each recipe of all layers that it takes, then without the
+kinds of layers (all that are called q_proj, say) that do not take less time in that plan than in the first: five plans
+at most. The fastest is taken, in its own precision if nothing is faster.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..adapt import FP8, order
 from ..adapt.fp8 import AUTO, NONE, sites_of
 from ..adapt.order import Adaptation
-from ..errors import AdaptError
+from ..adapt.targets import Targets
+from ..errors import AdaptError, MicroBatchError
 from ..ir.mesh import Mesh
 from ..ops.fp8_linear import RECIPES
 from ..planner.options import hardware_of
@@ -90,13 +92,13 @@ def fastest(model: nn.Module, adapt: Adaptations, planned: Callable[[Adaptations
         everywhere = replace(asked, recipe=recipe)
         try:
             kinds = _kinds(model, everywhere)
-        except AdaptError:  # no layer has the sizes
+            whole = planned(with_choice(adapt, everywhere))
+        except (AdaptError, MicroBatchError):  # no layer has the sizes; a scale of all samples in micro-batches
             continue
-        whole = planned(with_choice(adapt, everywhere))
         found.append(replace(whole, fp8=everywhere.text))
-        paying = _paying(plain.plan, whole.plan, kinds)
-        if 0 < len(paying) < len(kinds):
-            some = replace(everywhere, target_modules=paying)
+        losing = _losing(plain.plan, whole.plan, kinds)
+        if 0 < len(losing) < len(kinds):
+            some = replace(everywhere, exclude_modules=_with_names(asked.exclude_modules, losing))
             found.append(replace(planned(with_choice(adapt, some)), fp8=some.text))
     return min(found, key=lambda one: one.plan.step_seconds / max(1, one.plan.samples))
 
@@ -108,11 +110,18 @@ def _kinds(model: nn.Module, everywhere: FP8) -> list[str]:
         return list(dict.fromkeys(path.rpartition(".")[2] for path, _, _ in sites_of(model)))
 
 
-def _paying(plain: Plan, whole: Plan, kinds: Sequence[str]) -> list[str]:
-    """Return the kinds of layers whose modules take less time in the second plan."""
+def _losing(plain: Plan, whole: Plan, kinds: Sequence[str]) -> list[str]:
+    """Return the kinds of layers whose modules do not take less time in the second plan."""
 
     def seconds(plan: Plan, kind: str) -> float:
         rows = (r for r in plan.regions if r.name.rpartition(".")[2] == kind)
         return sum(r.compute_seconds + r.communication_seconds for r in rows)
 
-    return [kind for kind in kinds if seconds(whole, kind) < seconds(plain, kind)]
+    return [kind for kind in kinds if seconds(whole, kind) >= seconds(plain, kind)]
+
+
+def _with_names(excluded: Targets, names: Sequence[str]) -> Targets:
+    """Return targets with more names of modules, or ends of names."""
+    if not isinstance(excluded, str):
+        return (*excluded, *names)
+    return rf"{excluded}|(.*\.)?({'|'.join(map(re.escape, names))})"

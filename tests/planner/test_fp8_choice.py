@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 import autopar
 from autopar.api import entry as api
 from autopar.api.fp8_choice import chosen_in
+from autopar.errors import MicroBatchError
 from autopar.hardware.profile import load
 from autopar.models import registry
 from autopar.plans.plan import Plan
@@ -39,11 +42,26 @@ def test_the_fastest_of_all():
     assert Plan.from_json(plan.to_json()) == plan and "fp8" not in _planned(FASTER, ()).to_json()
 
 
+def test_stages_take_blocks_alone():
+    """A scale of the whole batch is known to no micro-batch."""
+    text = "llama:hidden=256,layers=2,heads=2,kv_heads=2,ffn=256"
+    model, inputs = registry.build(text, batch=4, seq=16, device="meta")
+    options = dict(hardware=FASTER, precision="bf16", micro_batches=2, baselines=False)
+    with pytest.raises(MicroBatchError):
+        api.search(model, "pp=2", inputs, adapt=[autopar.FP8("tensor")], **options)
+    plan = api.search(model, "pp=2", inputs, adapt=AUTO, **options).plan
+    assert plan.fp8.partition(",")[0] in ("none", "block")
+
+
 def test_kinds_of_layers_that_gain():
     """A product with few columns is not worth the quantization in front of it: one head of keys and values stays."""
     model = "llama:hidden=4096,layers=1,heads=32,kv_heads=1,ffn=16384,vocab=128"
     plan = _planned(H100, model=model)
-    assert plan.fp8 == "tensor,target_modules=q_proj+o_proj+gate_proj+up_proj+down_proj"
+    assert plan.fp8 == "tensor,exclude_modules=k_proj+v_proj"
+    within = autopar.FP8("auto", target_modules=r".*_proj", exclude_modules=r".*\.o_proj")
+    found = chosen_in(_planned(H100, [within], model).fp8)
+    assert found.target_modules == within.target_modules
+    assert found.exclude_modules == r".*\.o_proj|(.*\.)?(k_proj|v_proj)"
     tried = [
         _planned(H100, adapt, model).step_seconds for adapt in ((), [autopar.FP8("block")], [autopar.FP8("tensor")])
     ]
