@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 
 import torch
 from torch import Tensor
@@ -42,13 +43,30 @@ def _padded(scale: Tensor) -> Tensor:
 
 @functools.cache
 def has_scaled_product(device: torch.device, in_blocks: bool, dtype: torch.dtype) -> bool:
-    """Return whether a device has products of 8-bit floats with such scales in `dtype`: it is asked for one."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < ((9, 0) if in_blocks else (8, 9)):
+    """Return whether a device has products of 8-bit floats with such scales in `dtype`; warn of a GPU that has none."""
+    if device.type != "cuda":
         return False
+    if missing := _missing(device, in_blocks, dtype):
+        kind = "in blocks" if in_blocks else "by tensor"
+        warnings.warn(
+            f"{torch.cuda.get_device_name(device)} has no products of 8-bit floats {kind} ({missing}): their factors "
+            "are converted first, which takes longer than bf16",
+            stacklevel=2,
+        )
+    return not missing
+
+
+def _missing(device: torch.device, in_blocks: bool, dtype: torch.dtype) -> str:
+    """Return why a GPU has no such product, "" if it has: it is asked for one."""
+    needed = (9, 0) if in_blocks else (8, 9)
+    if torch.cuda.get_device_capability(device) < needed:
+        return f"compute capability {needed[0]}.{needed[1]} has them"
     zeros = torch.zeros(128, 128, dtype=torch.float8_e4m3fn, device=device)
     rows, square = (torch.ones(shape, device=device) for shape in (((128, 1), (1, 1)) if in_blocks else ((), ())))
     try:
         scaled_product(zeros, rows, zeros, square, dtype)
-    except (RuntimeError, AttributeError, NotImplementedError):  # an older torch or CUDA
-        return False
-    return True
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # which scales there are depends on the version of cuBLAS
+        return str(error).partition("\n")[0]
+    return ""

@@ -24,7 +24,7 @@ from ..errors import AdaptError, nearest
 from .attach import Attachment, marked
 from .grid import DTYPES, MAPPINGS, Grid, at_least_float32
 from .parse import parse
-from .targets import ALL_LINEAR, Targets, checked_kind, chosen, is_conv1d, is_number
+from .targets import ALL_LINEAR, Targets, check_targets, checked_kind, chosen, is_conv1d, is_number
 
 SITES = "fake_quant_sites"  # attribute of a quantized module
 SCALE = "weight_fake_quantizer.scale"
@@ -98,10 +98,7 @@ class FakeQuant:
             raise AdaptError(
                 f"FakeQuant has averaging_constant={self.averaging_constant!r}", fix="a number from above 0 to 1"
             )
-        if not self.target_modules:
-            raise AdaptError(
-                "FakeQuant has no target_modules", fix='name layers, such as ["q_proj", "v_proj"], or "all-linear"'
-            )
+        check_targets("FakeQuant", self.target_modules)
 
     @staticmethod
     def parse(text: str) -> FakeQuant:

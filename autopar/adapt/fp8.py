@@ -17,7 +17,7 @@ from ..ops.fp8 import BLOCK
 from ..ops.fp8_linear import ALIGNED, RECIPES
 from .attach import Attachment, marked
 from .parse import parse
-from .targets import ALL_LINEAR, Targets, chosen, is_conv1d, layer_kind
+from .targets import ALL_LINEAR, Targets, check_targets, chosen, is_conv1d, layer_kind
 
 SITES = "fp8_sites"  # attribute of a layer that computes in FP8
 HEADS = ("lm_head", "head")  # last layers by name, of models that do not say which is theirs
@@ -49,10 +49,7 @@ class FP8:
             raise AdaptError(
                 f"FP8 has recipe={self.recipe!r}", fix=f"one of {nearest(str(self.recipe), (*RECIPES, AUTO))}"
             )
-        if not self.target_modules:
-            raise AdaptError(
-                "FP8 has no target_modules", fix='name layers, such as ["q_proj", "up_proj"], or "all-linear"'
-            )
+        check_targets("FP8", self.target_modules)
 
     @staticmethod
     def parse(text: str) -> FP8:

@@ -26,6 +26,7 @@ from .targets import (
     ALL_LINEAR,
     Targets,
     check_found,
+    check_targets,
     checked_kind,
     chosen,
     has_plain_forward,
@@ -91,10 +92,7 @@ class LoRA:
             raise AdaptError(f"LoRA has bias={self.bias!r}", fix=f"one of {', '.join(BIASES)}")
         if self.init_lora_weights not in (True, False, "gaussian"):
             raise AdaptError(f"LoRA has init_lora_weights={self.init_lora_weights!r}", fix='True, False or "gaussian"')
-        if not self.target_modules and not self.target_parameters:
-            raise AdaptError(
-                "LoRA has no target_modules", fix='name layers, such as ["q_proj", "v_proj"], or "all-linear"'
-            )
+        check_targets("LoRA", self.target_modules, self.target_parameters)
         if (
             self.layers_to_transform is not None
             and isinstance(self.target_modules, str)

@@ -25,6 +25,13 @@ def listed(value: Sequence[str] | str | None) -> tuple[str, ...]:
     return () if value is None else (value,) if isinstance(value, str) else tuple(value)
 
 
+def check_targets(kind: str, *targets: Targets | None) -> None:
+    """Raise AdaptError if an adaptation of this kind names no layer at all."""
+    if not any(targets):
+        fix = 'name layers, such as ["q_proj", "v_proj"], or "all-linear"'
+        raise AdaptError(f"{kind} has no target_modules", fix=fix)
+
+
 def is_number(value: object) -> bool:
     """Return whether a value is a finite int or float; a bool is none."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

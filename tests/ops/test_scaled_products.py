@@ -3,15 +3,16 @@ and scales as cuBLAS wants them, and says what it was given."""
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch.nn import functional
 
+from autopar._torch import scaled_products
 from autopar._torch.scaled_products import SCALES, has_scaled_product
 from autopar.ops import autopar, fp8_linear
 
-if not hasattr(functional, "ScalingType"):
-    pytest.skip("torch has no products in blocks", allow_module_level=True)
 KINDS = functional.ScalingType
 
 
@@ -53,6 +54,36 @@ def test_the_same_numbers(recipe, tokens, monkeypatch):
     assert len(asked) == 3
     for mine, other in zip(found, expected):
         assert (mine - other).float().norm() <= 4e-3 * other.float().norm()
+
+
+@pytest.mark.parametrize("capability, error, said", [
+    ((8, 0), None, "compute capability 9.0 has them"),
+    ((9, 0), RuntimeError("cuBLAS is too old\nat line 3"), r"\(cuBLAS is too old\)"),
+    ((9, 0), torch.OutOfMemoryError("full"), None),
+    ((9, 0), None, None),
+])  # fmt: skip
+def test_a_gpu_without_them_is_told_of_once(capability, error, said, monkeypatch, recwarn):
+    def product(*args):
+        if error is not None:
+            raise error
+
+    zeros, ones = torch.zeros, torch.ones
+    monkeypatch.setattr(scaled_products, "scaled_product", product)
+    monkeypatch.setattr(torch, "zeros", lambda *size, device, **options: zeros(*size, **options))
+    monkeypatch.setattr(torch, "ones", lambda size, device: ones(size))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "card")
+    has_scaled_product.cache_clear()
+    asked = torch.device("cuda"), True, torch.bfloat16
+    if isinstance(error, torch.OutOfMemoryError):
+        with pytest.raises(torch.OutOfMemoryError):
+            has_scaled_product(*asked)
+        return
+    assert [has_scaled_product(*asked) for _ in range(2)] == [said is None] * 2
+    assert len(recwarn) == (said is not None)
+    if said is not None:
+        assert re.search(said, str(recwarn[0].message))
+    has_scaled_product.cache_clear()
 
 
 def test_a_cpu_has_none():

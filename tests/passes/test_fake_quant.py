@@ -7,10 +7,7 @@ import torch
 from torch import nn
 
 import autopar
-from autopar import compiler
 from autopar.adapt import order
-from autopar.errors import AdaptError
-from autopar.frontend.fake_parameters import forms_of
 from autopar.hardware.profile import load
 from autopar.ir.mesh import Mesh
 from autopar.passes.adapt.fake_quant import fake_quant
@@ -20,14 +17,11 @@ from autopar.simulate.oracle import global_values, one_device_step
 from autopar.simulate.step import plan_and_capture, simulate_step
 from tests.runtime import tiny
 
+from .adapted import OTHER_OPS, assert_refused_of_other_ops, assert_the_same_again, traced
 from .eager_quant import eager_quantized, observed
 
 FAKE = torch.ops.autopar.fake_quantize.default
 MESHES = {"tp=3": "megatron", "dp=4": "fsdp"}  # benchmarks/adapt.py has more
-
-
-def _traced(model, batch, adapt, precision="fp32"):
-    return compiler.trace(model, batch, None, forms_of(model), precision, adapt)
 
 
 def _planned(captured, mesh: str, strategy: str | None):
@@ -50,7 +44,7 @@ def _check(model, batch, *adapt, meshes=MESHES):
     loss = eager(**batch).loss
     loss.backward()
     expected = {name: p.grad for name, p in eager.named_parameters() if p.grad is not None}
-    captured = _traced(model, batch, adapt)
+    captured = traced(model, batch, adapt)
     values = global_values(captured, model, batch)
     for mesh, strategy in meshes.items():
         step = simulate_step(captured, _planned(captured, mesh, strategy), values)
@@ -103,7 +97,7 @@ def test_lora_beside_a_quantized_base():
     adapt = order.checked([quant, lora])
     assert [a.name for a in adapt] == ["lora", "fake_quant"]
     order.attach(model, adapt, "cpu")
-    captured = _traced(model, batch, adapt)
+    captured = traced(model, batch, adapt)
     counts = [n for n in captured.graph.nodes if n.target is FAKE]
     assert len(counts) == 2 * 4  # a weight and an input for each of the layers, none of the adapters'
     step = simulate_step(captured, _planned(captured, "dp=2,tp=2", "megatron"), global_values(captured, model, batch))
@@ -125,13 +119,10 @@ def test_embeddings_mixed_precision_and_a_second_run():
     model, batch = Embedded(), dict(index=torch.arange(12).view(4, 3))
     adapt = order.checked(autopar.FakeQuant("int4", target_modules=["words", "out"]))
     order.attach(model, adapt, "cpu")
-    captured = _traced(model, batch, adapt, "bf16")
+    captured = traced(model, batch, adapt, "bf16")
     quantized = [n for n in captured.graph.nodes if n.target is FAKE]
     assert [n.meta["val"].dtype for n in quantized] == [torch.float32] * 2  # before the cast
-    exported = autopar.frontend.export.export(model, batch, None, forms_of(model))
-    autopar.passes.canonicalize.rewrite.canonicalize(exported.graph_module)
-    texts = [str(fake_quant(exported, model).graph_module.graph) for _ in range(2)]
-    assert texts[0] == texts[1] and texts[0].count("autopar.fake_quantize.default") == 2
+    assert_the_same_again(fake_quant, model, batch, "autopar.fake_quantize.default", 2)
 
 
 class Tall(nn.Module):
@@ -151,22 +142,10 @@ def test_a_plan_of_many_blocks():
     plan, unrolled = plan_and_capture(model, "dp=2", (torch.randn(4, 8),), adapt=adapt, baselines=False,
                                       precision="fp32")  # fmt: skip
     with order.attached(model, adapt):
-        plan.check_fits(_traced(model, (torch.randn(4, 8),), adapt).graph, plan.mesh)
+        plan.check_fits(traced(model, (torch.randn(4, 8),), adapt).graph, plan.mesh)
     assert sum(n.target is FAKE for n in unrolled.graph.nodes) == 2 * 9
 
 
-class Squared(nn.Module):
-    """Its weight is read as a matrix of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.unused = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x):
-        return (self.layer.weight @ self.layer.weight + x).sum()
-
-
-@pytest.mark.parametrize("target, words", [("layer", "goes into aten"), ("unused", "is not used in this call")])
+@pytest.mark.parametrize("target, words", OTHER_OPS)
 def test_weights_of_other_ops(target, words):
-    with pytest.raises(AdaptError, match=f"{target}.weight {words}(.|\n)*exclude_modules"):
-        autopar.plan(Squared(), "dp=2", (torch.randn(6, 6),), adapt=[autopar.FakeQuant(target_modules=[target])])
+    assert_refused_of_other_ops(autopar.FakeQuant, 6, target, words)

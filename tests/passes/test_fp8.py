@@ -11,10 +11,8 @@ import torch
 from torch import nn
 
 import autopar
-from autopar import compiler
 from autopar.adapt import order
-from autopar.errors import AdaptError, MicroBatchError
-from autopar.frontend.fake_parameters import forms_of
+from autopar.errors import MicroBatchError
 from autopar.hardware.profile import load
 from autopar.ir.mesh import Mesh
 from autopar.ops import autopar as ops
@@ -28,13 +26,10 @@ from autopar.simulate.step import simulate_step
 from tests.helpers import staged
 from tests.runtime import tiny
 
+from .adapted import OTHER_OPS, assert_refused_of_other_ops, assert_the_same_again, traced
 from .eager_fp8 import eager_fp8
 
 MESHES = {"dp=2": "fsdp", "dp=2,tp=2": "megatron", "tp=4": "megatron_sp", "dp=4": "ddp", "x=2,y=2": None}
-
-
-def _traced(model, batch, adapt, precision="fp32"):
-    return compiler.trace(model, batch, None, forms_of(model), precision, adapt)
 
 
 def _planned(captured, mesh: str, strategy: str | None):
@@ -57,7 +52,7 @@ def _check(model, batch, *adapt, meshes=MESHES, note=""):
     loss = _loss(eager, batch)
     loss.backward()
     expected = {name: p.grad for name, p in eager.named_parameters() if p.grad is not None}
-    captured = _traced(model, batch, adapt)
+    captured = traced(model, batch, adapt)
     values = global_values(captured, model, batch)
     for mesh, strategy in meshes.items():
         step = simulate_step(captured, _planned(captured, mesh, strategy), values)
@@ -131,7 +126,7 @@ def test_what_is_in_the_graph():
     counts = {}
     for recipe in ("block", "tensor"):
         with order.attached(model, adapt := order.checked(autopar.FP8(recipe))):
-            targets = _targets(_traced(model, batch, adapt).graph)
+            targets = _targets(traced(model, batch, adapt).graph)
         counts[recipe] = {name: targets.count(name) for name in sorted(set(targets))}
     # 7 layers; q, k, v read one tensor, gate and up another, o and down one each: 4
     products = {"fp8_linear": 7, "fp8_linear_dx": 7, "fp8_linear_dw": 7}
@@ -144,7 +139,7 @@ def test_a_largest_value_is_that_of_all_parts():
     model, batch = llama()
     adapt = order.checked(autopar.FP8("tensor"))
     order.attach(model, adapt, "cpu")
-    captured = _traced(model, batch, adapt)
+    captured = traced(model, batch, adapt)
     step = simulate_step(captured, _planned(captured, "dp=2", "ddp"), global_values(captured, model, batch))
     parts = step.programs[0].parts
     found = [
@@ -159,7 +154,7 @@ def test_mixed_precision_lora_and_a_second_run():
     adapt = order.checked([autopar.FP8(), autopar.LoRA(r=2, target_modules=["q_proj", "up_proj"])])
     assert [a.name for a in adapt] == ["lora", "fp8"]
     order.attach(model, adapt, "cpu")
-    captured = _traced(model, batch, adapt, "bf16")
+    captured = traced(model, batch, adapt, "bf16")
     products = [n for n in captured.graph.nodes if n.target is ops.fp8_linear.default]
     assert len(products) == 7 and all(n.meta["val"].dtype == torch.bfloat16 for n in products)
     assert "fp8_linear_dw" not in _targets(captured.graph)  # the base does not train
@@ -168,10 +163,7 @@ def test_mixed_precision_lora_and_a_second_run():
     one = one_device_step(captured, values)
     assert step.gradients.keys() == one.gradients.keys() and all("lora_" in n for n in step.gradients)
     assert all(_error(step.gradients[n], one.gradients[n]) < 0.05 for n in one.gradients)
-    exported = autopar.frontend.export.export(model, batch, None, forms_of(model))
-    autopar.passes.canonicalize.rewrite.canonicalize(exported.graph_module)
-    texts = [str(fp8(exported, model).graph_module.graph) for _ in range(2)]
-    assert texts[0] == texts[1] and texts[0].count("autopar.linear_in_fp8.default") == 7
+    assert_the_same_again(fp8, model, batch, "autopar.linear_in_fp8.default", 7)
 
 
 def test_stages_and_micro_batches():
@@ -188,18 +180,6 @@ def test_stages_and_micro_batches():
         micro_batch(adapted["tensor"].captured, 2)
 
 
-class Squared(nn.Module):
-    """Its weight is read as a matrix of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.unused = nn.Linear(128, 128), nn.Linear(128, 128)
-
-    def forward(self, x):
-        return (self.layer.weight @ self.layer.weight + x).sum()
-
-
-@pytest.mark.parametrize("target, words", [("layer", "goes into aten"), ("unused", "is not used in this call")])
+@pytest.mark.parametrize("target, words", OTHER_OPS)
 def test_weights_of_other_ops(target, words):
-    with pytest.raises(AdaptError, match=f"{target}.weight {words}(.|\n)*exclude_modules"):
-        autopar.plan(Squared(), "dp=2", (torch.randn(128, 128),), adapt=[autopar.FP8(target_modules=[target])])
+    assert_refused_of_other_ops(autopar.FP8, 128, target, words)
