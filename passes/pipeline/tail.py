@@ -41,7 +41,6 @@ class Tail:
     graph_module: fx.GraphModule
     joined: dict[str, Layout]
     cotangents: dict[str, Layout]
-
     needs: MicroBatchError
     run: Callable[..., Sequence[torch.Tensor]] | None = None
 
