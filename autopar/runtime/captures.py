@@ -13,13 +13,14 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..codegen.follow_size import Sizes
 from ..codegen.rank_program import PipelineProgram, RankProgram
@@ -30,6 +31,7 @@ from ..frontend.hooks import Hooks, Structure
 from ..frontend.open_numbers import opened
 from ..ir.graph import output_node
 from ..ir.layout import Layout
+from ..ir.mesh import Mesh
 from ..plans.plan import Plan
 from ..processes import agree, watch
 from ..processes.process_groups import ProcessGroups
@@ -59,38 +61,36 @@ _log = logging.getLogger("autopar")
 _module_numbers = itertools.count()  # modules are compiled in the same order on all ranks
 
 
+@dataclass(eq=False)
 class Captures:
     """The captures of `module`, and how it gets more. `layouts` are those of its parameters; `last` served last."""
 
-    last: Capture
+    module: nn.Module
+    compiler: Compiler
+    modes: Modes
+    layouts: Mapping[str, Layout]
+    mode: Kind  # of the inputs
+    outputs: str
+    mesh: Mesh
+    device_mesh: DeviceMesh
+    stage: StageMesh
+    table: list[Capture] = field(default_factory=list)
+    last: Capture = field(init=False)
+    calls: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    traces: int = 0  # of calls, but for the first
+    rendezvous_count: int = 0
+    sizes: SizeFamilies = field(default_factory=SizeFamilies)
+    numbers_read: set[str] = field(default_factory=set)  # floats that a forward was seen to read
+    compile_options: Mapping[str, object] | None = None  # of torch.compile, if graphs go through it
 
-    def __init__(
-        self,
-        module: nn.Module,
-        compiler: Compiler,
-        modes: Modes,
-        layouts: Mapping[str, Layout],
-        inputs: Kind,
-        outputs: str,
-        mesh,
-        device_mesh,
-        stage: StageMesh,
-    ):
-        self.stage, self.outputs = stage, outputs
-        self.module, self.compiler, self.modes, self.layouts, self.mode = module, compiler, modes, layouts, inputs
-        self.mesh, self.device_mesh = mesh, device_mesh
-        self.hooks, self.structure = Hooks(module._source), Structure(module._source)
-        self.forward = vars(module._source).get("forward")  # when the model was compiled
-        self.groups = ProcessGroups(mesh, device_mesh, dist.get_rank())
-        self.accumulation = Accumulation(module, layouts, stage.mesh, stage.coordinate)
-        self.parameters = dict(module.named_parameters())
-        self.elsewhere = [(name, p.requires_grad) for name, p in module.elsewhere.items()]
-        self.name, self.rendezvous_count = f"module {next(_module_numbers)}", 0
-        self.table: list[Capture] = []
-        self.calls = itertools.count(1)
-        self.traces = 0  # of calls, but for the first
-        self.sizes, self.numbers_read = SizeFamilies(), set[str]()  # floats that a forward was seen to read
-        self.compile_options: Mapping[str, object] | None = None  # of torch.compile, if graphs go through it
+    def __post_init__(self):
+        self.hooks, self.structure = Hooks(self.module._source), Structure(self.module._source)
+        self.forward = vars(self.module._source).get("forward")  # when the model was compiled
+        self.groups = ProcessGroups(self.mesh, self.device_mesh, dist.get_rank())
+        self.accumulation = Accumulation(self.module, self.layouts, self.stage.mesh, self.stage.coordinate)
+        self.parameters = dict(self.module.named_parameters())
+        self.elsewhere = [(name, p.requires_grad) for name, p in self.module.elsewhere.items()]
+        self.name = f"module {next(_module_numbers)}"
 
     def compile(self, options: Mapping[str, object]) -> None:
         """Run the graphs of all captures, and of those to come, through torch.compile."""
