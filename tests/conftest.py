@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 logging.getLogger("torch.__trace").propagate = False  # thousands of lines about graphs in the report of a failed test
-# Graphs are many small objects that stay: looking for garbage in them took a tenth of the time.
-gc.set_threshold(100_000, 20, 100)
+gc.disable()  # graphs are many small objects that stay: looking for garbage in them took a tenth of the time
 os.environ.setdefault("AUTOPAR_RECORDS", "off")  # of failures that tests are about
 os.environ.setdefault("AUTOPAR_CACHE", "off")  # tests are about what is traced and planned now
 FOLDER = Path(__file__).parent / "golden"
@@ -41,6 +40,14 @@ def pytest_collection_modifyitems(items):
         for i, item in enumerate(found):
             if i not in kept:
                 item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def garbage():
+    """Look for garbage once a file, among what its tests have made."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

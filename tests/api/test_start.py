@@ -206,6 +206,7 @@ def _ranks(rank, folder, rows, strategy):
 
 
 @pytest.mark.gloo
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("rows, strategy", [(4, "megatron"), (5, "fsdp")])  # in equal parts, and in uneven ones
 def test_ranks_of_the_second_start_do_nothing_again(tmp_path, rows, strategy):
     assert gloo.run(2, _ranks, str(tmp_path), rows, strategy) == [(1, 1, 1), (0, 0, 1)]

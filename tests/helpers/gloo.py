@@ -85,7 +85,8 @@ def _results(pipes: list, processes: list, deadline: float) -> list:
 def _main(rank: int, world: int, store: str, pipe, function: Callable, args: tuple) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     torch.set_num_threads(1)
-    gc.disable()  # it ends soon: looking through what was there before the fork would copy it into every process
+    gc.disable()  # it ends soon
+    gc.freeze()  # looking through what was there before the fork would copy it into every process
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # advice on how to gather faster
     try:
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))

@@ -40,7 +40,7 @@ def test_losses_of_all_samples(loss, samples):
         check(case, count, loss, seed)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "olmoe", "phimoe"])
 def test_balance_of_experts(name):
     model, inputs = whole_batch.balanced(name, 5)
@@ -191,7 +191,7 @@ def test_schedules_that_end_their_forwards_first(schedule):
     assert schedule in caught.value.message and "gpipe" in caught.value.fix and "whole_batch.py" in caught.value.source
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(12))
 def test_random_losses(seed):
     """Sums, maxima and pairs of what two layers make, put together at random."""

@@ -42,6 +42,7 @@ def test_the_fastest_of_all():
     assert Plan.from_json(plan.to_json()) == plan and "fp8" not in _planned(FASTER, ()).to_json()
 
 
+@pytest.mark.slow
 def test_stages_take_blocks_alone():
     """A scale of the whole batch is known to no micro-batch."""
     text = "llama:hidden=256,layers=2,heads=2,kv_heads=2,ffn=256"
@@ -53,6 +54,7 @@ def test_stages_take_blocks_alone():
     assert plan.fp8.partition(",")[0] in ("none", "block")
 
 
+@pytest.mark.slow
 def test_kinds_of_layers_that_gain():
     """A product with few columns is not worth the quantization in front of it: one head of keys and values stays."""
     model = "llama:hidden=4096,layers=1,heads=32,kv_heads=1,ffn=16384,vocab=128"

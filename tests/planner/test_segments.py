@@ -200,7 +200,7 @@ def test_outputs_and_reductions_are_held_beside_a_micro_batch_or_after_all():
     assert besides(held, 16.0, [100.0, 0.0]) == 16.0 + 100.0 - 30.0
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("micro_batches", [2, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_stage_begins_where_rows_are_with_their_experts(kind, micro_batches):

@@ -74,6 +74,7 @@ def _compiles_late(rank: int, waits: tuple[float, float]) -> str:
 
 
 @pytest.mark.gloo
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("waits", "said"), [
     ((6.0, 0.0), "rank 1 did not come to a new process group of 2 ranks within 2 s"),
     ((0.0, 8.0), "rank 1 did not arrive in time at what ranks agree on before the first step: rank 1 is at"),

@@ -165,15 +165,7 @@ def test_parameters_stay_in_place(alone):
 # -------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def frozen():
-    """Let gc.collect look only at what a test makes, not at all that tests before it have left."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-def test_the_source_is_emptied(alone, frozen):
+def test_the_source_is_emptied(alone):
     x, _ = tiny.Regressor.batch()
     source = tiny.Regressor(hidden=64)
     storages = [weakref.ref(p.untyped_storage()) for p in source.parameters()]
@@ -185,7 +177,7 @@ def test_the_source_is_emptied(alone, frozen):
     assert sum(full(p).numel() for p in parallel.parameters()) == 64 * 6 + 64 + 4 * 64 + 4
 
 
-def test_using_the_source_is_an_error(alone, capsys, frozen):
+def test_using_the_source_is_an_error(alone, capsys):
     x, _ = tiny.Regressor.batch()
     source = tiny.Regressor()
     source.several = nn.ParameterList([nn.Parameter(torch.ones(2))])

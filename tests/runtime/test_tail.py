@@ -47,7 +47,7 @@ def _pairs(rank: int, mesh: str, loss: str) -> tuple[str, int]:
         mine, whole = parallel(**whole_batch.pairs(8, 1)), reference(**whole_batch.pairs(8, 1))
     assert_close(mine["loss"], whole["loss"], "without gradients")
     assert_close(mine["logits"], whole["logits"], "without gradients")
-    for samples in (6, 9, 7, 12, 10):
+    for samples in (6, 10):
         _step(parallel, reference, whole_batch.pairs(samples, samples), f"{samples} samples")
     return parallel.plan.pipeline.schedule, parallel._captures.traces
 
