@@ -146,6 +146,7 @@ def _loops(rank, plan):
     assert_same_values(*models, 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_loops_on_a_mix_of_layouts():
     pins = {"up.weight": "dp:S(0) tp:S(1)", "up.bias": "tp:S(0)", "down.weight": "R"}

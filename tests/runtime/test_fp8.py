@@ -32,7 +32,7 @@ def _fit(rank, recipe, mesh, plan):
     return losses, gradients, {name: full(t).detach().clone() for name, t in model.state_dict().items()}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.parametrize("recipe, mesh, strategy", [
     ("block", "dp=2,tp=2", "megatron"), ("tensor", "dp=2,tp=2", "megatron"), ("block", "dp=3", "fsdp"),

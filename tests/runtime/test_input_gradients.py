@@ -152,7 +152,7 @@ def _training(rank, mesh_text, strategy):
             assert_same_gradients(*models)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.parametrize("mesh, strategy", [("dp=2", "fsdp"), ("tp=2", None), ("dp=2,tp=2", "megatron")])
 def test_training_on_processes(mesh, strategy):

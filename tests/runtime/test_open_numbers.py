@@ -91,8 +91,8 @@ def _bits_of_parts(rank: int, mesh: str, strategy: str) -> None:
     assert len(parallel.captures) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh, strategy", [("dp=2", "ddp"), ("tp=2", "megatron"), ("dp=2", "fsdp")])
 def test_bits_of_parts(mesh, strategy):
     gloo.run(2, _bits_of_parts, mesh, strategy)

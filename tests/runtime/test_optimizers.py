@@ -181,7 +181,7 @@ def sorted_state(state: dict, model) -> list:
     return [(p, state[p]) for p in model.parameters() if p in state]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     "mesh, strategy, pins, hidden, refused",

@@ -71,8 +71,8 @@ def _experts(rank: int, name: str, mesh: str, strategy: str | None) -> str:
     return parallel.plan.pipeline.schedule
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("loss", ["clip", *sorted({*whole_batch.LOSSES} - {"clip"})])
 def test_losses_of_all_pairs(loss):
     found = gloo.run(2, _pairs, "pp=2", loss)

@@ -147,7 +147,7 @@ def _distributed(rank, mesh, strategy):
         _check(device_mesh(mesh), name, strategy=strategy)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.parametrize("mesh, strategy", [("dp=2", "fsdp"), ("tp=2", None), ("dp=2,tp=2", "megatron")])
 def test_on_processes(mesh, strategy):
