@@ -1,18 +1,23 @@
 """`autopar train --elastic`: when processes are lost, the run goes on with as many as remain.
 
-The mesh shrinks, its axis of data first; the model is planned for it, and the newest checkpoint, which is of no mesh,
-is loaded. The global batch and the place in the data stay, and random numbers do not depend on the mesh, so that losses
-are those of a run without the accident but for the order of sums.
+Those that remain leave what they hold behind the last step that all of them took, and the run goes on from there where
+that is all of the model and of the optimizer's state, else from the newest checkpoint. The mesh shrinks, its axis of
+data first, and the model is planned for it. The global batch and the place in the data stay, and random numbers do not
+depend on the mesh, so that losses are those of a run without the accident but for the order of sums.
 """
 
 from __future__ import annotations
 
 import math
+import shutil
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
-from ..errors import AutoparError, RankFailure
+from ..errors import AutoparError, CheckpointError, RankFailure
 from ..ir.mesh import Mesh
+
+LEFT = ".left"  # a folder beside the checkpoints
 
 
 class LostRanks(RankFailure):
@@ -27,19 +32,35 @@ class LostRanks(RankFailure):
 def train(settings: dict, devices: int, spawn: Callable[[dict, int], int]) -> int:
     """Call `spawn` with the settings of a run and its number of processes, on fewer as long as some are lost, and
     return its exit code. Raises LostRanks when none is left."""
+    root = Path(settings["checkpoint"]).expanduser()
+    left = root / LEFT
     while True:
+        shutil.rmtree(left, ignore_errors=True)
         try:
-            return spawn(settings, devices)
+            return spawn(settings | {"left": str(left)}, devices)
         except LostRanks as lost:
             if devices == len(lost.ranks):
                 raise
             mesh = smaller(Mesh.parse(settings["mesh"]), devices - len(lost.ranks))
             print(
-                f"autopar: {len(lost.ranks)} of {devices} processes lost ({lost.message}): going on with mesh {mesh}",
+                f"autopar: {len(lost.ranks)} of {devices} processes lost ({lost.message}): going on with mesh {mesh}, "
+                f"{_from_where(left, root, settings['keep'])}",
                 file=sys.stderr,
                 flush=True,
             )
             settings, devices = settings | {"mesh": str(mesh), "resume": True}, mesh.devices
+        finally:
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _from_where(left: Path, root: Path, keep: int | None) -> str:
+    """Make a checkpoint of what processes have left, if that is whole, and return what the run goes on from."""
+    from ..storage import remains
+
+    try:
+        return f"from what those that remain hold, {remains.put_together(left, root, keep).name}"
+    except CheckpointError as error:
+        return f"from the newest checkpoint: {error.message}"
 
 
 def smaller(mesh: Mesh, devices: int) -> Mesh:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 EXAMPLE = "autopar train --model gpt2-tiny --mesh dp=2,tp=2 --steps 20"
 GRACE_SECONDS = 4  # for processes to end by themselves when another one failed
+LEAVING_SECONDS = 60  # with --elastic, where they write what they hold
 
 
 def add(subparsers) -> None:
@@ -173,7 +174,8 @@ def _spawn(settings: dict, devices: int) -> int:
         with StopSignals(stop_all) as stop:
             try:
                 # one that fails raises here, when the others had time to say what they saw, and are ended
-                while not processes.join(timeout=1, grace_period=GRACE_SECONDS):
+                grace_seconds = LEAVING_SECONDS if settings["elastic"] else GRACE_SECONDS
+                while not processes.join(timeout=1, grace_period=grace_seconds):
                     pass
             except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
                 if stop.received:

@@ -42,6 +42,7 @@ from ..storage.checkpoint_folder import check_shared
 from ..utils.allocation_tracker import Allocations
 from ..utils.format import fit, ms, size
 from . import common
+from .remaining import Remaining
 from .shown_steps import shown_steps
 from .stop_signals import StopSignals, end_with
 
@@ -123,7 +124,10 @@ def _run(device_mesh, settings: dict, stop: StopSignals, say) -> int:
     peak_flops = device_mesh.size() * hardware.flops_per_second.get(kind, math.inf)
     seconds, peak = [], 0
     stop.waits = True
-    with shown_steps(steps, done, batch * seq, settings["flops"] / peak_flops, say) as show:
+    left = Path(settings["left"]) if settings.get("left") else None
+    remaining = Remaining(left, model, optimizer, scaler)
+    remaining.is_whole(done, _data(stream, settings))
+    with remaining.left_behind(), shown_steps(steps, done, batch * seq, settings["flops"] / peak_flops, say) as show:
         for step in range(done + 1, steps + 1):
             call = split_example(tree_map(partial(_on, torch.device(settings["device"])), next(stream)))
             follows = step == min(done + WARM_UP, steps)
@@ -133,8 +137,10 @@ def _run(device_mesh, settings: dict, stop: StopSignals, say) -> int:
                 loss = _loss_of(model(*args, **kwargs))
                 scaler.scale(loss).backward()
                 seconds.append(_now() - start)
+                remaining.changes()
                 scaler.step(optimizer)
                 scaler.update()
+                remaining.is_whole(step, _data(stream, settings))
             peak = max(peak, most())
             optimizer.zero_grad()
             show(step, loss.item(), _now() - start)
@@ -224,18 +230,22 @@ def _save(step: int, model, optimizer, scaler, stream, settings: dict, now: bool
     """Save a checkpoint, if there is a folder for it and the settings want one after this step, or it is to be now."""
     every = settings["every"]
     if settings["checkpoint"] and (now or step == settings["steps"] or every and step % every == 0):
-        data = {"settings": {name: settings[name] for name in OF_A_RUN}}
-        data |= {"position": stream.position} if hasattr(stream, "position") else {}
         checkpoint.save_checkpoint(
             settings["checkpoint"],
             model,
             optimizer,
             step=step,
-            data=data,
+            data=_data(stream, settings),
             scaler=scaler,
             keep=settings["keep"],
             wait=not settings["async_save"] or now or step == settings["steps"],
         )
+
+
+def _data(stream, settings: dict) -> dict:
+    """Return what a checkpoint has to say of the data, and of the settings that the run keeps."""
+    position = {"position": stream.position} if hasattr(stream, "position") else {}
+    return {"settings": {name: settings[name] for name in OF_A_RUN}} | position
 
 
 def _stream(source: nn.Module, inputs, folder: Path | None, settings: dict, say) -> Iterator:

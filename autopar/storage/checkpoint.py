@@ -163,6 +163,12 @@ def finish_checkpoint() -> None:
     pending.finish()
 
 
+def run_of(model: nn.Module) -> str | None:
+    """Return the name of the run that a compiled model is of, if this rank knows it: rank 0 does, and all after a
+    load."""
+    return _runs.get(model)
+
+
 def latest_checkpoint(root: str | Path) -> Path | None:
     """Return the complete checkpoint under `root` that was saved last, whatever its step; None if there is none."""
     return next(iter(complete(Path(root).expanduser())), None)

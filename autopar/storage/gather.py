@@ -69,7 +69,7 @@ def gather_to(owner: int, held: Held, stage: StageMesh) -> Tensor | None:
                     watch.patiently(partial(dist.recv, received, sender, group=group))
                 if whole is None:
                     return received
-                _copy_into(whole, received, local_ranges(shape, held.layout, stage.mesh, coordinate))
+                copy_into(whole, received, local_ranges(shape, held.layout, stage.mesh, coordinate))
             elif rank == sender:
                 watch.patiently(partial(dist.send, part.contiguous(), owner, group=group))
     return whole
@@ -91,7 +91,7 @@ def gather_everywhere(part: Tensor, shape: Sequence[int], layout: Layout, stage:
                 else part.new_empty(local_shape(shape, layout, stage.mesh, coordinate))
             )
             watch.patiently(partial(dist.broadcast, sent, holders[0], group=group))
-            _copy_into(whole, sent, local_ranges(shape, layout, stage.mesh, coordinate))
+            copy_into(whole, sent, local_ranges(shape, layout, stage.mesh, coordinate))
     return whole
 
 
@@ -106,14 +106,14 @@ def _holders(layout: Layout, mesh: Mesh, ranks: Sequence[int]) -> list[tuple[dic
     return list(found.values())
 
 
-def _copy_into(whole: Tensor, part: Tensor, ranges: Ranges) -> None:
+def copy_into(whole: Tensor, part: Tensor, ranges: Ranges) -> None:
     """Write a part where it belongs."""
     if not ranges:
         whole.copy_(part)
         return
     dim, at = len(ranges) - 1, 0
     for start, stop in ranges[dim]:
-        _copy_into(whole.narrow(dim, start, stop - start), part.narrow(dim, at, stop - start), ranges[:dim])
+        copy_into(whole.narrow(dim, start, stop - start), part.narrow(dim, at, stop - start), ranges[:dim])
         at += stop - start
 
 

@@ -38,7 +38,7 @@ def write_model(model: nn.Module, folder: Path, adapters: bool = True, **options
     """Write this rank's files of the model, with or without what adaptations added to it, into an empty folder, on rank
     0 also the config. Returns them as `write_shards`, which takes the `options`, does."""
     written = write_shards(tensors_of(model, adapters), folder, STEM, model.stage_mesh, **options)
-    return written | (_write_config(model, folder) if dist.get_rank() == 0 else {})
+    return written | (write_config(model, folder) if dist.get_rank() == 0 else {})
 
 
 def tensors_of(model: nn.Module, adapters: bool) -> dict[str, Held]:
@@ -103,7 +103,7 @@ def make_folder(folder: Path) -> str:
     return str(folder)
 
 
-def _write_config(model: nn.Module, folder: Path) -> dict[str, Digest]:
+def write_config(model: nn.Module, folder: Path) -> dict[str, Digest]:
     """Write config.json and generation_config.json of a model that has them, as transformers does."""
     config = getattr(model, "config", None)
     if not hasattr(config, "save_pretrained"):

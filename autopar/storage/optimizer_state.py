@@ -50,9 +50,20 @@ def describe(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[s
 
 
 def of_all_stages(described: dict, stage: StageMesh) -> dict:
-    """Return what the optimizers of all stages say together, of a parameter that several have what the first says. All
-    ranks call this. Raises CheckpointError if they are not of one kind with the same groups."""
-    everyone = stage.from_all_pp_ranks(described, "what the stages' optimizers hold")
+    """Return what the optimizers of all stages say together. All ranks call this."""
+    return together(stage.from_all_pp_ranks(described, "what the stages' optimizers hold"))
+
+
+def is_collective(described: dict) -> bool:
+    """Return whether all ranks of a stage have to give some of an optimizer's state together."""
+    return any(
+        saved.get("tensor") == WHOLE_DTENSOR for values in described["state"].values() for saved in values.values()
+    )
+
+
+def together(everyone: list[dict]) -> dict:
+    """Return what the optimizers of several ranks say together, of a parameter that several have what the first says.
+    Raises CheckpointError if they are not of one kind with the same groups."""
     if len({(other["class"], len(other["groups"])) for other in everyone}) > 1:
         kinds = ", ".join(f"{other['class']} with {len(other['groups'])} groups" for other in everyone)
         raise CheckpointError(

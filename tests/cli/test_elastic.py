@@ -29,8 +29,9 @@ def test_the_axis_of_data_is_cut_first(mesh, devices, expected):
     assert str(smaller(Mesh.parse(mesh), devices)) == expected
 
 
-def test_as_long_as_some_are_left(capsys):
+def test_as_long_as_some_are_left(capsys, tmp_path):
     runs, lost = [], [[3], [1, 0]]
+    settings = {"mesh": "dp=2,tp=2", "resume": False, "checkpoint": str(tmp_path), "keep": None}
 
     def spawn(settings: dict, devices: int) -> int:
         runs.append((settings["mesh"], settings["resume"], devices))
@@ -39,9 +40,10 @@ def test_as_long_as_some_are_left(capsys):
         return 0
 
     with pytest.raises(LostRanks):
-        elastic.train({"mesh": "dp=2,tp=2", "resume": False}, 4, spawn)
+        elastic.train(settings, 4, spawn)
     assert runs == [("dp=2,tp=2", False, 4), ("dp=1,tp=2", True, 2)]
-    assert "1 of 4 processes lost (rank 3 died): going on with mesh dp=1,tp=2" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "1 of 4 processes lost (rank 3 died): going on with mesh dp=1,tp=2, from the newest checkpoint: no" in err
 
 
 def test_not_under_torchrun(monkeypatch, tmp_path, capsys):
