@@ -60,7 +60,7 @@ def _from_where(left: Path, root: Path, keep: int | None) -> str:
     try:
         return f"from what those that remain hold, {remains.put_together(left, root, keep).name}"
     except CheckpointError as error:
-        return f"from the newest checkpoint: {error.message}"
+        return f"from the newest checkpoint ({error.message})"
 
 
 def smaller(mesh: Mesh, devices: int) -> Mesh:

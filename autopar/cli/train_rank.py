@@ -137,6 +137,8 @@ def _run(device_mesh, settings: dict, stop: StopSignals, say) -> int:
                 loss = _loss_of(model(*args, **kwargs))
                 scaler.scale(loss).backward()
                 seconds.append(_now() - start)
+                # every rank has its gradients before any changes its parameters: all that remain are at one step
+                asked = agree.extremes([stop.received], "whether to stop")[1][0]
                 remaining.changes()
                 scaler.step(optimizer)
                 scaler.update()
@@ -144,7 +146,7 @@ def _run(device_mesh, settings: dict, stop: StopSignals, say) -> int:
             peak = max(peak, most())
             optimizer.zero_grad()
             show(step, loss.item(), _now() - start)
-            stopped = step < steps and agree.extremes([stop.received], "whether to stop")[1][0]
+            stopped = asked if step < steps else 0
             _save(step, model, optimizer, scaler, stream, settings, bool(stopped))
             if stopped:
                 break
