@@ -135,7 +135,8 @@ def _model(call: ModelCall) -> tuple[nn.Module]:
 
 
 def _localized(here: Local) -> tuple:
-    return here.plan.sharding, here.rank, here.plan.reduce_scatter, None, reduce_type(here.plan.reduce_dtype)
+    lowering = "native" if here.plan.sharding.hierarchy else here.plan.reduce_scatter  # else by_tier lowers it
+    return here.plan.sharding, here.rank, lowering, None, reduce_type(here.plan.reduce_dtype)
 
 
 def _tiered(here: Local) -> tuple:

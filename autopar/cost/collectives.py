@@ -6,8 +6,8 @@
 
 A profile may know one axis better than another. `model` replaces the all-reduce by one of the textbooks' on alpha-beta
 links (autopar/cost/textbook.py). What takes several axes is one collective over the group of all their devices. An
-all-reduce that leaves a tier of links goes tier by tier where that is faster (autopar/cost/hierarchy.py), as it is
-emitted.
+all-reduce, all-gather or reduce-scatter that leaves a tier of links goes tier by tier where that is faster
+(autopar/cost/hierarchy.py), as it is emitted.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -24,12 +25,12 @@ from ..errors import HardwareError
 from ..hardware.profile import KINDS, Curve, Hardware
 from ..ir.mesh import Mesh, joined
 from . import measured, nccl
-from .hierarchy import Hierarchy, InSteps, in_steps, inner_axes, step_seconds
+from .hierarchy import STEPS, Hierarchy, InSteps, Key, inner_axes, sizes_that_gain, step_seconds
 from .textbook import ALL_REDUCES
 
 Price = Callable[[np.ndarray], np.ndarray]
 MODELS = ("auto", *ALL_REDUCES)
-SEVERAL_AXES = ("all_reduce", "all_gather", "reduce_scatter")  # kinds that take more than one axis
+SEVERAL_AXES = tuple(STEPS)  # kinds that take more than one axis
 TRUST = ("measured", "nccl", "alpha-beta", "textbook")  # best first
 
 # Relative errors to expect where nothing was measured: the aim of the NCCL model on nodes it was not calibrated on, and
@@ -38,28 +39,36 @@ ERRORS = {"nccl": 0.35, "alpha-beta": 0.5, "textbook": 0.5}
 
 
 class CollectiveCost:
-    """Prices collectives on one mesh. Raises HardwareError for an unknown `model`."""
+    """Prices collectives on one mesh. `by_tier`: whether some may go tier by tier. Raises HardwareError for an unknown
+    `model`."""
 
-    def __init__(self, hardware: Hardware, mesh: Mesh, model: str = "auto"):
+    def __init__(self, hardware: Hardware, mesh: Mesh, model: str = "auto", by_tier: bool = True):
         if model not in MODELS:
             raise HardwareError(f"there is no model {model!r} of collectives", fix=f"use one of {', '.join(MODELS)}")
         self.hardware, self.mesh, self.model = hardware, mesh, model
         self._by_links = hardware.split_by_tier(mesh)  # no axis of it is on two tiers
-        self._prices: dict[tuple[str, tuple[str, ...]], Price] = {}
+        self._prices: dict[Key, Price] = {}
         # beside compute a group of collectives that wait for each other hides less than one, so there is none
-        self._goes_by_tier = model == "auto" and hardware.overlap_gain == 0
+        self._goes_by_tier = by_tier and model == "auto" and hardware.overlap_gain == 0
+        self._steps: dict[Key, InSteps | None] = {}
 
     @cached_property
     def hierarchy(self) -> Hierarchy:
-        """Return which all-reduces go tier by tier, as `seconds` prices them."""
+        """Return which collectives go tier by tier, as `seconds` prices them."""
         axes = self._active(self.mesh.names)
-        left, found = [some for n in range(1, len(axes) + 1) for some in itertools.combinations(axes, n)], {}
+        groups = [some for n in range(1, len(axes) + 1) for some in itertools.combinations(axes, n)]
+        left, found = [(kind, some) for kind in STEPS for some in groups], {}
         while left:
-            steps = self._in_steps(some := left.pop(0))
-            if some not in found and steps is not None:
-                found[some] = steps
-                left.append(steps.outer)  # which may be parts of axes
+            steps = self._in_steps(*(key := left.pop(0)))
+            if key not in found and steps is not None:
+                found[key] = steps
+                left.append((steps.kind, steps.outer))  # which may be parts of axes
         return found
+
+    @cached_property
+    def at_once(self) -> CollectiveCost:
+        """Return the prices of collectives that are emitted elsewhere, none of which goes by tier."""
+        return CollectiveCost(self.hardware, self.mesh, self.model, by_tier=False)
 
     def seconds(self, kind: str, axes: tuple[str, ...], held_bytes: float | np.ndarray) -> float | np.ndarray:
         """Return the seconds of one collective, `held_bytes` being those of a device before it. It is never less for
@@ -117,33 +126,46 @@ class CollectiveCost:
         tier = self.tier_of(kind, axes)
         if tier == "textbook":
             return self._textbook(axes)
-        steps = self._in_steps(axes) if kind == "all_reduce" else None
-        flat = self._at_once(kind, axes, tier)
-        return (
-            flat
-            if steps is None
-            else lambda held: np.where(
-                (held >= steps.from_bytes) & (held <= steps.to_bytes), self._by_tier(steps, held), flat(held)
-            )
-        )
+        flat, steps = self._at_once(kind, axes, tier), self._in_steps(kind, axes)
+        if steps is None:
+            return flat
+        return lambda held: np.where(steps.takes(held), self._by_tier(steps, held), flat(held))
 
     def _at_once(self, kind: str, axes: tuple[str, ...], tier: str) -> Price:
         if tier == "alpha-beta":
             return self._alpha_beta(kind, axes)
         return self._measured(kind, axes) if tier == "measured" else self._nccl(kind, axes)
 
-    def _in_steps(self, axes: tuple[str, ...]) -> InSteps | None:
-        """Return for which bytes an all-reduce over these axes, in the order of the mesh, goes tier by tier."""
+    def _in_steps(self, kind: str, axes: tuple[str, ...]) -> InSteps | None:
+        """Return for which bytes a collective over these axes, in the order of the mesh, goes tier by tier."""
+        if (kind, axes) not in self._steps:
+            self._steps[kind, axes] = self._found_steps(kind, axes) if self._goes_by_tier and kind in STEPS else None
+        return self._steps[kind, axes]
+
+    def _found_steps(self, kind: str, axes: tuple[str, ...]) -> InSteps | None:
         parts = self._parts(axes)
         inner = inner_axes(parts, self.hardware.tiers_for(self._by_links))
-        if not self._goes_by_tier or len(inner) == len(parts):
+        if len(inner) == len(parts):
             return None
-        flat, outer = self._at_once("all_reduce", axes, self.tier_of("all_reduce", axes)), parts[: -len(inner)]
-        devices = self._devices(inner)
-        return in_steps(joined(outer), inner, devices, lambda held: float(flat(np.array(float(held)))), self.seconds)
+        flat = self._at_once(kind, axes, self.tier_of(kind, axes))
+        steps = InSteps(kind, joined(parts[: -len(inner)]), inner, 0, 0)
+        ends = sizes_that_gain(lambda held: self._by_tier(steps, held) < float(flat(np.array(float(held)))))
+        return ends and replace(steps, from_bytes=ends[0], to_bytes=ends[1])
 
-    def _by_tier(self, steps: InSteps, held: np.ndarray) -> np.ndarray:
-        return step_seconds(steps.outer, steps.inner, self._devices(steps.inner), self.seconds, held)
+    def _by_tier(self, steps: InSteps, held):
+        return step_seconds(steps.steps, self._devices, self._unordered, held) + self._order_seconds(steps, held)
+
+    def _unordered(self, kind: str, axes: tuple[str, ...], held):
+        """Return the seconds of a collective as one step of several, whose copy puts in order what this one brings."""
+        steps, seconds = self._in_steps(kind, self._active(axes)), self.seconds(kind, axes, held)
+        if steps is None:
+            return seconds
+        return seconds - np.where(steps.takes(held), self._order_seconds(steps, held), 0.0)
+
+    def _order_seconds(self, steps: InSteps, held):
+        """Return the seconds of the copy that puts blocks in order."""
+        copied = {"all_gather": held * self._devices(steps.axes), "reduce_scatter": held}.get(steps.kind, 0.0)
+        return 2 * copied / self.hardware.reached_memory_bytes_per_second
 
     def _measured(self, kind: str, axes: tuple[str, ...]) -> Price:
         curve, devices = self._curve(kind, axes), self._devices(axes)

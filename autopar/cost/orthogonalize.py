@@ -36,7 +36,7 @@ class OrthogonalizeCost:
 
     def gather_seconds(self, elements: int, layout: Layout) -> float:
         """Return the seconds of a step to gather so many elements in all."""
-        return self.prices.pair(layout, Layout.replicated(len(layout.dims)), float(ELEMENT_BYTES * elements))
+        return self.prices.at_once.pair(layout, Layout.replicated(len(layout.dims)), float(ELEMENT_BYTES * elements))
 
     def product_seconds(self, shape: Sequence[int]) -> float:
         """Return the seconds of a step for the products, which are the same on every device."""

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 import numpy as np
 
 from ..ir.layout import Layout
+from ..ir.mesh import whole_axis
 from .collectives import CollectiveCost
 from .hierarchy import Hierarchy
 from .redistribute import Redistributor
@@ -37,9 +39,16 @@ class TransferPrices:
 
     @property
     def hierarchy(self) -> Hierarchy:
-        """Return which all-reduces over several axes of the mesh are priced tier by tier."""
+        """Return which collectives over axes of the mesh, or parts of them, are priced tier by tier."""
         found, names = self.collectives.hierarchy if self.collectives else {}, {*self.redistribute.mesh.names}
-        return {axes: steps for axes, steps in found.items() if names.issuperset(axes)}
+        return {key: steps for key, steps in found.items() if names.issuperset(map(whole_axis, key[1]))}
+
+    @cached_property
+    def at_once(self) -> TransferPrices:
+        """Return the prices of redistributions that the step's graphs do not contain: none goes by tier."""
+        if self.collectives is None or not self.hierarchy:
+            return self
+        return TransferPrices(self.redistribute, self.collectives.at_once, self.class_of)
 
     def _step_seconds(self, bytes_: float) -> np.ndarray:
         """Return the seconds of every distinct step for a tensor of so many global bytes."""

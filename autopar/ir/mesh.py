@@ -168,3 +168,8 @@ def joined(parts: Iterable[str]) -> tuple[str, ...]:
         while (m := re.fullmatch(r"(.+)%(\d+)", axes[-1])) and axes[-2:-1] == [f"{m[1]}//{m[2]}"]:
             axes[-2:] = [m[1]]
     return tuple(axes)
+
+
+def whole_axis(part: str) -> str:
+    """Return the axis of a mesh that this is, or a part of."""
+    return re.split("//|%", part)[0]

@@ -192,6 +192,11 @@ def lowering(value: object) -> bool:
     return text(value) and value in LOWERINGS
 
 
+def by_tier(value: object) -> bool:
+    """Return whether a value is a kind of collective that goes tier by tier."""
+    return text(value) and value in ("all_reduce", "all_gather", "reduce_scatter")
+
+
 def narrow_reduction(value: object) -> bool:
     """Return whether a value is a type that gradients are reduced in."""
     return text(value) and value in ("bf16", "fp16")
@@ -221,6 +226,7 @@ IN_WORDS: dict[Callable[[object], bool], str] = {
     size: "an integer from 1 to 65536",
     flag: "true or false",
     lowering: "a lowering of reduce-scatter",
+    by_tier: "a kind of collective that goes tier by tier",
     narrow_reduction: "a type that gradients are reduced in",
     narrow_state: "a type that the state of an optimizer is kept in",
     execution: "a way in which graphs run",
@@ -235,7 +241,7 @@ SHARDING: Kind = {
     "kept": [(text, count, count)],
     "again": [text],
     "on_host": [text],
-    "hierarchy": [([text], [text], count, count)],
+    "hierarchy": [(by_tier, [text], [text], count, count)],
     "layouts": [(rank, text)],
 }
 # What a file may leave out, and what it could be.

@@ -39,7 +39,7 @@ class Sharding:
         own layout: this is how ZeRO-3 gathers a parameter a second time. So does an op that is computed again.
     recomputed: names of the op nodes that the backward computes again instead of reading what they gave.
     on_host: placeholders whose local value arrives in the host's memory; what is their gradient leaves to there.
-    hierarchy: all-reduces over several axes that go one tier of links after the other.
+    hierarchy: collectives that go one tier of links after the other.
     """
 
     mesh: Mesh

@@ -37,7 +37,9 @@ def sharding_to_json(sharding: Sharding) -> Json:
         "kept": kept,
         "again": sorted(sharding.recomputed),
         "on_host": sorted(sharding.on_host),
-        "hierarchy": [[[*x.outer], [*x.inner], x.from_bytes, x.to_bytes] for x in sharding.hierarchy.values()],
+        "hierarchy": [
+            [x.kind, [*x.outer], [*x.inner], x.from_bytes, x.to_bytes] for x in sharding.hierarchy.values()
+        ],
         "layouts": [[len(layout.dims), layout.text()] for layout in numbers],
     }
 
@@ -78,12 +80,12 @@ def sharding_from_json(data: Json, mesh: Mesh) -> Sharding:
 
 
 def _hierarchy_from_json(data: list[list[Any]], mesh: Mesh) -> Hierarchy:
-    found = [InSteps(tuple(outer), tuple(inner), *ends) for outer, inner, *ends in data]
+    found = [InSteps(kind, tuple(outer), tuple(inner), *ends) for kind, outer, inner, *ends in data]
     for steps in found:
         order = mesh.with_parts(steps.outer + steps.inner).names
         if not steps.outer or not steps.inner or not _follow(steps.outer + steps.inner, order):
-            raise ValueError(f"no all-reduce goes over {steps.axes} in steps")
-    return {steps.axes: steps for steps in found}
+            raise ValueError(f"no {steps.kind} goes over {steps.axes} in steps")
+    return {(steps.kind, steps.axes): steps for steps in found}
 
 
 def _follow(some: tuple[str, ...], order: tuple[str, ...]) -> bool:

@@ -194,8 +194,9 @@ def _collectives(plan: Plan) -> list[str]:
         column([c.seconds * 1e3 for c in plan.collectives]),
     )
     lines = table([wording(plan).collectives, "axes", "count", f"{unit} sent by a device", "ms"], list(rows), left=2)
-    summed = {c.axes for c in plan.collectives if c.kind == "all_reduce"}
-    return lines + [str(steps) for axes, steps in plan.sharding.hierarchy.items() if axes in summed]
+    order = plan.mesh.names.index
+    used = {(c.kind, tuple(sorted(c.axes, key=order))) for c in plan.collectives if c.phase != "optimizer"}
+    return lines + [str(steps) for key, steps in plan.sharding.hierarchy.items() if key in used]
 
 
 def _outputs(plan: Plan) -> list[str]:

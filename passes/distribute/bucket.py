@@ -196,3 +196,34 @@ def _devices(start: fx.Node) -> int:
     if start.target is c10d.all_to_all_single.default:
         return len(cast(list[int], start.args[1]))
     return cast(int, start.args[2])
+
+
+def rows_of(start: fx.Node) -> list[fx.Node]:
+    """Return what is packed for a collective, (devices, columns) each; nothing if it is of no bucket."""
+    return list(cast(list[fx.Node], operand(start).args[0])) if start.meta.get("bucket") else []
+
+
+def read_columns(start: fx.Node, rows: fx.Node, builder: Builder) -> None:
+    """Let the tensors of a bucket be read from `rows`, a view (..., columns) that has the rows of all devices in order,
+    and not from what a collective gives."""
+    (wait,) = start.users
+    (columns,) = wait.users
+    for piece in list(columns.users):
+        (old,) = piece.users
+        with wait.graph.inserting_before(piece):
+            part = builder.call(aten.slice.Tensor, rows, rows.meta["val"].dim() - 1, *piece.args[2:])
+            part = builder.call(aten.reshape.default, part, list(old.meta["val"].shape))
+            part = contiguous(builder, part)
+        copy = next(iter(old.users), old)
+        is_copied = copy.target is aten.clone.default and copy.name.startswith(old.name)  # by `contiguous`
+        become(copy if is_copied else old, part)
+        for node in (old, piece) if is_copied else (piece,):
+            wait.graph.erase_node(node)
+    wait.graph.erase_node(columns)
+
+
+def become(node: fx.Node, other: fx.Node) -> None:
+    """Let a node do what another does, which it replaces, under its own name, and with its own fake value, with which
+    views of it share storage."""
+    node.target, node.args, node.kwargs = other.target, other.args, other.kwargs
+    node.graph.erase_node(other)

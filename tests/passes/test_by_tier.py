@@ -45,13 +45,13 @@ def test_sums_and_maxima_are_those_of_one_collective(mesh):
         source = Layout(tuple(() for _ in shape), tuple((axis, reduction) for axis in axes))
         inner = axes[rng.randint(1, len(axes) - 1) :]
         outer = axes[: len(axes) - len(inner)]
-        hierarchy = {tuple(axes): InSteps(tuple(outer), tuple(inner), 0, LARGEST)}
+        hierarchy = {("all_reduce", tuple(axes)): InSteps("all_reduce", tuple(outer), tuple(inner), 0, LARGEST)}
         if len(outer) > 1:  # three tiers
-            hierarchy[tuple(outer)] = InSteps(tuple(outer[:1]), tuple(outer[1:]), 0, LARGEST)
+            hierarchy["all_reduce", tuple(outer)] = InSteps("all_reduce", tuple(outer[:1]), tuple(outer[1:]), 0, LARGEST)
         joint, sharding = redistribution(shape, source, Layout.replicated(len(shape)), mesh)
         value, blocks = partial_values(shape, source, mesh, torch.Generator().manual_seed(seed))
         simulator = Simulator(mesh)
-        graphs = [by_tier(g, mesh, hierarchy, lowering) for g in local_graphs(joint, sharding, lowering)]
+        graphs = [by_tier(g, mesh, hierarchy, lowering) for g in local_graphs(joint, sharding)]
         results = simulator.run(graphs, [[b] for b in blocks])
         for rank, (result,) in enumerate(results):
             torch.testing.assert_close(result, value(mesh.coordinate(rank)), rtol=1e-12, atol=1e-12)
@@ -70,7 +70,7 @@ def test_too_few_bytes_go_at_once():
     mesh = Mesh.parse("a=2,b=2")
     joint, sharding = redistribution((4, 4), Layout.parse("a:P b:P", 2), Layout.parse("R", 2), mesh)
     (graph, *_) = local_graphs(joint, sharding)
-    by_tier(graph, mesh, {("a", "b"): InSteps(("a",), ("b",), 129, LARGEST)}, "native")
+    by_tier(graph, mesh, {("all_reduce", ("a", "b")): InSteps("all_reduce", ("a",), ("b",), 129, LARGEST)}, "native")
     assert [n.meta["collective"].axes for n in graph.graph.nodes if n.meta.get("collective")] == [("a", "b")]
 
 
@@ -91,7 +91,7 @@ def test_what_is_priced_is_emitted():
     reduced = [c for c in plan.collectives if c.kind == "all_reduce" and set(c.axes) == {"dp", "tp"}]
     *_, one_tier, _ = planned("dp=2,tp=2", "ddp", load("cpu-gloo"))
     assert reduced and not one_tier.sharding.hierarchy
-    steps = plan.sharding.hierarchy["dp", "tp"]
+    steps = plan.sharding.hierarchy["all_reduce", ("dp", "tp")]
     assert (steps.outer, steps.inner) == (("dp",), ("tp",))
 
 

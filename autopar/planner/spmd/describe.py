@@ -226,7 +226,7 @@ def _of_update(problem: Problem, e: Evaluation) -> tuple[Collective, ...]:
         bytes_ = ELEMENT_BYTES * v.node.meta["val"].numel()
         for step in cost.gather(layout).steps:
             kind, axes = step.move.kind, step.move.axes
-            seconds = cost.prices.pair(step.before, step.after, bytes_) / cost.micro_batches
+            seconds = cost.prices.at_once.pair(step.before, step.after, bytes_) / cost.micro_batches
             known = found.get((kind, axes), Collective(kind, axes, "optimizer", 0, 0.0, 0.0))
             found[kind, axes] = replace(
                 known,

@@ -37,7 +37,8 @@ def outputs_in(sharding: Sharding, problem: Problem, pricer: Pricer, call: Captu
         value, whole = node.meta["val"], Layout.replicated(len(layout.dims))
         gather = pricer.redistribute(layout, whole)
         sent = float(gather.wire_fraction * bytes_of(value)) if gather is not None else 0.0
-        name, seconds = call.returns.names[int(role.name)], pricer.prices.pair(layout, whole, bytes_of(value))
+        name = call.returns.names[int(role.name)]
+        seconds = pricer.prices.at_once.pair(layout, whole, bytes_of(value))
         found.append(Output(name, tuple(value.shape), layout.text(), sent, seconds))
     return tuple(found) if any(output.wire_bytes for output in found) else ()
 
