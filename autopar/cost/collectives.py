@@ -49,7 +49,7 @@ class CollectiveCost:
         self._by_links = hardware.split_by_tier(mesh)  # no axis of it is on two tiers
         self._prices: dict[Key, Price] = {}
         # beside compute a group of collectives that wait for each other hides less than one, so there is none
-        self._goes_by_tier = by_tier and model == "auto" and hardware.overlap_gain == 0
+        self._goes_by_tier = by_tier and model == "auto"
         self._steps: dict[Key, InSteps | None] = {}
 
     @cached_property

@@ -37,7 +37,7 @@ class TransferPrices:
         self._seconds: dict[float, np.ndarray] = {}  # by bytes: of every row
         self._split: dict[float, np.ndarray] = {}  # the same by stream
 
-    @property
+    @cached_property
     def hierarchy(self) -> Hierarchy:
         """Return which collectives over axes of the mesh, or parts of them, are priced tier by tier."""
         found, names = self.collectives.hierarchy if self.collectives else {}, {*self.redistribute.mesh.names}

@@ -37,9 +37,7 @@ def sharding_to_json(sharding: Sharding) -> Json:
         "kept": kept,
         "again": sorted(sharding.recomputed),
         "on_host": sorted(sharding.on_host),
-        "hierarchy": [
-            [x.kind, [*x.outer], [*x.inner], x.from_bytes, x.to_bytes] for x in sharding.hierarchy.values()
-        ],
+        "hierarchy": [[x.kind, [*x.outer], [*x.inner], x.from_bytes, x.to_bytes] for x in sharding.hierarchy.values()],
         "layouts": [[len(layout.dims), layout.text()] for layout in numbers],
     }
 

@@ -57,10 +57,12 @@ def identity_joint(shape, dtype=torch.float64) -> fx.GraphModule:
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
-def redistribution(shape, source: Layout, target: Layout, mesh: Mesh, seed: int = 0) -> tuple[fx.GraphModule, Sharding]:
+def redistribution(
+    shape, source: Layout, target: Layout, mesh: Mesh, seed: int = 0, dtype: torch.dtype = torch.float64
+) -> tuple[fx.GraphModule, Sharding]:
     """A joint graph of one tensor that arrives as `source` and leaves as `target`."""
     sharding = Sharding(mesh, links(mesh, seed), 1e11, nodes={}, leaves={"x": source}, outputs=(target,))
-    return identity_joint(shape), sharding
+    return identity_joint(shape, dtype), sharding
 
 
 def partial_values(shape, layout: Layout, mesh: Mesh, generator: torch.Generator):

@@ -297,7 +297,7 @@ class _Lives:
             value = self.problem.vertices[t.producer].values[t.output]
             is_alone = not t.is_hidden or t.bytes_ >= self.pricer.bucket_bytes
             for step in t.redistribution.steps if is_alone else ():
-                if _is_packed(step):
+                if self._is_packed(step):
                     sizes = (self.pricer.bytes_of(value, layout) for layout in (step.before, step.after))
                     most[left] = max(most[left], *sizes)
         for left, bytes_ in most.items():
@@ -309,12 +309,12 @@ class _Lives:
         is_late = not travel.transfer.is_hidden and travel.first < len(self.order.runs)
         return travel.first if is_late else travel.held
 
-
-def _is_packed(step: MoveStep) -> bool:
-    """Return whether a collective holds other memory than that of the tensor before and after; those that gather dim 0
-    do not."""
-    move = step.move
-    return move.kind != "slice" and (move.kind != "all_gather" or move.dim > 0 or move.parts != 1)
+    def _is_packed(self, step: MoveStep) -> bool:
+        """Return whether a collective holds other memory than that of the tensor before and after; those that gather
+        dim 0 at once do not."""
+        move = step.move
+        is_as_it_comes = move.kind == "all_gather" and move.dim == 0 and move.parts == 1
+        return move.kind != "slice" and not (is_as_it_comes and self.pricer.steps_of(move) is None)
 
 
 def bucket_bytes(problem: Problem, pricer: Pricer, evaluation: Evaluation, order: StepOrder) -> dict[str, np.ndarray]:
@@ -322,10 +322,10 @@ def bucket_bytes(problem: Problem, pricer: Pricer, evaluation: Evaluation, order
     gradients are reduced beside them (BUCKETS): a bucket, or all that is still to be gathered in this phase or was
     made, if that is less.
 
-    Beside a bucket of gathered parameters is the part of it that was sent, and, where gathers run ahead
-    (passes/distribute/overlap.py), the next one. Beside a packed bucket of gradients is what waited for it and is more
-    than the shards that stay. A reduce-scatter that is an all-to-all receives as much as it sends, and both stay until
-    the next bucket is packed."""
+    Beside a bucket of gathered parameters is the part of it that was sent, what its first tiers of links brought, and,
+    where gathers run ahead (passes/distribute/overlap.py), the next one. Beside a packed bucket of gradients is what
+    waited for it and is more than the shards that stay. A reduce-scatter that is an all-to-all receives as much as it
+    sends, and both stay until the next bucket is packed."""
     count = len(order.runs)
     received, sent, made, shards, all_reduced = (np.zeros(count + 1) for _ in range(5))
     for travel in order.travels:
@@ -336,7 +336,8 @@ def bucket_bytes(problem: Problem, pricer: Pricer, evaluation: Evaluation, order
         value = problem.vertices[t.producer].values[t.output]
         before, after = (pricer.bytes_of(value, layout) * t.copies for layout in (t.source, t.target))
         if is_gathered_ahead(problem.vertices[t.producer]):
-            received[travel.first], sent[travel.first] = received[travel.first] + after, sent[travel.first] + before
+            received[travel.first] += after
+            sent[travel.first] += before + after * pricer.share_between_tiers(t.redistribution)
         else:
             made[travel.start], shards[travel.start] = made[travel.start] + before, shards[travel.start] + after
             all_reduced[travel.start] += before if before == after else 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -10,7 +11,9 @@ import numpy as np
 import torch
 
 from ...cost.expert_load import load_of, load_of_rows
-from ...cost.redistribute import Redistributor
+from ...cost.hierarchy import InSteps
+from ...cost.moves import Move
+from ...cost.redistribute import Redistribution, Redistributor
 from ...cost.transfer_prices import TransferPrices
 from ...ir.graph import operand
 from ...ir.layout import Layout, largest_local_numel
@@ -100,6 +103,17 @@ class Pricer:
         """Return whether a tensor is a gradient, and its redistribution a sum."""
         is_gradient = self.problem.vertices[producer].phase == "backward" and all(slot == STATE for slot in slots)
         return is_gradient and bool(source.partial) and all(reduction == "sum" for _, reduction in source.partial)
+
+    def steps_of(self, move: Move) -> InSteps | None:
+        """Return the steps of a move that goes by tier of links from some size on, None if it goes at once."""
+        order = self.problem.mesh.names.index
+        return self.prices.hierarchy.get((move.kind, tuple(sorted(move.axes, key=order))))
+
+    def share_between_tiers(self, transfer: Redistribution) -> float:
+        """Return the share of what is gathered that is held after the first tiers of links."""
+        steps = [self.steps_of(step.move) for step in transfer.steps if step.move.kind == "all_gather"]
+        inner = [math.prod(map(self.problem.mesh.size, found.inner)) for found in steps if found is not None]
+        return 1 / min(inner) if inner else 0.0
 
     def moved_bytes(self, producer: int, output: int, slots, source: Layout) -> int:
         """Return the global bytes of a tensor in the type in which it is redistributed."""
