@@ -39,7 +39,7 @@ from ..planner.spmd import accumulation
 from ..planner.spmd.batch import AUTO
 from ..planner.spmd.planned import Planned
 from ..plans.plan import Plan
-from ..processes import agree, process_groups, records, watch
+from ..processes import agree, last_words, process_groups, watch
 from ..processes.machines import fitted_to_machines
 from ..runtime import optimizers
 from ..runtime.equal_ranks import EVERY
@@ -353,7 +353,7 @@ def _compile(
     **options,
 ):
     process_groups.check_world(Mesh.of(device_mesh), device_mesh)
-    records.tell_last_words()
+    last_words.tell()
     watch.start()
     if device_mesh.device_type == "cpu":
         keep_freed_pages()

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch.distributed as dist
 
-from . import process_groups
+from . import last_words, process_groups
 from .machines import LOOPBACK, Machine, numbered
 
 GONE, SILENT, CUT_OFF, UNKNOWN = "gone", "silent", "cut off", "unknown"  # instead of an answer
@@ -49,7 +49,8 @@ class Peers:
         self.addresses, self.word, self.world = [address for address, _ in everyone], everyone[0][1], len(everyone)
         self.run = hashlib.sha256(self.word.encode()).hexdigest()[:8]  # one name on all ranks, and no secret
         os.register_at_fork(after_in_child=self.close)  # a child that lives on would answer for a dead process
-        threading.Thread(target=self._listen, name="autopar peers", daemon=True).start()
+        listen = last_words.signed(self._listen, self.rank, self.world, self.run)
+        threading.Thread(target=listen, name="autopar peers", daemon=True).start()
         self.unheard = self._try_ways()
 
     def ask(self, message: dict, ranks: Collection[int], seconds: float = 1.0) -> dict[int, dict | str]:

@@ -8,7 +8,6 @@ failed stay; AUTOPAR_RECORDS=off writes none.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import json
 import os
 import tempfile
@@ -96,14 +95,6 @@ class Record:
             raise InputError(f"{file} {said}", fix="give the files that AUTOPAR_RECORDS=FOLDER names") from None
 
 
-def tell_last_words() -> None:
-    """Let this process print where its threads are if a library aborts it, as gloo does where more bytes come than it
-    waits for. Nothing changes where somebody has seen to that before."""
-    if not faulthandler.is_enabled():
-        with contextlib.suppress(RuntimeError, ValueError, OSError, AttributeError):  # stderr is no file in a notebook
-            faulthandler.enable()
-
-
 def _remove_old(folder: Path) -> None:
     """Remove the records of all runs but the last ones."""
     runs: dict[str, list[tuple[float, Path]]] = defaultdict(list)
@@ -116,13 +107,23 @@ def _remove_old(folder: Path) -> None:
 
 
 def files_of(paths: Sequence[str]) -> list[Path]:
-    """Return the files of records among some files and folders. Raises InputError if there is none."""
+    """Return the files among some files and folders, of folders the records and logs (of `torchrun --log-dir` too).
+    Raises InputError if there is none."""
     found = []
     for path in map(Path, paths):
-        found += sorted(path.glob(f"*-rank-*{SUFFIX}")) if path.is_dir() else [path]
+        found += [*sorted(path.glob(f"*-rank-*{SUFFIX}")), *sorted(path.rglob("*.log"))] if path.is_dir() else [path]
     if not found:
         raise InputError(
-            f"there is no record of a failure in {', '.join(paths)}",
+            f"there is no record of a failure, and no log, in {', '.join(paths)}",
             fix="give the folder AUTOPAR_RECORDS of the run, or files from it",
         )
     return found
+
+
+def is_record(file: Path) -> bool:
+    """Return whether a file is to be read as a record, and not as a log."""
+    try:
+        with open(file, "rb") as stream:
+            return file.suffix == SUFFIX or stream.read(1) == b"{"
+    except OSError:
+        return True  # which says what is wrong with it

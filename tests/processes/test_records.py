@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
 import tempfile
 from dataclasses import replace
 
@@ -118,11 +115,3 @@ def test_where_there_is_no_record(tmp_path):
         files_of([str(tmp_path)])
     with pytest.raises(InputError, match="cannot be read: No such file"):
         Record.read(tmp_path / "none.json")
-
-
-@pytest.mark.parametrize("before, shown", [("", True), ("import io; sys.stderr = io.StringIO()", False)])
-def test_a_process_that_a_library_aborts_says_where_it_was(before, shown):
-    code = f"import os, sys; from autopar.processes import records; {before}\nrecords.tell_last_words()\nos.abort()"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert ended.returncode == -signal.SIGABRT
-    assert ('File "<string>", line 3 in <module>' in ended.stderr) == shown
