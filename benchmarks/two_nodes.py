@@ -1,4 +1,4 @@
-"""Measure a step on nodes that a slow network joins: strategies, and all-reduces by tier against the same at once.
+"""Measure a step on nodes that a slow network joins: strategies, and collectives by tier against the same at once.
 
 Start it under torchrun on every node, with a profile of two tiers of links:
 
@@ -6,23 +6,29 @@ Start it under torchrun on every node, with a profile of two tiers of links:
         benchmarks/two_nodes.py --hardware two_nodes.toml --count FILE
 
 Prints for each strategy the predicted and the measured seconds of a forward and backward, the least of several, in
-which the strategies take turns, and the bytes that left this node, if FILE holds a counter of them as its first word.
+which the strategies take turns; the bytes that its collectives send from a node, in closed form; and those that left
+this node, if FILE holds a counter of them as its first word.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
+from torch import fx
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
+from autopar.compiler import lower
 from autopar.hardware.profile import load
 from autopar.ir.mesh import Mesh
 from autopar.models import build
+from autopar.simulate.step import plan_and_capture
 from autopar.utils.format import table
 
 MODEL = "gpt:hidden=256,layers=4,heads=4,vocab=1024,seq=64"
@@ -31,10 +37,11 @@ SETTLED_SECONDS = 0.4  # after which a counter has counted all that was sent
 
 @dataclass
 class Row:
-    """One strategy: `seconds` and `sent_bytes` of each round."""
+    """One strategy: `seconds` and `sent_bytes` of each round, and the bytes that its collectives send from a node."""
 
     name: str
     model: autopar.ParallelModule
+    sent_in_theory: float
     seconds: list[float] = field(default_factory=list)
     sent_bytes: list[int] = field(default_factory=list)
 
@@ -44,7 +51,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hardware", required=True, help="a profile with two tiers of links")
     parser.add_argument("--mesh", default="dp=2,tp=2")
-    parser.add_argument("--strategies", default="ddp,zero1,fsdp,hsdp,megatron,auto")
+    parser.add_argument("--strategies", default="ddp,zero1,zero2,fsdp,hsdp,megatron,auto")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--count", type=Path, help="a file with the bytes that left this node")
@@ -56,12 +63,12 @@ def main() -> None:
     rows = []
     for strategy in args.strategies.split(","):
         module, inputs = build(MODEL, batch=args.batch, seq=64, device="cpu")
-        plan = autopar.plan(module, shape, inputs, hardware=hardware, strategy=strategy, baselines=False)
-        if plan.sharding.hierarchy:
-            at_once = replace(plan, sharding=replace(plan.sharding, hierarchy={}))
+        plan, captured = plan_and_capture(module, shape, inputs, hardware=hardware, strategy=strategy, baselines=False)
+        at_once = replace(plan, sharding=replace(plan.sharding, hierarchy={}))
+        for name, chosen in ((f"{strategy}, at once", at_once), (strategy, plan))[not plan.sharding.hierarchy :]:
             copy, _ = build(MODEL, batch=args.batch, seq=64, device="cpu")
-            rows.append(Row(f"{strategy}, at once", autopar.compile(copy, mesh, inputs, plan=at_once)))
-        rows.append(Row(strategy, autopar.compile(module, mesh, inputs, plan=plan)))
+            sent = leaving_bytes(lower(captured, chosen, dist.get_rank()).local, shape)
+            rows.append(Row(name, autopar.compile(copy, mesh, inputs, plan=chosen), sent))
     for row in rows:
         row.model(**inputs).loss.backward()
     for _ in range(args.rounds):
@@ -70,6 +77,24 @@ def main() -> None:
     if dist.get_rank() == 0:
         print_table(rows)
     dist.destroy_process_group()
+
+
+def leaving_bytes(local: fx.GraphModule, mesh: Mesh) -> float:
+    """Return the bytes that collectives of all ranks of this node send to others. Of a ring one edge leaves the node,
+    whoever of the group is on it; of an all-to-all what is for the others does."""
+    ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+    total, node = 0.0, dist.get_rank() // ranks
+    for started in (n for n in local.graph.nodes if n.meta.get("collective")):
+        group, sent = (
+            mesh.group(started.meta["collective"].axes, dist.get_rank()),
+            started.meta["collective"].wire_bytes,
+        )
+        here = sum(rank // ranks == node for rank in group)
+        if here == len(group):
+            continue
+        is_exchange = started.target is torch.ops._c10d_functional.all_to_all_single.default
+        total += sent * (len(group) - here) / (len(group) - 1) if is_exchange else sent / here
+    return total * ranks
 
 
 def measure(row: Row, inputs: dict, count: Path | None) -> None:
@@ -95,11 +120,16 @@ def print_table(rows: list[Row]) -> None:
         [row.name for row in rows],
         ["" if row.name.endswith("at once") else f"{row.model.plan.step_seconds:.3f}" for row in rows],
         [f"{min(row.seconds):.3f}" for row in rows],
+        [f"{row.sent_in_theory / 1e6:.2f}" for row in rows],
         [f"{sorted(row.sent_bytes)[len(rows[0].sent_bytes) // 2] / 1e6:.2f}" for row in rows],
     ]
     print(
         "\n".join(
-            table(["strategy", "predicted s", "measured s", "MB that left the node"], list(zip(*columns)), left=1)
+            table(
+                ["strategy", "predicted s", "measured s", "MB a node sends", "MB that left it"],
+                list(zip(*columns)),
+                left=1,
+            )
         )
     )
 

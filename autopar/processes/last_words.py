@@ -82,11 +82,11 @@ def read(file: Path) -> list[LastWords]:
 
 def _all(lines: Sequence[str]) -> Iterator[LastWords]:
     """Iterate over the last words among the lines of a process, or of several one after the other."""
-    starts = [i for i, line in enumerate(lines) if FATAL.match(line)]
-    for start, end in zip(starts, [*starts[1:], len(lines)]):
+    found = [(i, match[1]) for i, line in enumerate(lines) if (match := FATAL.match(line))]
+    for (start, error), end in zip(found, [*(i for i, _ in found[1:]), len(lines)]):
         before = [line.strip() for line in lines[max(0, start - SAID_BEFORE) : start]]
         reason = next((_shown(line) for line in reversed(before) if REASON.search(line)), "")
-        yield _of(_shown(FATAL.match(lines[start])[1]), reason, lines[start + 1 : end])
+        yield _of(_shown(error), reason, lines[start + 1 : end])
 
 
 def _of(error: str, reason: str, lines: Sequence[str]) -> LastWords:
@@ -99,10 +99,11 @@ def _of(error: str, reason: str, lines: Sequence[str]) -> LastWords:
         elif threads and (match := FRAME.match(line)) and len(threads[-1][1]) < MOST_FRAMES:
             threads[-1][1].append((f"{_shown(match[1])}:{match[2]}", _shown(match[3])))
     names = [name for _, frames in threads for _, name in frames]
-    rank, world, run = next((m.groups() for name in names if (m := SIGNATURE.fullmatch(name))), (None, None, None))
+    signature = next((match for name in names if (match := SIGNATURE.fullmatch(name))), None)
+    rank, world, run = (int(signature[1]), int(signature[2]), signature[3]) if signature else (None, None, None)
     current = next((tuple(frames) for is_current, frames in threads if is_current), ())
     others = tuple(tuple(frames) for is_current, frames in threads if not is_current)
-    return LastWords(rank and int(rank), world and int(world), run, error, reason, current, others)
+    return LastWords(rank, world, run, error, reason, current, others)
 
 
 def _shown(text: str) -> str:

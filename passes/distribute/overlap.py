@@ -95,10 +95,12 @@ def _from_parameters(start: fx.Node) -> set[fx.Node] | None:
 def _reduce_behind(graph: fx.Graph, by_step: bool) -> None:
     """Let what follows on a reduction wait until the next one is packed: each of its steps for another one `by_step`,
     else all that follows on the slowest."""
-    found = []
+    found: list[tuple[fx.Node, list[fx.Node], list[set[fx.Node]]]] = []
     for unit in _units(graph):
         borders = unit if by_step else [next((s for s in unit if s.target in ALL_REDUCES), unit[-1])]
-        if unit[0].target in REDUCTIONS and (tails := [_leading_out(s, unit) for s in borders]) and None not in tails:
+        tails_or_none = [_leading_out(s, unit) for s in borders if unit[0].target in REDUCTIONS]
+        tails = [tail for tail in tails_or_none if tail]
+        if len(tails) == len(borders):
             found.append((unit[0], borders, tails))
     order = {node: i for i, node in enumerate(graph.nodes)}
     packs = [_packed(start) for start, _, _ in found]
