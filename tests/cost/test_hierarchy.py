@@ -10,7 +10,10 @@ import pytest
 
 from autopar.cost.collectives import CollectiveCost
 from autopar.cost.hierarchy import STEPS
+from autopar.cost.redistribute import Redistributor
+from autopar.cost.transfer_prices import TransferPrices
 from autopar.hardware.profile import Hardware, Tier
+from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 
 NODE = Tier("node", 4, 1e-4, 1e9, 2**20)
@@ -105,3 +108,13 @@ def test_an_axis_over_three_tiers_has_parts_of_parts(kind):
     steps = CollectiveCost(THREE_TIERS, Mesh.parse("dp=16")).hierarchy
     assert (steps[kind, ("dp",)].outer, steps[kind, ("dp",)].inner) == (("dp//2",), ("dp%2",))
     assert (steps[kind, ("dp//2",)].outer, steps[kind, ("dp//2",)].inner) == (("dp//2//4",), ("dp//2%4",))
+
+
+def test_what_other_code_emits_is_priced_at_once():
+    """DTensors gather outputs and updates of Muon with one collective."""
+    mesh, links = Mesh.parse("dp=8"), TWO_TIERS.links_for(Mesh.parse("dp=8"))
+    prices = TransferPrices(Redistributor(mesh, links, 1e11), CollectiveCost(TWO_TIERS, mesh))
+    whole, shard = Layout.parse("R", 1), Layout.parse("dp:S(0)", 1)
+    at_once = CollectiveCost(TWO_TIERS, mesh, by_tier=False).seconds("all_gather", ("dp",), 2.0**20)
+    assert prices.pair(shard, whole, 2.0**23) < prices.at_once.pair(shard, whole, 2.0**23) == pytest.approx(at_once)
+    assert prices.hierarchy and prices.at_once.at_once is prices.at_once

@@ -123,6 +123,7 @@ def expected_bytes(graphs, mesh: Mesh, hierarchy: dict) -> Counter:
     return found
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64])
 @pytest.mark.parametrize("mesh", ["a=4", "a=6", "a=2,b=2", "a=3,b=2", "a=4,b=2", "a=2,b=2,c=2"])
 def test_gathers_and_reduce_scatters_are_those_of_one_collective(mesh, dtype):
@@ -210,8 +211,11 @@ def test_a_plan_file_says_what_goes_by_tier(tmp_path, mesh, micro_batches):
     assert loaded.sharding.hierarchy == plan.sharding.hierarchy and loaded.hash == plan.hash
 
 
-@pytest.mark.parametrize(("strategy", "shares"), [("zero1", 2), ("fsdp", 3)])
-@pytest.mark.parametrize("lowering", ["native", "all_to_all"])
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("strategy", "shares", "lowering"),
+    [("zero1", 2, "native"), ("zero1", 2, "all_to_all"), ("fsdp", 3, "all_to_all"), ("fsdp", 3, "native")],
+)
 def test_sharded_parameters_cross_between_nodes_once_a_pass(strategy, shares, lowering):
     """ZeRO-1 gathers once and reduces once, FSDP gathers twice: of each a device sends a quarter of the parameters to
     its peer in the other node, by whatever collectives reductions are, and nothing goes over the axis at once but what
@@ -237,7 +241,8 @@ def copied_bytes(graph) -> int:
     return found
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("strategy", ["fsdp", "zero1"])
 def test_buckets_are_put_in_order_by_the_copies_that_pack_and_unpack_them(strategy):
     _, _, plan, captured = planned("dp=4", strategy, replace(two_tiers(), reduce_scatter_lowering="native"))
     at_once = replace(plan, sharding=replace(plan.sharding, hierarchy={}))
@@ -246,6 +251,7 @@ def test_buckets_are_put_in_order_by_the_copies_that_pack_and_unpack_them(strate
     assert copied_bytes(by_tiers) <= copied_bytes(flat)
 
 
+@pytest.mark.slow
 def test_what_other_code_gathers_is_priced_at_once(monkeypatch):
     """DTensors gather updates of Muon, and outputs, with one collective."""
     *_, plan, _ = planned("dp=4", "fsdp", two_tiers(), optimizer="muon")
@@ -263,8 +269,9 @@ def test_on_their_way_are_one_collective_a_tier():
     plan = replace(plan, bucket_bytes=2.0**15)
     programs = []
     for ahead in (False, True):
-        ranks = [lower(captured, replace(plan, overlaps=ahead), rank, check=True) for rank in range(4)]
-        check_ranks([r.local for r in ranks])
+        ranks = [lower(captured, replace(plan, overlaps=ahead), rank) for rank in (0, 3)]
+        texts = [[(group, what) for group, what, _ in rank.collectives()] for rank in ranks]
+        assert texts[0] == texts[1]
         programs.append(ranks[0])
     at_once, ahead = programs
     assert Counter(at_once.collectives()) == Counter(ahead.collectives())
@@ -317,7 +324,7 @@ def test_on_processes(strategy, tmp_path):
             torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("batch", [8, 9])
 @pytest.mark.parametrize(("mesh", "strategy", "options"), [
     ("dp=2,tp=2", "ddp", {}),

@@ -110,8 +110,8 @@ class Pricer:
         return self.prices.hierarchy.get((move.kind, tuple(sorted(move.axes, key=order))))
 
     def share_between_tiers(self, transfer: Redistribution) -> float:
-        """Return the share of what is gathered that is held after the first tiers of links."""
-        steps = [self.steps_of(step.move) for step in transfer.steps if step.move.kind == "all_gather"]
+        """Return the share of a whole bucket that a gather holds after its first tiers of links, or a reduction."""
+        steps = [self.steps_of(step.move) for step in transfer.steps]
         inner = [math.prod(map(self.problem.mesh.size, found.inner)) for found in steps if found is not None]
         return 1 / min(inner) if inner else 0.0
 
