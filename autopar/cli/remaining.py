@@ -1,4 +1,4 @@
-"""What a process of `autopar train --elastic` leaves for the others when some are lost."""
+"""Leave what a process of `autopar train --elastic` holds, for those that go on when others are lost."""
 
 from __future__ import annotations
 

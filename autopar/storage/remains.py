@@ -41,7 +41,7 @@ PARTS, NOTES, CONFIG = "parts.safetensors", "notes.json", "config"
 
 @dataclass(frozen=True)
 class Noted:
-    """What a rank notes behind a step, besides parameters and the optimizer's state, which only a step changes."""
+    """Keeps what a rank notes behind a step, besides parameters and the optimizer's state, which only a step changes."""
 
     step: int
     values: dict[str, object]  # of a checkpoint's state.json
@@ -98,10 +98,8 @@ def put_together(folder: Path, root: Path, keep: int | None = None) -> Path:
     with _left_in(folder) as ranks:
         steps = sorted({rank.notes["step"] for rank in ranks})
         if len(steps) != 1:
-            raise CheckpointError(
-                f"the ranks that remain stand behind steps {' and '.join(map(str, steps))}"
-                if steps else "no rank has left what it holds"
-            )  # fmt: skip
+            stand = f"the ranks that remain stand behind steps {' and '.join(map(str, steps))}"
+            raise CheckpointError(stand if steps else "no rank has left what it holds")
         places = _places(ranks)
         place = Place(root, steps[0])
         bytes_ = sum(math.prod(shape) * form.dtype.itemsize for shape, form, _ in places.values())
@@ -120,7 +118,7 @@ def put_together(folder: Path, root: Path, keep: int | None = None) -> Path:
 
 @dataclass(frozen=True)
 class _Left:
-    """What one rank has left."""
+    """Says where one rank has left its parts, and what of them."""
 
     folder: Path
     notes: dict

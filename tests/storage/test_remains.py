@@ -1,4 +1,4 @@
-"""What ranks that remain put together is the checkpoint that all would have saved, or there is none."""
+"""Ranks that remain put together the checkpoint that all would have saved, or there is none."""
 
 from __future__ import annotations
 
