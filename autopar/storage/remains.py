@@ -41,7 +41,7 @@ PARTS, NOTES, CONFIG = "parts.safetensors", "notes.json", "config"
 
 @dataclass(frozen=True)
 class Noted:
-    """Keeps what a rank notes behind a step, besides parameters and the optimizer's state, which only a step changes."""
+    """Keeps what a rank notes behind a step, besides parameters and the optimizer's state, which only steps change."""
 
     step: int
     values: dict[str, object]  # of a checkpoint's state.json
