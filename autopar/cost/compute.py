@@ -31,7 +31,7 @@ from ..hardware.profile import Hardware
 from ..ir.graph import is_foreign, tensor_arguments, values_of
 from ..ir.layout import ZIGZAG, Layout, fraction
 from ..ir.mesh import Mesh
-from ..ops import autopar
+from ..ops import ATTENTION, autopar
 from ..ops.counter_rng import STREAM
 from ..rules import Strategy
 from . import fp8
@@ -69,7 +69,6 @@ FUNCTIONS = {"gelu": 1.0, "gelu_backward": 1.35, "silu": 0.75, "silu_backward": 
     ("tanh", "sigmoid", "exp", "log", "erf", "sin", "cos", "rsqrt", "tanh_backward", "sigmoid_backward"), 0.3
 )
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}  # the others run as fp32
-ATTENTION = {autopar.attention.default, autopar.attention_bw.default}
 GROUPED = {autopar.grouped_mm.default, autopar.grouped_mm_dw.default}
 
 # numbers in fp32 that autopar/ops/vocab_loss.py writes and reads between its own kernels for each logit: the difference
@@ -105,7 +104,7 @@ def flops_of(node: fx.Node) -> float:
         return 2.0 * arguments[0].numel() * arguments[1].shape[1]
     if target in (aten.addmm.default, aten.baddbmm.default):
         return 2.0 * outputs[0].numel() * arguments[1].shape[-1]
-    if target in (autopar.attention.default, autopar.attention_bw.default):
+    if target in ATTENTION:
         is_forward = target is autopar.attention.default
         q, k, v = arguments[:3] if is_forward else arguments[1:4]
         causal = node.args[4] if is_forward else node.args[7]

@@ -18,15 +18,13 @@ from ..hardware.schema import Hardware
 from ..ir.graph import tensor_arguments, values_of
 from ..ir.layout import ZIGZAG, fraction
 from ..ir.mesh import Mesh
-from ..ops import autopar
+from ..ops import ATTENTION, autopar
 from ..ops.attention_forms import lse_dtype
 from ..ops.ring import Ring
 from ..rules import Strategy
 from ..rules.layers import ring_axes
 from ..rules.reading import bound, tensors_by_name
 from .attention import Shape, attention_seconds
-
-ATTENTION = (autopar.attention.default, autopar.attention_bw.default)
 
 
 @dataclass(frozen=True)

@@ -6,3 +6,4 @@ import torch
 from . import canonical  # noqa: F401  (registers them)
 
 autopar = torch.ops.autopar
+ATTENTION = {autopar.attention.default, autopar.attention_bw.default}  # forward, and its gradient

@@ -23,7 +23,7 @@ from torch import fx
 
 from ..ir.graph import tensor_arguments, tensor_of, values_of
 from ..ir.layout import ZIGZAG
-from ..ops import autopar
+from ..ops import ATTENTION
 from .lookup import rule_of
 from .reading import bound, input_shapes, output_indices, output_shapes
 from .rule import Inner, Rows, Rule, entries_of
@@ -32,7 +32,6 @@ Tensor = tuple[fx.Node, int]  # a producer and which of its outputs, as `tensor_
 Candidates = Mapping[Tensor, tuple[frozenset[int], ...]]
 Found = Mapping[tuple[Tensor, int], set[int]]  # by tensor and dim
 
-ATTENTION = (autopar.attention.default, autopar.attention_bw.default)
 LARGEST = 4  # fused weights have few pieces (gate and up; query, key and value); more candidates only slow the planner
 
 

@@ -33,7 +33,7 @@ from ..._torch import c10d, op_name
 from ...ir.graph import bytes_of
 from ...ir.layout import ZIGZAG, dim_ranges
 from ...ir.mesh import Mesh
-from ...ops import autopar
+from ...ops import ATTENTION, autopar
 from ...ops.attention_forms import lse_dtype
 from ...ops.ring import Ring
 from ...plans.sharding import NodeSharding
@@ -43,7 +43,6 @@ from ...rules.reading import bound, tensors_by_name
 from .emit import Builder, Collective
 
 aten = torch.ops.aten
-ATTENTION = (autopar.attention.default, autopar.attention_bw.default)
 KEYS = 2  # the dim of queries and of keys in q, k and v
 
 

@@ -15,14 +15,13 @@ from torch import fx
 from ..._torch import op_name
 from ...ir.layout import ZIGZAG, dim_ranges
 from ...ir.mesh import Mesh
-from ...ops import autopar
+from ...ops import ATTENTION, autopar
 from ...plans.sharding import NodeSharding
 from ...rules.localize import heads_read
 from ...rules.reading import bound, tensors_by_name
 from .emit import Builder
 
 aten = torch.ops.aten
-ATTENTION = (autopar.attention.default, autopar.attention_bw.default)
 ROWS = 2  # the dim of queries
 
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from autopar._torch import attention_kernels as kernels
-from autopar.ops import attention_gpu, canonical
+from autopar.ops import attention, attention_gpu
 from autopar.ops.attention_forms import additive
 
 from ..helpers.fake_allocations import counted, nbytes
 from .test_attention_blocks import reference
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-FORWARD, BACKWARD = canonical.attention._init_fn, canonical.attention_bw._init_fn  # what runs on real tensors
+FORWARD, BACKWARD = attention.attention._init_fn, attention.attention_bw._init_fn  # what runs on real tensors
 
 
 def seq_major(batch, heads, length, width, dtype, device="cuda"):

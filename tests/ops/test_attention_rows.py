@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.ops import attention_blocks, attention_rows, autopar, canonical, workspace
+from autopar.ops import attention, attention_blocks, attention_rows, autopar, workspace
 from autopar.ops import attention_cpu as cpu
 from autopar.ops.attention_forms import additive
 
@@ -86,8 +86,8 @@ def test_kernels_of_a_gpu(dtype, kv_heads, columns, kernel):
 
     tail = None, True, None, first
     for body, op, values in (
-        (canonical.attention, autopar.attention, (q, *kv)),
-        (canonical.attention_bw, autopar.attention_bw, (q, q, *kv, q, lse)),
+        (attention.attention, autopar.attention, (q, *kv)),
+        (attention.attention_bw, autopar.attention_bw, (q, q, *kv, q, lse)),
     ):
         results, arguments, count = counted(lambda *x, body=body: body._init_fn(*x, *tail), cuda(*values))
         names = [name for name in count.ops if "attention" in name]

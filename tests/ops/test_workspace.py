@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autopar.ops import attention_gpu, autopar, canonical, fp8, fp8_linear, grouped, vocab_loss, workspace
+from autopar.ops import attention, attention_gpu, autopar, canonical, fp8, fp8_linear, grouped, vocab_loss, workspace
 
 from ..helpers.fake_allocations import counted, nbytes
 from .test_attention_gpu import BF16, CALLS, FP32, FP64, both, seq_major
@@ -65,7 +65,7 @@ def test_documents(heads, kv_heads, rows, columns, causal):
         )
         return [*(tensors if backward else (q, k, v)), None, causal, None, columns - rows, 0, 0, *ids]
 
-    for body, op in ((canonical.attention, autopar.attention), (canonical.attention_bw, autopar.attention_bw)):
+    for body, op in ((attention.attention, autopar.attention), (attention.attention_bw, autopar.attention_bw)):
         backward = op is autopar.attention_bw
         results, arguments, count = counted(body._init_fn, lambda backward=backward: make(backward))
         said = workspace.workspace_bytes(op.default, *arguments)

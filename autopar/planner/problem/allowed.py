@@ -15,7 +15,7 @@ from ...errors import AutoparError, StrategyError
 from ...ir.graph import describe
 from ...ir.layout import ZIGZAG, Layout
 from ...ir.mesh import Mesh
-from ...ops import autopar
+from ...ops import ATTENTION, autopar
 from ...rules import Rule
 from ...rules.layers import QUERY_HEADS, RING
 from ...rules.reading import bound
@@ -40,9 +40,8 @@ from .vertices import Vertex
 
 LEAVES = ("parameter", "input", "buffer")  # which globs name
 TENSOR_ROLES = (TENSOR, TENSOR_SEQUENCE)
-ATTENTION_OPS = {autopar.attention.default, autopar.attention_bw.default}
 HEADS = ("h", QUERY_HEADS)  # factors of an attention
-TENSOR_OPS = LINEAR_OPS | ATTENTION_OPS | {autopar.matmul.default}
+TENSOR_OPS = LINEAR_OPS | ATTENTION | {autopar.matmul.default}
 
 
 def allowed_strategies(
@@ -82,7 +81,7 @@ def allowed_strategies(
             if v.quantizes_weight:  # where its shards are, or where they have been gathered
                 roles = {axis: FREE if role == DATA else role for axis, role in roles.items()}
             rows = v.node.target in NORMS
-            if v.node.target not in ATTENTION_OPS:
+            if v.node.target not in ATTENTION:
                 roles = {axis: SEQUENCE if role in SEQUENCE_ROLES else role for axis, role in roles.items()}
             else:
                 roles = roles | restriction.in_attention

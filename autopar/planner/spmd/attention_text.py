@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from ...ops import autopar
+from ...ops import ATTENTION
 from ...rules.reading import bound
-
-ATTENTION = (autopar.attention.default, autopar.attention_bw.default)
 
 
 def is_packed(node: fx.Node) -> bool:
