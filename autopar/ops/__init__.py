@@ -6,4 +6,6 @@ import torch
 from . import canonical  # noqa: F401  (registers them)
 
 autopar = torch.ops.autopar
-ATTENTION = {autopar.attention.default, autopar.attention_bw.default}  # forward, and its gradient
+ATTENTION = {  # forward, and its gradient without and with that of what is added to the scores
+    autopar.attention.default, autopar.attention_bw.default, autopar.attention_bias_bw.default,
+}  # fmt: skip

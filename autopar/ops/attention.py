@@ -1,5 +1,8 @@
 """The canonical attention and its gradient, one node each, whatever computes them.
 
+What a model adds to softmax(q k^T scale + mask) v is part of it, so that it is sharded alike: a cap on the scores, a
+score that belongs to no key (attention_sinks.py), the gradient of what is added to the scores.
+
 Tensors are those of autopar/ops/attention_forms.py.
 """
 
@@ -9,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from . import attention_cpu, attention_documents, attention_gpu, attention_heads, attention_rows
-from .attention_blocks import BLOCKS
+from . import attention_cpu, attention_documents, attention_gpu, attention_heads, attention_rows, attention_sinks
+from .attention_bias import even_gradient
+from .attention_blocks import BLOCKS, form_with
 from .attention_forms import Form, additive, contiguous, lse_dtype
 
 
@@ -18,6 +22,11 @@ def _form(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) ->
     if q.is_cuda:
         return attention_gpu.form_of(q, k, v, mask, causal)
     return attention_cpu.CPU if q.is_cpu else BLOCKS
+
+
+def _form_of(softcap: float, dmask: Tensor | None = None) -> attention_rows.FormOf:
+    """Return what chooses the form of a call: no kernel caps scores or gives the gradient of a mask."""
+    return (lambda *_: form_with(softcap, dmask)) if softcap or dmask is not None else _form
 
 
 def _scale(q: Tensor, scale: float | None) -> float:
@@ -42,19 +51,28 @@ def attention(
     group: int = 0,
     documents: Tensor | None = None,
     key_documents: Tensor | None = None,
+    sinks: Tensor | None = None,
+    softcap: float = 0.0,
+    as_softmax: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Compute scaled dot-product attention. q is (b, h, s, d), k (b, h_kv, t, d) and v (b, h_kv, t, d_v) with h a
     multiple of h_kv (grouped queries); mask is bool or additive, broadcastable to (b, h, s, t). `first` is the number
-    of the first query: under a causal mask it attends to keys 0 to `first`. If `group` is given, so many heads of
-    queries read one of keys, and the first one here is number `head`. With `documents` (b, s) and `key_documents`
-    (b, t), integers, or one row for all samples, a query attends to the keys whose integer is its own. Returns the
-    output (b, h, s, d_v) and the log-sum-exp (b, h, s): 0 and -inf for a query that may attend to no key."""
+    of the first query: under a causal mask it attends to keys 0 to `first`, and numbers that are added close none of
+    them. If `group` is given, so many heads of queries read one of keys, and the first one here is number `head`. With
+    `documents` (b, s) and `key_documents` (b, t), integers, or one row for all samples, a query attends to the keys
+    whose integer is its own. `sinks` (h,): autopar/ops/attention_sinks.py. Scores x, scaled, become softcap *
+    tanh(x / softcap) before the mask, if that is not 0. `as_softmax`, under an additive mask: the gradient of a query
+    whose keys a lowest number closes all is that of attending to them alike, as a softmax gives it. Returns the output
+    (b, h, s, d_v) and the log-sum-exp (b, h, s): 0 and -inf for a query that may attend to no key."""
     arguments = additive(mask, q.dtype), causal, _scale(q, scale), first
     k, v = (attention_heads.read(x, q, head, group) for x in (k, v))
+    form = _form_of(softcap)
     if documents is None or key_documents is None:
-        out, lse = attention_rows.forward(_form, q, k, v, *arguments)
+        out, lse = attention_rows.forward(form, q, k, v, *arguments)
     else:
-        out, lse = attention_documents.forward(_form, q, k, v, *arguments, documents, key_documents)
+        out, lse = attention_documents.forward(form, q, k, v, *arguments, documents, key_documents)
+    if sinks is not None:
+        out, lse = attention_sinks.joined(out, lse, sinks)
     return _seq_major(out), lse.clone(memory_format=torch.contiguous_format)
 
 
@@ -75,20 +93,54 @@ def attention_bw(
     documents: Tensor | None = None,
     key_documents: Tensor | None = None,
     of_block: bool = False,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v; those of keys and values are sums over the queries that are here. `of_block`:
-    the keys are some of those that the output and the log-sum-exp are over."""
-    closes = mask is None or mask.dtype == torch.bool or of_block
-    arguments = additive(mask, q.dtype), causal, _scale(q, scale), first, closes
+    the log-sum-exp is exact, and may be over more keys than are here, or sinks."""
+    is_exact = mask is None or mask.dtype == torch.bool or of_block or softcap != 0.0
+    arguments = additive(mask, q.dtype), causal, _scale(q, scale), first, is_exact
     keys, values = (attention_heads.read(x, q, head, group) for x in (k, v))
+    form = _form_of(softcap)
     if documents is None or key_documents is None:
-        dq, dk, dv = attention_rows.backward(_form, grad, q, keys, values, out, lse, *arguments)
+        dq, dk, dv = attention_rows.backward(form, grad, q, keys, values, out, lse, *arguments)
     else:
         dq, dk, dv = attention_documents.backward(
-            _form, grad, q, keys, values, out, lse, *arguments, documents, key_documents
+            form, grad, q, keys, values, out, lse, *arguments, documents, key_documents
         )
     dk, dv = (attention_heads.of_all(d, x, q, head, group) for d, x in ((dk, k), (dv, v)))
     return _seq_major(dq), _seq_major(dk), _seq_major(dv)
+
+
+@custom_op("autopar::attention_bias_bw", mutates_args=())
+def attention_bias_bw(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor,
+    causal: bool,
+    scale: float | None,
+    first: int = 0,
+    head: int = 0,
+    group: int = 0,
+    documents: Tensor | None = None,
+    key_documents: Tensor | None = None,
+    of_block: bool = False,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k, v and of the mask that is added to the scores: as `attention_bw`, without
+    documents."""
+    if documents is not None or key_documents is not None:
+        raise RuntimeError("no gradient of a mask among documents")
+    dmask = torch.zeros(mask.shape, dtype=lse_dtype(q.dtype), device=mask.device)
+    keys, values = (attention_heads.read(x, q, head, group) for x in (k, v))
+    arguments = mask, causal, _scale(q, scale), first, True
+    form = _form_of(softcap, dmask)
+    dq, dk, dv = attention_rows.backward(form, grad, q, keys, values, out, lse, *arguments)
+    dk, dv = (attention_heads.of_all(d, x, q, head, group) for d, x in ((dk, k), (dv, v)))
+    return _seq_major(dq), _seq_major(dk), _seq_major(dv), dmask.to(mask.dtype)
 
 
 def _empty_seq_major(like: Tensor, shape) -> Tensor:
@@ -97,7 +149,7 @@ def _empty_seq_major(like: Tensor, shape) -> Tensor:
 
 
 @attention.register_fake
-def _(q, k, v, mask, causal, scale, first=0, head=0, group=0, documents=None, key_documents=None):
+def _(q, k, v, mask, causal, scale, *_, **__):
     return _empty_seq_major(q, (*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=lse_dtype(q.dtype))
 
 
@@ -106,15 +158,29 @@ def _(grad, q, k, v, *others, **constants):
     return _empty_seq_major(q, q.shape), _empty_seq_major(k, k.shape), _empty_seq_major(v, v.shape)
 
 
-def _attention_setup(ctx, inputs, output):
-    q, k, v, mask, *ctx.constants = inputs[:-2]
-    ctx.save_for_backward(q, k, v, *output, mask, *inputs[-2:])
+@attention_bias_bw.register_fake
+def _(grad, q, k, v, out, lse, mask, *others, **constants):
+    gradients = (_empty_seq_major(x, x.shape) for x in (q, k, v))
+    return *gradients, mask.new_empty(mask.shape)
 
 
-def _attention_backward(ctx, grad, _):
-    q, k, v, out, lse, mask, *documents = ctx.saved_tensors
-    gradients = attention_bw(grad, q, k, v, out, lse, mask, *ctx.constants, *documents)
-    return (*gradients, None, *[None for _ in (*ctx.constants, *documents)])
+def _setup(ctx, inputs, output):
+    q, k, v, mask, *ctx.constants = inputs[:9]
+    documents, key_documents, sinks, ctx.softcap, ctx.as_softmax = inputs[9:]
+    ctx.save_for_backward(q, k, v, *output, mask, documents, key_documents, sinks)
 
 
-attention.register_autograd(_attention_backward, setup_context=_attention_setup)
+def _backward(ctx, grad, _):
+    q, k, v, out, lse, mask, *documents, sinks = ctx.saved_tensors
+    wants_mask, wants_sinks = ctx.needs_input_grad[3], sinks is not None and ctx.needs_input_grad[11]
+    of_keys = even_gradient(grad, mask, k.shape[2]) if ctx.as_softmax else grad
+    arguments = of_keys, q, k, v, out, lse, mask, *ctx.constants, *documents
+    is_exact = sinks is not None or ctx.as_softmax
+    special = (is_exact, ctx.softcap) if is_exact or ctx.softcap else ()
+    backward = attention_bias_bw if wants_mask else attention_bw
+    *gradients, dmask = (*backward(*arguments, *special), None)[:4]
+    dsinks = attention_sinks.attention_sinks_bw(grad, out, lse, sinks) if wants_sinks else None
+    return (*gradients, dmask, *[None for _ in (*ctx.constants, *documents)], dsinks, None, None)
+
+
+attention.register_autograd(_backward, setup_context=_setup)

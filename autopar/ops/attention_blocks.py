@@ -3,7 +3,9 @@
 Blocks of queries go over blocks of keys with a running maximum and sum (Milakov and Gimelshein, arXiv 1805.02867;
 FlashAttention, arXiv 2205.14135); the backward computes the weights of a block again from the log-sum-exp. Under a
 causal mask blocks of later keys are left out. Scores are computed in the type of the log-sum-exp, whose range the
-lowest number of a narrower type does not leave. Heads that share keys are rows of one product.
+lowest number of a narrower type does not leave. Heads that share keys are rows of one product. Scores may be capped
+before the mask, softcap * tanh(scores / softcap) (Gemma 2, arXiv 2408.00118), and what is added to them may want its
+gradient: no kernel of torch does either.
 
 Tensors are those of autopar/ops/attention_forms.py.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,15 +26,15 @@ INF = float("inf")
 
 
 def forward(
-    q, k, v, mask: Tensor | None, causal: bool, scale: float, block: int = BLOCK, first: int = 0
+    q, k, v, mask: Tensor | None, causal: bool, scale: float, block: int = BLOCK, first: int = 0, softcap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """Return (output, log-sum-exp); 0 and -inf for a query whose keys are all closed. `first`: the number of the first
     query, for a causal mask."""
-    problem = _Problem(q, k, mask, causal, scale, block, first)
+    problem = _Problem(q, k, mask, causal, scale, block, first, softcap=softcap)
     out, lse = q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=problem.wide)
     for rows in problem.row_blocks():
         top, total, sum_ = problem.start(rows, v.shape[-1])
-        for columns, scores in problem.scores(rows):
+        for columns, scores, _ in problem.scores(rows):
             new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
             weights = _exp_of_difference(scores, new_top)
             shrink = _exp_of_difference(top, new_top)
@@ -56,27 +59,39 @@ def backward(
     block: int = BLOCK,
     first: int = 0,
     lse_is_exact: bool = False,
+    softcap: float = 0.0,
+    dmask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v. `lse_is_exact`: nothing of the log-sum-exp is lost in the mask."""
-    problem = _Problem(q, k, mask, causal, scale, block, first, lse_is_exact)
+    """Return the gradients of q, k and v. `lse_is_exact`: nothing of the log-sum-exp is lost in the mask. The gradient
+    of the mask is added to `dmask` (the mask's shape, wide type)."""
+    problem = _Problem(q, k, mask, causal, scale, block, first, lse_is_exact, softcap)
     dq, dk, dv = torch.empty_like(q), *(torch.zeros_like(x, dtype=problem.wide) for x in (k, v))
     for rows in problem.row_blocks():
         query, grad_rows = problem.rows_of(q, rows), problem.rows_of(grad, rows)
         shared = (grad_rows * problem.rows_of(out, rows)).sum(-1, keepdim=True)
         top, total = problem.statistics(rows, lse)
         dq_rows = torch.zeros_like(query)
-        for columns, scores in problem.scores(rows):
+        for columns, scores, slope in problem.scores(rows, with_slope=True):
             p = _exp_of_difference(scores, top).div_(total)
             dp = problem.times(grad_rows, _part(v, columns).transpose(-1, -2))
             _part(dv, columns).add_(problem.transposed_times(p, grad_rows))
-            ds = p.mul_(dp.sub_(shared)).mul_(scale)
+            ds = p.mul_(dp.sub_(shared))
+            if dmask is not None:
+                problem.add_to(dmask, ds, rows, columns)
+            ds = (ds if slope is None else ds.mul_(slope)).mul_(scale)
             dq_rows += problem.times(ds, _part(k, columns))
             _part(dk, columns).add_(problem.transposed_times(ds, query))
         _part(dq, rows).copy_(problem.joined(dq_rows))
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
-BLOCKS = Form("blocks", forward, backward)
+BLOCKS = Form("blocks", forward, backward, takes_first=True)
+
+
+def form_with(softcap: float, dmask: Tensor | None = None) -> Form:
+    """Return the form for scores that are capped, or whose mask has its gradient added to `dmask`."""
+    capped = partial(forward, softcap=softcap)
+    return Form("blocks", capped, partial(backward, softcap=softcap, dmask=dmask), takes_first=True)
 
 
 def _exp_of_difference(a: Tensor, b: Tensor) -> Tensor:
@@ -96,6 +111,7 @@ class _Problem:
     block: int
     first: int
     lse_is_exact: bool = False
+    softcap: float = 0.0
 
     @property
     def wide(self) -> torch.dtype:
@@ -117,24 +133,29 @@ class _Problem:
         new = self.q.new_full((*shape, 1), -INF, dtype=self.wide)
         return new, torch.zeros_like(new), self.q.new_zeros((*shape, width), dtype=self.wide)
 
-    def scores(self, rows: slice) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the blocks of keys of a block of queries with their scores, scaled and masked."""
+    def scores(self, rows: slice, with_slope: bool = False) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+        """Yield the blocks of keys of a block of queries with their scores, scaled, capped and masked, and, if it is
+        wanted, the slope of a cap."""
         query, places = self.rows_of(self.q, rows), range(self.first + rows.start, self.first + rows.stop)
         for columns in _slices(min(self.k.shape[2], places.stop if self.causal else self.k.shape[2]), self.block):
             scores = self.times(query, _part(self.k, columns).transpose(-1, -2)).mul_(self.scale)
+            slope = None
+            if self.softcap:
+                capped = scores.div_(self.softcap).tanh_()
+                slope = 1.0 - capped.square() if with_slope else None
+                scores = capped.mul_(self.softcap)
             if self.causal and columns.stop > places.start + 1:
                 at = [torch.arange(x.start, x.stop, device=scores.device) for x in (places, columns)]
                 scores.masked_fill_(at[0].unsqueeze(-1) < at[1], -INF)
             if self.mask is not None:
-                scores += self._mask_of(self.mask, rows, columns)
-            yield columns, scores
+                own = _block_of_mask(self.mask, rows, columns)
+                scores += own.unflatten(1, (self.k.shape[1], -1)) if own.shape[1] > 1 else own.unsqueeze(1)
+            yield columns, scores, slope
 
-    def _mask_of(self, mask: Tensor, rows: slice, columns: slice) -> Tensor:
-        """Return the block of the mask, with its heads as those of the scores are."""
-        mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
-        mask = _part(mask, rows) if mask.shape[2] > 1 else mask
-        mask = mask.narrow(3, columns.start, columns.stop - columns.start) if mask.shape[3] > 1 else mask
-        return mask.unflatten(1, (self.k.shape[1], -1)) if mask.shape[1] > 1 else mask.unsqueeze(1)
+    def add_to(self, dmask: Tensor, ds: Tensor, rows: slice, columns: slice) -> None:
+        """Add the gradient of a block of scores to that of the mask."""
+        into = _block_of_mask(dmask, rows, columns)
+        into += self.joined(ds).sum_to_size(into.shape)
 
     def statistics(self, rows: slice, lse: Tensor) -> tuple[Tensor, Tensor]:
         """Return (m, l) of each row with weights exp(scores - m) / l. The log-sum-exp is m with l = 1, but where a mask
@@ -143,7 +164,7 @@ class _Problem:
             top = self.rows_of(lse.unsqueeze(-1), rows)
             return top, torch.ones_like(top)
         top, total, _ = self.start(rows, 0)
-        for _, scores in self.scores(rows):
+        for _, scores, _ in self.scores(rows):
             new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
             total = total * _exp_of_difference(top, new_top) + _exp_of_difference(scores, new_top).sum(-1, keepdim=True)
             top = new_top
@@ -162,6 +183,13 @@ class _Problem:
 def _slices(length: int, block: int) -> Iterator[slice]:
     for start in range(0, length, block):
         yield slice(start, min(start + block, length))
+
+
+def _block_of_mask(mask: Tensor, rows: slice, columns: slice) -> Tensor:
+    """Return a view of the block of a mask, with all four dims."""
+    mask = mask.view((1,) * (4 - mask.dim()) + tuple(mask.shape))
+    mask = _part(mask, rows) if mask.shape[2] > 1 else mask
+    return mask.narrow(3, columns.start, columns.stop - columns.start) if mask.shape[3] > 1 else mask
 
 
 def _part(x: Tensor, of: slice) -> Tensor:

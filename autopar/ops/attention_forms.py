@@ -36,11 +36,13 @@ class Like(Protocol):
 @dataclass(frozen=True)
 class Form:
     """`forward(q, k, v, mask, causal, scale)` gives (output, log-sum-exp), `backward(grad, q, k, v, out, lse, mask,
-    causal, scale)` the gradients of q, k and v."""
+    causal, scale)` the gradients of q, k and v. One that `takes_first` also takes `first`, the number of the first
+    query, and backward `lse_is_exact` (autopar/ops/attention_blocks.py)."""
 
     name: str
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    takes_first: bool = False
 
 
 def additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:

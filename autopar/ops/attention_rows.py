@@ -15,9 +15,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .attention_blocks import BLOCKS
-from .attention_blocks import backward as blocks_backward
-from .attention_blocks import forward as blocks_forward
 from .attention_forms import Form
 
 FormOf = Callable[..., Form]  # of (q, k, v, mask, causal)
@@ -31,8 +28,8 @@ def forward(
     form = form_of(q, k, v, mask, causal)
     if not (causal and first):
         return form.forward(q, k, v, mask, causal, scale)
-    if form is BLOCKS:
-        return blocks_forward(q, k, v, mask, causal, scale, first=first)
+    if form.takes_first:
+        return form.forward(q, k, v, mask, causal, scale, first=first)
     results = [form_of(q, *part).forward(q, *part, scale) for part in parts(q, k, v, mask, first)]
     return results[0] if len(results) == 1 else joined(*results)
 
@@ -54,9 +51,9 @@ def backward(
     """Return the gradients of q, k and v; those of keys behind the last query are zero. `lse_is_exact`: the mask closes
     keys and adds nothing, so no log-sum-exp is lost in it; that of more keys than are here serves too."""
     form = form_of(q, k, v, mask, causal)
-    if form is BLOCKS:
+    if form.takes_first:
         arguments = grad, q, k, v, out, lse, mask, causal, scale
-        return blocks_backward(*arguments, first=first, lse_is_exact=lse_is_exact)
+        return form.backward(*arguments, first=first, lse_is_exact=lse_is_exact)
     if not (causal and first):
         return form.backward(grad, q, k, v, out, lse, mask, causal, scale)
     dq, dk, dv = zip(

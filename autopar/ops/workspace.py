@@ -38,17 +38,26 @@ def _attention(
     first: int = 0,
     head: int = 0,
     group: int = 0,
-    *documents: Like,
+    documents: Like | None = None,
+    key_documents: Like | None = None,
+    sinks: Like | None = None,
+    softcap: float = 0.0,
+    as_softmax: bool = False,
 ) -> int:
     if group:
         k, v, copied = _heads_read(q, k, v, head, group)
-        return copied + _attention(q, k, v, mask, causal, scale, first, 0, 0, *documents)
-    if documents:
-        part, own, made = _range(q, k, mask, documents[0])
+        rest = documents, key_documents, sinks, softcap
+        return copied + _attention(q, k, v, mask, causal, scale, first, 0, 0, *rest)
+    if sinks is not None:  # the output over them, beside that over the keys, and two numbers a query
+        joined = _out(q, v) + 2 * math.prod(q.shape[:3]) * lse_dtype(q.dtype).itemsize
+        rest = documents, key_documents, None, softcap
+        return joined + _attention(q, k, v, mask, causal, scale, first, 0, 0, *rest)
+    if documents is not None:
+        part, own, made = _range(q, k, mask, documents)
         lse = math.prod(q.shape[:3]) * lse_dtype(q.dtype).itemsize
-        return made + 2 * lse + _out(q, v) + _attention(part, k, v, own, False, scale)
+        return made + 2 * lse + _out(q, v) + _attention(part, k, v, own, False, scale, softcap=softcap)
     (b, h, s, d), t, item = q.shape, k.shape[2], q.dtype.itemsize
-    form = attention_gpu.form_of(q, k, v, mask, causal).name
+    form = "blocks" if softcap else attention_gpu.form_of(q, k, v, mask, causal).name
     if causal and first and form != "blocks":
         joined = b * h * s * v.shape[-1] * (2 * item + 3 * lse_dtype(q.dtype).itemsize)
         return joined + max(_attention(q, *part, scale) for part in _parts(q, k, v, mask, first))
@@ -78,19 +87,25 @@ def _attention_bw(
     first: int = 0,
     head: int = 0,
     group: int = 0,
-    *documents: Like,
+    documents: Like | None = None,
+    key_documents: Like | None = None,
+    of_block: bool = False,
+    softcap: float = 0.0,
+    by_blocks: bool = False,
 ) -> int:
+    by_blocks |= softcap != 0.0
     if group:  # the gradients of what is read stand beside those of all heads
         k, v, copied = _heads_read(q, k, v, head, group)
         made = (_numel(k) + _numel(v)) * q.dtype.itemsize
-        return copied + made + _attention_bw(grad, q, k, v, out, lse, mask, causal, scale, first, 0, 0, *documents)
-    if documents:
-        part, own, made = _range(q, k, mask, documents[0])
+        rest = documents, key_documents, of_block, softcap, by_blocks
+        return copied + made + _attention_bw(grad, q, k, v, out, lse, mask, causal, scale, first, 0, 0, *rest)
+    if documents is not None:
+        part, own, made = _range(q, k, mask, documents)
         made += (_numel(k) + _numel(v)) * (q.dtype.itemsize + lse_dtype(q.dtype).itemsize)
         made += (_numel(part) + _numel(q)) * q.dtype.itemsize
-        return made + _attention_bw(part, part, k, v, part, lse, own, False, scale)
+        return made + _attention_bw(part, part, k, v, part, lse, own, False, scale, by_blocks=by_blocks)
     (b, h, s, d), t, item = q.shape, k.shape[2], q.dtype.itemsize
-    form = attention_gpu.form_of(q, k, v, mask, causal).name
+    form = "blocks" if by_blocks else attention_gpu.form_of(q, k, v, mask, causal).name
     if causal and first and form != "blocks":
         whole, parts = (_numel(q) + _numel(k) + _numel(v)) * item, _parts(q, k, v, mask, first)
         return 2 * whole + max(_attention_bw(grad, q, *p[:2], out, lse, *p[2:], scale) for p in parts)
@@ -106,6 +121,17 @@ def _attention_bw(
         padded = b * h * (-(-s // 32) * 32) * 4
         total += 2 * padded + _mask_bytes(mask, q, t, causal=False)
     return total + _inside(form, b, h, s, t, width, item, grouped=k.shape[1] != h)
+
+
+def _attention_bias_bw(grad: Like, q: Like, k: Like, v: Like, out: Like, lse: Like, mask: Like, *constants) -> int:
+    """Return what the gradient of a mask adds: itself in the wide type, beside that in its own."""
+    made = _numel(mask) * lse_dtype(q.dtype).itemsize
+    return made + _attention_bw(grad, q, k, v, out, lse, mask, *constants, by_blocks=True)
+
+
+def _even_gradient(grad: Like, mask: Like, keys: int) -> int:
+    """Return where the mask is highest, and some numbers a query."""
+    return _numel(mask) + math.prod(mask.shape[:-1]) * 32
 
 
 def _heads_read(q: Like, k: Like, v: Like, head: int, group: int) -> tuple[Like, Like, int]:
@@ -253,6 +279,8 @@ def _fp8_linear_dw(grad: Like, _: Like, x: Like, *__: object) -> int:
 _COUNTS: dict[str, Callable[..., int]] = {
     "autopar.attention.default": _attention,
     "autopar.attention_bw.default": _attention_bw,
+    "autopar.attention_bias_bw.default": _attention_bias_bw,
+    "autopar.even_gradient.default": _even_gradient,
     "autopar.vocab_loss.default": _vocab_loss,
     "autopar.vocab_loss_bw.default": _vocab_loss_bw,
     "autopar.linear_loss.default": _linear_loss,

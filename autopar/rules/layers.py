@@ -25,8 +25,8 @@ def attention(node: fx.Node) -> Rule | None:
     takes the number of its first query. Where RING is cut, so are the queries' sequence and the keys', and blocks of
     keys go round. With grouped queries (fewer key heads) heads are cut between groups, or those of the queries alone
     over axes over which groups cannot be: the op takes which key heads its queries read. Key heads that belong to all
-    devices, as a single one does, have a gradient that is Partial over the heads. Documents are cut with the queries,
-    those of keys are whole along the sequence."""
+    devices, as a single one does, have a gradient that is Partial over the heads, and so has a mask over whatever it is
+    broadcast along. Documents are cut with the queries, those of keys are whole along the sequence."""
     arguments = bound(node)
     if arguments.get("dropout_p", 0.0) != 0.0:
         return None
@@ -48,15 +48,20 @@ def attention(node: fx.Node) -> Rule | None:
     def argument(name: str, shape: tuple[int, ...]) -> tuple[Dim, ...]:
         if "mask" in name:  # a mask broadcasts, so it may lack the first dims
             return dims(shape, of_queries[4 - len(shape) :])
+        if name == "sinks":
+            return dims(shape, of_queries[1:2])
         if name in ("documents", "key_documents"):
             return dims(shape, ("b", of_queries[2] if name == "documents" else None))
         return dims(shape, of_keys if name in ("k", "v", "key", "value") else of_queries)
 
-    is_backward = len(output_shapes(node)) == 3
-    outputs = (of_queries, of_keys, of_keys) if is_backward else (of_queries, of_queries)
+    shapes = output_shapes(node)
+    is_backward = len(shapes) > 2
+    outputs = [of_queries, of_keys, of_keys] if is_backward else [of_queries, of_queries]
+    if len(shapes) > 3:
+        outputs.append(of_queries[4 - len(shapes[3]) :])  # of the mask
     return Rule(
         tuple(argument(name, shape) for name, shape in _named_inputs(node)),
-        tuple(map(dims, output_shapes(node), outputs)),
+        tuple(map(dims, shapes, outputs)),
         sets(([0],)) if is_backward else (),
         even={"h": math.gcd(*grouped)} if len(grouped) > 1 else {},
         contiguous=frozenset({"s", RING, QUERY_HEADS}),
@@ -66,10 +71,16 @@ def attention(node: fx.Node) -> Rule | None:
 
 
 def _may_go_round(arguments: Mapping[str, Any]) -> bool:
-    mask, queries, keys = arguments["mask"], *(shape_of(arguments[name])[2] for name in ("q", "k"))
-    if is_added(mask) and arguments["causal"]:  # nobody says it: the mask could close keys as well
-        return False
+    queries, keys = (shape_of(arguments[name])[2] for name in ("q", "k"))
     return keys > 1 and (queries == keys or not arguments["causal"]) and not arguments["first"]
+
+
+def even_gradient(node: fx.Node) -> Rule:
+    """Return the rule of a gradient (b, h, s, d) that is divided by what a mask (b, h, s, t) says, which broadcasts."""
+    grad, mask = input_shapes(node)
+    factors = ("b", "h", "s", "d")
+    of_mask = tuple(None if size == 1 else name for name, size in zip(factors[4 - len(mask) :], mask))
+    return Rule((factors, (*of_mask[:-1], None)), (factors,), sets(([0],)))
 
 
 def is_added(mask: Any) -> bool:

@@ -207,6 +207,7 @@ def _groups(call: OpCall, local_channels: int, channels: int) -> int:
 LOCAL: dict[str, Localizer] = {
     "autopar.attention.default": _attention(0),
     "autopar.attention_bw.default": _attention(1),
+    "autopar.attention_bias_bw.default": _attention(1),
     "autopar.embedding.default": offset_of(0, 0),
     "autopar.embedding_dw.default": _embedding_dw,
     "autopar.grouped_mm.default": offset_of(1, 0),

@@ -150,7 +150,9 @@ enter("soft_margin_loss_backward binary_cross_entropy_backward", loss([0]))
 enter("autopar.ctc.default autopar.ctc_bw.default", layers.ctc)
 
 # layers
-enter("autopar.attention.default autopar.attention_bw.default", layers.attention)
+enter("autopar.attention.default autopar.attention_bw.default autopar.attention_bias_bw.default", layers.attention)
+enter("autopar.attention_sinks_bw.default", einsum("b h s d, b h s d, b h s, h -> h", [0]))
+enter("autopar.even_gradient.default", layers.even_gradient)
 enter("_scaled_dot_product_flash_attention_for_cpu", layers.attention)
 enter("_scaled_dot_product_flash_attention_for_cpu_backward", layers.attention)
 enter("native_layer_norm _fused_rms_norm", layers.layer_norm)

@@ -21,6 +21,7 @@ EMITTED = {  # canonical ops as passes/distribute/lower_ops.py emits them
     autopar.matmul.default: "aten::matmul",
     autopar.attention.default: "aten::_scaled_dot_product_flash_attention_for_cpu",
     autopar.attention_bw.default: "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+    autopar.attention_bias_bw.default: "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
 }
 UNCUT = {  # and these, where the rows of the table are on every device
     autopar.embedding.default: ("aten::embedding", lambda strategy: strategy.inputs[0]),

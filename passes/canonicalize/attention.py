@@ -7,25 +7,27 @@ values repeated for grouped queries are taken before the repetition: the op know
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from ..._torch import schema_names
-from ...ir.graph import operand
+from ...ir.graph import call, operand
 from ...ops import autopar
 from .attention_formula import attention_formula
 from .attention_mask import simplify
 from .random import Draws
+from .written_masks import Masks, Said, is_learned
 
 aten = torch.ops.aten
 _REPEATS = (aten.expand.default, aten.reshape.default, aten.view.default, aten.unsqueeze.default, aten.slice.Tensor)
 
 
 def attention(graph_module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
-    """Return the node in the place of a scaled_dot_product_attention; its last node if it has dropout or a learned mask
-    (T5's position bias), for which it is written out. Return None for tensors of other than four dims."""
+    """Return the node in the place of a scaled_dot_product_attention; its last node if it has dropout, for which it is
+    written out. Return None for tensors of other than four dims."""
     schema = schema_names(node.target)
     given: dict[str, Any] = dict(zip(schema, node.args)) | dict(node.kwargs)
     p = given.get("dropout_p", 0.0)
@@ -36,34 +38,34 @@ def attention(graph_module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
     if mask is not None:
         found = simplify(graph_module, node, mask, causal, may_pack=not p)
         mask, causal, ids = found.left, found.causal, found.documents
-    if p or (mask is not None and _is_learned(graph_module, mask)):
+    if p:
         return attention_formula(Draws(graph_module, node), q, k, v, mask, causal, given.get("scale"), p)
-    k, v = (_before_repeat(x, q) for x in (k, v))
-    graph = node.graph
+    said = Said(mask, causal, ids)
+    if mask is not None and mask.meta["val"].is_floating_point() and is_learned(graph_module, mask):
+        found = Masks(graph_module, node, (mask,), (), False, q.meta["val"].dtype).said()
+        said = found or replace(said, as_softmax=True)
+    k, v = (before_repeat(x, q) for x in (k, v))
+    return canonical(node, q, k, v, said, given.get("scale"))
 
-    def call(target, *args):
-        new = graph.call_function(target, args)
-        new.meta = {key: value for key, value in node.meta.items() if key != "val"}
-        return new
 
-    arguments: list = [q, k, v, mask, causal, given.get("scale")]
-    if ids is not None:
-        ids = ids if ids.meta["val"].dim() == 2 else call(aten.unsqueeze.default, ids, 0)
+def canonical(
+    node: fx.Node,
+    q: fx.Node,
+    k: fx.Node,
+    v: fx.Node,
+    said: Said,
+    scale: float | None,
+    sinks: fx.Node | None = None,
+    softcap: float = 0.0,
+) -> fx.Node:
+    """Add the canonical attention, in the place of `node`; return its output."""
+    arguments: list = [q, k, v, said.mask, said.causal, scale]
+    if (ids := said.documents) is not None:
+        ids = ids if ids.meta["val"].dim() == 2 else call(node, aten.unsqueeze.default, ids, 0)
         arguments += [0, 0, 0, ids, ids]
-    return call(operator.getitem, call(autopar.attention.default, *arguments), 0)
-
-
-def _is_learned(graph_module: fx.GraphModule, mask: fx.Node) -> bool:
-    parameters = {name for name, _ in graph_module.named_parameters(remove_duplicate=False)}
-    seen, stack = set(), [mask]
-    while stack:
-        node = stack.pop()
-        if node.op == "get_attr" and node.target in parameters:
-            return True
-        if node not in seen:
-            seen.add(node)
-            stack += node.all_input_nodes
-    return False
+    special = {"sinks": sinks, "softcap": softcap, "as_softmax": said.as_softmax}
+    made = call(node, autopar.attention.default, *arguments, **{name: of for name, of in special.items() if of})
+    return call(node, operator.getitem, made, 0)
 
 
 def _unwrap(node: fx.Node) -> fx.Node:
@@ -73,7 +75,7 @@ def _unwrap(node: fx.Node) -> fx.Node:
     return node
 
 
-def _before_repeat(kv: fx.Node, q: fx.Node) -> fx.Node:
+def before_repeat(kv: fx.Node, q: fx.Node) -> fx.Node:
     """Return the (b, h_kv, t, d) tensor that was repeated to (b, h, t, d) by unsqueeze, expand and reshape; else `kv`
     itself."""
     wanted, node, seen = kv.meta["val"].shape, kv, []

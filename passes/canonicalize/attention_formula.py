@@ -1,6 +1,6 @@
 """Attention written out: products, softmax and dropout as ops of their own, where the one-node form does not apply.
 
-The one node keeps no scores, so it cannot drop some of them, nor give the gradient of a learned mask.
+The one node keeps no scores, so it cannot drop some of them.
 """
 
 from __future__ import annotations

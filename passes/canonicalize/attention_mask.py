@@ -57,8 +57,8 @@ def _simplified(
 ) -> Mask:
     value = constant_value(graph_module, mask, writes)
     if value is not None:
-        kind = _kind(value)
-        return Mask(None, kind == "triangle") if kind else Mask(_constant(graph_module, value), False)
+        kind = kind_of(value)
+        return Mask(None, kind == "triangle") if kind else Mask(constant_mask(graph_module, value), False)
     factors = _factors(mask, {key for _, key in writes})
     plain = {factor for factor in factors if not _is_written_to(factor, writes)}
     factors = [factor for factor in factors if factor not in plain or factor.target not in ONES]
@@ -76,13 +76,13 @@ def _simplified(
         else:
             left.append(factor)
     values = _joined(values)
-    unknown = [v for v in values if _kind(v) is None]
-    kinds |= {_kind(v) for v in values}
+    unknown = [v for v in values if kind_of(v) is None]
+    kinds |= {kind_of(v) for v in values}
     if unknown and packed is None:
         return Mask(mask, False)
-    left += [_constant(graph_module, v) for v in unknown]
+    left += [constant_mask(graph_module, v) for v in unknown]
     ids = packed.ids if packed and not packed.is_one else None
-    return Mask(_together(node, left), "triangle" in kinds, ids)
+    return Mask(together(node, left), "triangle" in kinds, ids)
 
 
 def _is_written_to(factor: fx.Node, writes: list[Write]) -> bool:
@@ -98,16 +98,16 @@ def _is_written_to(factor: fx.Node, writes: list[Write]) -> bool:
     return False
 
 
-def _together(node: fx.Node, factors: list[fx.Node]) -> fx.Node | None:
+def together(node: fx.Node, factors: list[fx.Node]) -> fx.Node | None:
     """Return the conjunction of bool tensors, None of none."""
     if not factors:
         return None
-    together = factors[0]
+    joint = factors[0]
     for factor in factors[1:]:
-        joined = call(node, aten.__and__.Tensor, together, factor)
-        joined.meta["val"] = together.meta["val"] & factor.meta["val"]
-        together = joined
-    return together
+        joined = call(node, aten.__and__.Tensor, joint, factor)
+        joined.meta["val"] = joint.meta["val"] & factor.meta["val"]
+        joint = joined
+    return joint
 
 
 def _factors(mask: fx.Node, written_memory: set[int]) -> list[fx.Node]:
@@ -167,7 +167,7 @@ def _joined(values: list[torch.Tensor]) -> list[torch.Tensor]:
     return values
 
 
-def _kind(value: torch.Tensor) -> str | None:
+def kind_of(value: torch.Tensor) -> str | None:
     """Return "open" for a mask that lets everything through, "triangle" for that of a causal attention."""
     keep = one_sample(value)
     if keep.dtype != torch.bool:
@@ -203,7 +203,7 @@ def _kind_of_order(
     return "triangle" if is_triangle else None
 
 
-def _constant(graph_module: fx.GraphModule, value: torch.Tensor) -> fx.Node:
+def constant_mask(graph_module: fx.GraphModule, value: torch.Tensor) -> fx.Node:
     """Return a node of a mask's value, without its samples if they are alike."""
     value = one_sample(value) if value.dim() == 4 else value
     count = graph_module.__dict__.setdefault("_autopar_mask_constants", [])

@@ -21,6 +21,7 @@ from .experts import bmm, grouped_mm
 from .loss import cross_entropy, nll_loss
 from .random import has_formula, number_streams, random_op, refuse_the_rest
 from .rows import index, squeeze
+from .written_attention import written_attention
 
 aten = torch.ops.aten
 VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
@@ -40,6 +41,7 @@ def canonicalize(graph_module: fx.GraphModule) -> fx.GraphModule:
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target in CHECKS:
             graph.erase_node(node)
+    written_attention(graph_module)
     for node in list(graph.nodes):
         rewrite = random_op if has_formula(node) else _rewrite_of(node)
         if rewrite is None:

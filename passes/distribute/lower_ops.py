@@ -52,7 +52,7 @@ def _only_for_attention(node: fx.Node, index: int) -> bool:
     readers = [user for item in node.users if item.args[1] == index for user in item.users]
     takes_any = (
         autopar.attention_bw.default, aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-        autopar.join_attention.default, autopar.block_lse.default,
+        autopar.join_attention.default, autopar.block_lse.default, autopar.attention_sinks_bw.default,
     )  # fmt: skip
     return all(user.target in takes_any for user in readers)
 
@@ -87,8 +87,25 @@ def _embedding_dw(call, node, grad, index, padding_idx, offset, rows):
         return call(aten.embedding_dense_backward.default, grad, index, rows, padding_idx, False)
 
 
-def _attention(call, node, q, k, v, mask, causal, scale, first=0, head=0, group=0, documents=None, key_documents=None):
-    if _is_plain(q, k, v, mask) and not (first or group or documents):
+def _attention(
+    call,
+    node,
+    q,
+    k,
+    v,
+    mask,
+    causal,
+    scale,
+    first=0,
+    head=0,
+    group=0,
+    documents=None,
+    key_documents=None,
+    sinks=None,
+    softcap=0.0,
+    as_softmax=False,
+):
+    if _is_plain(q, k, v, mask) and not (first or group or documents or sinks or softcap):
         flash = aten._scaled_dot_product_flash_attention_for_cpu.default
         return call(flash, q, k, v, 0.0, causal, scale=scale)
 
@@ -111,8 +128,9 @@ def _attention_bw(
     documents=None,
     key_documents=None,
     of_block=False,
+    softcap=0.0,
 ):
-    if _is_plain(q, k, v, mask) and not (first or group or documents):
+    if _is_plain(q, k, v, mask) and not (first or group or documents or softcap):
         flash = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
         return call(flash, grad, q, k, v, out, lse, 0.0, causal, scale=scale)
 

@@ -9,8 +9,9 @@ travel with it in the type of the log-sum-exp and end at its owner.
 Where a causal attention is cut in zigzag, outputs of the two halves of the queries join by themselves, as one of them
 has nothing to do with some blocks.
 
-A mask that is added to the scores is cut along the queries; each step takes its columns of it. Where it closes all keys
-of a query by a lowest number, blocks join by their numbers of keys (autopar/ops/attention_bias.py).
+A mask that is added to the scores is cut along the queries; each step takes its columns of it, and gives their
+gradient if that is wanted, which stays here. Where it closes all keys of a query by a lowest number, blocks join by
+their numbers of keys (autopar/ops/attention_bias.py); beside a causal mask it closes none. Sinks join behind the last.
 
 Blocks travel by all-to-alls of rows, of which there is one a block, padded to the longest block. All devices of a group
 call the same ones, also those that neither send nor receive: each output depends on the same exchanges on all of them,
@@ -19,6 +20,7 @@ so that whatever removes what nobody needs removes it everywhere.
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Mapping, Sequence
@@ -41,6 +43,7 @@ from ...rules.layers import is_added, ring_axes
 from ...rules.localize import heads_read
 from ...rules.reading import bound, tensors_by_name
 from .emit import Builder, Collective
+from .ring_mask import COLUMNS, ROWS, MaskGradient, with_zeros
 
 aten = torch.ops.aten
 KEYS = 2  # the dim of queries and of keys in q, k and v
@@ -72,8 +75,8 @@ class RingAttention:
         documents = [local.get(name) for name in ("documents", "key_documents")]
         steps = _Steps(self.builder, node, axes, group.index(self.rank), ring, blocks, heads, documents)
         if node.target is autopar.attention.default:
-            return steps.forward(*args[:6])
-        return steps.backward(*args[:9])
+            return steps.forward(*args[:6], local.get("sinks"))
+        return steps.backward(*args[:9], bool(given["of_block"]))
 
 
 Block = list[fx.Node]  # keys and values, or their gradients
@@ -93,7 +96,7 @@ class _Steps:
     heads: Mapping[str, Any]
     documents: Sequence[fx.Node | None]
 
-    def forward(self, q, k, v, mask, causal: bool, scale: float | None) -> list[fx.Node]:
+    def forward(self, q, k, v, mask, causal: bool, scale: float | None, sinks: fx.Node | None) -> list[fx.Node]:
         """Return output and log-sum-exp."""
         ring, steps = self.ring, range(self.ring.size)
         works = {i: ring.open_halves(self.place, i)[0] for i in steps if ring.block(self.place, i) is not None}
@@ -102,7 +105,7 @@ class _Steps:
         keys: Block | None = [k, v]
         joined: dict[int, list[fx.Node]] = {}  # by half of the queries
         unused: list[fx.Node] = []
-        highest = self.call(aten.amax.default, mask, [-1], True) if is_added(mask) else None
+        highest = self.call(aten.amax.default, mask, [-1], True) if is_added(mask) and not causal else None
         for step in steps:
             following = self._start_keys(keys, (k, v), step)
             if keys is not None:
@@ -125,12 +128,17 @@ class _Steps:
         out, lse = joined[0] if is_one else self._whole([joined[half] for half in ring.halves])
         if highest is not None:
             lse = self.call(autopar.whole_lse.default, lse, highest)
+        if sinks is not None:
+            out, lse = self._pair(autopar.join_sinks.default, out, lse, sinks, name=None)
         return [self._after(out, unused), lse]
 
-    def backward(self, grad, q, k, v, out, lse, mask, causal: bool, scale: float | None) -> list[fx.Node]:
-        """Return the gradients of q, k and v."""
+    def backward(
+        self, grad, q, k, v, out, lse, mask, causal: bool, scale: float | None, is_exact: bool
+    ) -> list[fx.Node]:
+        """Return the gradients of q, k and v, and of the mask if the op gives it. `is_exact`: of the log-sum-exp."""
         wide = lse_dtype(q.meta["val"].dtype)
         keys: Block | None = [k, v]
+        dmask = MaskGradient(self.call, mask) if self.node.target is autopar.attention_bias_bw.default else None
         dq: Block = []
         own: Block = []
         started = None
@@ -143,9 +151,11 @@ class _Steps:
             if keys is not None:
                 rows, opened, block = self._open(step, mask, [grad, q, out, lse], keys)
                 arguments = *rows[:2], *opened, *rows[2:], block, causal and step == 0, scale
-                of_block: dict[str, Any] = {"of_block": True} if is_added(mask) else {}
-                made = self.call(autopar.attention_bw.default, *arguments, **self._constants(step), **of_block)
+                of_block: dict[str, Any] = {"of_block": True} if is_exact or is_added(mask) else {}
+                made = self.call(self.node.target, *arguments, **self._constants(step), **of_block)
                 found = [self._in(wide, self.call(operator.getitem, made, i)) for i in range(3)]
+                if dmask is not None:
+                    self._add_to(dmask, self.call(operator.getitem, made, 3), step)
                 halves, open_keys = self.ring.open_halves(self.place, step)
                 here = self._with_zeros(found[0], halves)
                 parts = [self._with_zeros(x, open_keys) for x in found[1:]]
@@ -164,7 +174,8 @@ class _Steps:
         _, own, marks = self._received_gradients(started, own, (k, v), self.ring.size - 1)
         outputs = [self._in(x.meta["val"].dtype, d) for x, d in zip((q, k, v), (*dq, *own))]
         all_marks = of_keys + of_gradients + marks
-        return [self._after(outputs[0], unused), *(self._after(x, all_marks) for x in outputs[1:])]
+        of_mask = [] if dmask is None else [dmask.whole(itertools.chain(*self.blocks))]
+        return [self._after(outputs[0], unused), *(self._after(x, all_marks) for x in outputs[1:]), *of_mask]
 
     def call(self, target, *args, name: str | None = None, **constants: Any) -> fx.Node:
         """Append an op."""
@@ -202,11 +213,16 @@ class _Steps:
         """Return which heads of keys are read in a step, and the documents of queries and keys."""
         documents, of_all_keys = self.documents
         if documents is None or of_all_keys is None:
-            return dict(self.heads)
+            return {**self.heads, **self._capped}
         halves, of_keys = self.ring.open_halves(self.place, step)
         documents = self._half(documents, halves, -1)
-        return {**self.heads, "documents": documents,
+        return {**self.heads, **self._capped, "documents": documents,
                 "key_documents": self._half(self._of_block(of_all_keys, step), of_keys, -1)}  # fmt: skip
+
+    @property
+    def _capped(self) -> dict[str, Any]:
+        softcap = bound(self.node)["softcap"]
+        return {"softcap": softcap} if softcap else {}
 
     def _of_block(self, x: fx.Node, step: int) -> fx.Node:
         """Return what a tensor with all keys in the last dim has of the block of a step."""
@@ -222,13 +238,17 @@ class _Steps:
         length = x.meta["val"].shape[dim] // 2
         return self.call(aten.slice.Tensor, x, dim, halves[0] * length, (halves[0] + 1) * length)
 
-    def _with_zeros(self, x: fx.Node, halves: tuple[int, ...]) -> fx.Node:
+    def _with_zeros(self, x: fx.Node, halves: tuple[int, ...], dim: int = ROWS) -> fx.Node:
         """Return gradients of a block, given those of some of its halves."""
-        if halves == self.ring.halves:
-            return x
-        missing = x.meta["val"].shape[KEYS]
-        around = [0, 0, missing, 0] if halves == (1,) else [0, 0, 0, missing]
-        return self.call(aten.constant_pad_nd.default, x, around, 0)
+        return x if halves == self.ring.halves else with_zeros(self.call, x, halves == (0,), dim)
+
+    def _add_to(self, dmask: MaskGradient, part: fx.Node, step: int) -> None:
+        """Add the gradient of the part of a mask that is open in a step."""
+        halves, of_keys = self.ring.open_halves(self.place, step)
+        rows, columns = dmask.mask.meta["val"].shape[-2:]
+        part = self._with_zeros(part, halves, ROWS) if rows > 1 else part
+        part = self._with_zeros(part, of_keys, COLUMNS) if columns > 1 else part
+        dmask.add(part, self.blocks[(self.place - step) % self.ring.size])
 
     def _whole(self, pairs: list[list[fx.Node]]) -> list[fx.Node]:
         """Return output and log-sum-exp of a block, given those of its halves; stored as (b, s, h, d)."""

@@ -61,6 +61,8 @@ class ZigzagAttention:
         if node.target is autopar.attention.default:
             return [self._joined(node, one[0], other[0]), self._call(node, aten.cat.default, [one[1], other[1]], ROWS)]
         sums = [self._call(node, aten.add.Tensor, a, b) for a, b in zip(one[1:], other[1:])]
+        if len(sums) == 3 and local["mask"].meta["val"].shape[-2] > 1:
+            sums[2] = self._call(node, aten.cat.default, [one[3], other[3]], -2)
         return [self._joined(node, one[0], other[0]), *sums]
 
     def _layout(self, node: fx.Node, sharding: NodeSharding):
