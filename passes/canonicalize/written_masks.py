@@ -116,11 +116,18 @@ class Masks:
             rest = value.masked_fill(closed, 0.0)
             if rest.any():
                 terms.numbers.append(constant_mask(self.graph_module, rest) if closed.any() else term)
-        elif (condition := _closing(term)) is not None:
+        elif (closing := _closing(term)) is not None:
+            condition, numbers = closing
             terms.closes = True
-            found = simplify(self.graph_module, self.node, condition, False)
-            terms.masks.append(found)
-            terms.is_unsafe |= found.left is not None
+            keep = constant_value(self.graph_module, condition, writes)
+            if keep is None:
+                found = simplify(self.graph_module, self.node, condition, False)
+                terms.masks.append(found)
+                terms.is_unsafe |= found.left is not None
+            else:
+                terms.keeps.append(one_sample(keep) if keep.dim() == 4 else keep)
+            for part in _summands(numbers):
+                self._add(terms, part, writes)
         else:
             terms.numbers.append(term)
             terms.is_unsafe |= not is_learned(self.graph_module, term) or _has_lowest(term)
@@ -227,20 +234,21 @@ def _ancestors(node: fx.Node) -> set[fx.Node]:
 
 def _summands(node: fx.Node) -> list[fx.Node]:
     """Return tensors whose sum, broadcast, is a tensor."""
+    while node.target in (aten.contiguous.default, aten.clone.default):
+        node = operand(node)
     pair = tensor_arguments(node)
     if node.target is aten.add.Tensor and len(pair) == 2 and not node.kwargs and len(node.args) == 2:
         return [term for side in pair for term in _summands(side)]
     return [node]
 
 
-def _closing(node: fx.Node) -> fx.Node | None:
-    """Return the condition of a tensor that is zero where it is true and else closes keys."""
+def _closing(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """Return the condition of a tensor that closes keys where it is false, and the numbers where it is true."""
     if node.target is not aten.where.ScalarOther:
         return None
-    condition, zeros, other = node.args
-    is_zero = isinstance(zeros, fx.Node) and zeros.target in (aten.zeros.default, aten.zeros_like.default)
+    sides, other = tensor_arguments(node), node.args[2]
     is_closing = isinstance(other, (int, float)) and other <= CLOSES
-    return condition if is_zero and is_closing and isinstance(condition, fx.Node) else None
+    return (sides[0], sides[1]) if is_closing and len(sides) == 2 else None
 
 
 def _keeps_one(keep: torch.Tensor, is_several: bool) -> bool:

@@ -202,10 +202,19 @@ def _fill_of(before: fx.Node, node: fx.Node) -> Fill | None:
 
 
 def _number(argument: object) -> float | None:
-    """Return a number that is written in the program, or of a tensor filled with one."""
-    if isinstance(argument, fx.Node):
-        value = argument.meta["val"]
-        if value.dim() or argument.target not in (aten.full.default, aten.scalar_tensor.default):
+    """Return a number that is written in the program, or that of a tensor made of one."""
+    while isinstance(argument, fx.Node) and not argument.meta["val"].dim():
+        if argument.op == "get_attr":
+            module = argument.graph.owning_module
+            return None if module is None else _of_constant(module, str(argument.target))
+        is_filled = argument.target is aten.full.default
+        if not is_filled and name_of(argument) not in ("lift_fresh_copy", "scalar_tensor", *CASTS):
             return None
-        argument = argument.args[1] if argument.target is aten.full.default else argument.args[0]
+        argument = argument.args[1 if is_filled else 0]
     return float(argument) if isinstance(argument, (int, float)) else None
+
+
+def _of_constant(module: fx.GraphModule, name: str) -> float | None:
+    """Return the number of a constant that export made of a tensor in the program."""
+    value = operator.attrgetter(name)(module) if "lifted_tensor" in name else None
+    return float(value) if type(value) is torch.Tensor and not value.is_meta else None

@@ -102,6 +102,21 @@ for h_kv, ids in (  # documents: of each sample, of all alike
     op("autopar.attention.default", q, k, v, None, True, None, 0, 0, 0, ids, ids)
     out, lse = torch.ops.autopar.attention(q, k, v, None, True, None, 0, 0, 0, ids, ids)
     op("autopar.attention_bw.default", real(2, 4, 6, 4), q, k, v, out, lse, None, True, None, 0, 0, 0, ids, ids)
+for h_kv, m, causal, softcap, sinks in (  # what models write out: caps, sinks, learned masks of several forms
+    (6, None, True, 0.5, real(6)), (2, (1, 6, 5, 7), False, 0.5, None), (6, (4, 1, 5, 7), True, 0.0, real(6)),
+    (3, (6, 1, 7), False, 0.0, None), (6, (4, 6, 1, 1), False, 0.0, None),
+):  # fmt: skip
+    q, k, v, s = real(4, 6, 5, 4), real(4, h_kv, 7, 4), real(4, h_kv, 7, 4), None if m is None else real(*m)
+    tail = s, causal, None, 0, 0, 0, None, None
+    op("autopar.attention.default", q, k, v, *tail, sinks, softcap)
+    out, lse = torch.ops.autopar.attention(q, k, v, *tail, sinks, softcap)
+    op("autopar.attention_bw.default", real(4, 6, 5, 4), q, k, v, out, lse, *tail, True, softcap)
+    if s is not None:
+        op("autopar.attention_bias_bw.default", real(4, 6, 5, 4), q, k, v, out, lse, *tail, True, softcap)
+        closed = s.masked_fill(torch.arange(s.numel()).view(s.shape) % 7 < 4, torch.finfo(s.dtype).min)
+        op("autopar.even_gradient.default", real(4, 6, 5, 4), closed, 7)
+    if sinks is not None:
+        op("autopar.attention_sinks_bw.default", real(4, 6, 5, 4), out, lse, sinks)
 q, k, v = real(4, 6, 5, 4), real(4, 6, 5, 4), real(4, 6, 5, 4)
 op("_scaled_dot_product_flash_attention_for_cpu", q, k, v, 0.0, True)
 out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
