@@ -1,4 +1,4 @@
-"""What attention that is written out adds to its scores, or fills them with, said as the canonical attention says it.
+"""Say what attention that is written out adds to its scores, or fills them with, as the canonical attention says it.
 
 A softmax attends to all keys alike where a lowest number closes all of a query's keys, which sdpa's masks do not do. So
 a causal mask, a window or documents are taken out of what is added only where every query is known to keep a key; or
@@ -35,8 +35,8 @@ class Fill:
 
 @dataclass(frozen=True)
 class Said:
-    """What masks say: see the canonical attention for `mask`, `causal`, `documents` and `as_softmax`. `open_rows`:
-    queries of which a key is open, (..., s, 1); others have no part in their scores."""
+    """Holds what masks say, in arguments of the canonical attention; and `open_rows` (..., s, 1), whether a key of a
+    query is open: others have no part in their scores."""
 
     mask: fx.Node | None
     causal: bool
@@ -47,14 +47,13 @@ class Said:
 
 @dataclass
 class _Terms:
-    """What is added, taken apart. `keeps`: constants that close keys; `masks`: what simplified conditions say;
-    `numbers`: that close nothing; `unknown`: whether something else is added, which may close all of a query's keys;
-    `closes`: whether a number that closes is added, not filled in."""
+    """Collects what is added. `keeps`: constants that say which keys stay; `masks`: what conditions say that are none;
+    `numbers`: all else that is added; `is_unsafe`: whether something may close all keys of a query; `closes`: whether
+    something is known to close keys."""
 
     keeps: list[torch.Tensor] = field(default_factory=list)
     masks: list[Mask] = field(default_factory=list)
     numbers: list[fx.Node] = field(default_factory=list)
-    unknown: list[fx.Node] = field(default_factory=list)
     is_unsafe: bool = False
     closes: bool = False
 
@@ -96,8 +95,8 @@ class Masks:
                 return None
             self._fill(filled, fill, writes)
         keep = _joint([*terms.keeps, *filled.keeps])
-        is_several = any(m.causal or m.documents is not None for m in (*terms.masks, *filled.masks))
-        if keep is not None and not self.has_sinks and not _keeps_one(keep, is_several):
+        others_close = any(m.causal or m.documents is not None for m in (*terms.masks, *filled.masks))
+        if keep is not None and not self.has_sinks and not _keeps_one(keep, others_close):
             return None
         if self.has_sinks or not (terms.is_unsafe or filled.is_unsafe):
             return self._apart(terms, filled, keep)
@@ -149,8 +148,8 @@ class Masks:
         open_ = [m.left for m in masks if m.left is not None]
         open_ += [constant_mask(self.graph_module, keep)] if keep is not None and kind is None else []
         documents = [m.documents for m in masks if m.documents is not None]
-        is_several = len(set(documents)) > 1
-        if is_several or documents and any(is_learned(self.graph_module, n) for n in terms.numbers):
+        has_learned = any(is_learned(self.graph_module, n) for n in terms.numbers)
+        if len(set(documents)) > 1 or documents and has_learned:
             return None
         causal = kind == "triangle" or any(m.causal for m in masks)
         closed = together(self.node, open_)
@@ -251,9 +250,9 @@ def _closing(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     return (sides[0], sides[1]) if is_closing and len(sides) == 2 else None
 
 
-def _keeps_one(keep: torch.Tensor, is_several: bool) -> bool:
+def _keeps_one(keep: torch.Tensor, others_close: bool) -> bool:
     """Return whether every query keeps a key; its own, if other masks, which keep that, close some as well."""
-    if not is_several:
+    if not others_close:
         return bool(keep.any(-1).all())
     return keep.shape[-1] == keep.shape[-2] and bool(keep.diagonal(0, -2, -1).all())
 

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from .sequences import VOCABULARY
 
 KINDS = """
-plain added filled_inf filled_lowest filled_1e9 where window softcap sinks alibi bias bias_in_place bias_of_keys all
+plain added filled_inf filled_lowest filled_1e9 where window packed softcap sinks alibi bias bias_in_place
+bias_of_keys all
 """.split()
 WIDTH, CAP = 4, 0.5
 LOWEST = torch.finfo(torch.float64).min
@@ -46,6 +47,9 @@ class Attention(nn.Module):
         open_ = (places[None, :] <= places[:, None])[None, None]
         if self.kind == "window":
             open_ = open_ & (places[None, :] > places[:, None] - 3)
+        if self.kind == "packed":  # documents begin behind what is not kept
+            documents = keep.logical_not().cumsum(-1)
+            open_ = open_ & (documents[:, None, :, None] == documents[:, None, None, :])
         return open_ & keep[:, None, None, :] if self.padding else open_
 
     def weights(self, q, k, keep):
@@ -114,10 +118,11 @@ class Model(nn.Module):
 
 
 def inputs_of(length: int, padding: str = "", samples: int = 2) -> dict[str, torch.Tensor]:
-    """Return ids, labels, and which keys are kept: of the last sample two thirds, padded on one side."""
+    """Return ids, labels, and which keys are kept: of the last sample two thirds, padded on one side, or any."""
     generator = torch.Generator().manual_seed(length)
     ids, labels = (torch.randint(0, VOCABULARY, (samples, length), generator=generator) for _ in range(2))
-    keep = torch.ones(samples, length, dtype=torch.bool)
+    keep = torch.rand(samples, length, generator=generator) > 0.3
     if padding:
+        keep = torch.ones_like(keep)
         keep[-1] = torch.arange(length) >= length // 3 if padding == "left" else torch.arange(length) < 2 * length // 3
     return {"input_ids": ids, "labels": labels, "keep": keep}

@@ -36,7 +36,7 @@ def test_becomes_canonical(kind, padding):
     assert counted(captured) == (2, 0)
 
 
-@pytest.mark.parametrize("kind", ["added", "filled_inf", "softcap", "sinks", "alibi", "bias"])
+@pytest.mark.parametrize("kind", ["added", "filled_inf", "softcap", "sinks", "alibi", "bias", "packed"])
 def test_a_causal_mask_is_no_tensor(kind):
     captured = assert_as_eager(Model(kind, 4, 4, length=7), *inputs_of(7).values(), tolerance=1e-10)
     (node,) = captured.graph.find_nodes(op="call_function", target=autopar.attention.default)

@@ -110,18 +110,18 @@ def test_attentions_that_differ_have_a_line_each():
     assert sorted(one.balance for one in plan.attentions)[0] == 1.0 and len(plan.attentions) == 2
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("kind, strategy", itertools.product(("softcap", "sinks", "t5"), ("ring", "ulysses")))
-def test_attention_that_is_written_out_is_listed(kind, strategy):
+@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+def test_attention_that_stays_written_out_is_listed(strategy):
     """Its keys and values are gathered for the products, forward and backward, and their gradients scattered."""
     length, size, item = 12, 2, 8
-    plan = planned(Model((kind,), *KINDS_HEADS["gqa"]), f"cp={size}", inputs_of(kind, length), strategy=strategy)
+    model = Model(("dropped",), *KINDS_HEADS["gqa"])
+    plan = planned(model, f"cp={size}", inputs_of("dropped", length), strategy=strategy)
     (found,) = plan.attentions
     rows = [c.wire_bytes for c in plan.collectives if c.kind in ("all_gather", "reduce_scatter")]
     labels = 2 * length * (size - 1) // size * item
     assert found.scheme == "all_gather_kv over cp, written out" and found.balance == 1.0
     assert found.sent_bytes == sum(rows) - labels
-    assert found.pairs == 2 * 8 * length * (length + (kind == "sinks")) / size
+    assert found.pairs == 2 * 8 * length * length / size
 
 
 @pytest.fixture(scope="module")
