@@ -159,7 +159,7 @@ MODEL = (
 FORWARD, JOINT = MODEL[:-3], MODEL[-3:]
 UNROLL = Pass("unroll", unroll, takes=CAPTURE, needs="a model of many equal blocks")  # of a capture with few of them
 MICRO_BATCHES = (
-    Pass("micro_batch", micro_batch, lambda pipeline: (pipeline.micro_batches, (), pipeline.is_staged), takes=CAPTURE,
+    Pass("micro_batch", micro_batch, lambda pipeline: (pipeline.micro_batches,), takes=CAPTURE,
          needs="--micro-batches 2"),
 )  # fmt: skip
 STAGES = (Pass("cut", cut, lambda pipeline: (pipeline.cuts,), takes=CAPTURE, needs="an axis pp: --mesh pp=2,dp=2"),)

@@ -176,7 +176,7 @@ def _evaluated(change: _Change) -> Fix | None:
         change.option,
         change.mesh.devices,
         e.bytes_,
-        step_seconds=planned.chosen.seconds * micro_batches,
+        step_seconds=planned.chosen.seconds * micro_batches + planned.pricer.tail.seconds,
     )
 
 

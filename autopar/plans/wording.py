@@ -48,8 +48,11 @@ def _bound_of_strategy(plan: Plan) -> str:
 
 
 def _batches(plan: Plan) -> list[str]:
+    if plan.micro_batches == 1:
+        return []
     how = "once a step" if plan.reduces_once else "in each of them"
-    return [f"{batches_text(plan)}, gradients reduced {how}"] if plan.micro_batches > 1 else []
+    waits = ", all forwards before any backward" if plan.pipeline.orders.ends_forwards_first else ""
+    return [f"{batches_text(plan)}, gradients reduced {how}{waits}"]
 
 
 WHOLE = Wording(

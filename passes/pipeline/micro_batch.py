@@ -26,10 +26,10 @@ from ...frontend.repeated_blocks import Compact
 from ...ir.graph import OutputRole, Role, describe, leaf_name, output_node, outputs_of, tensor_arguments
 from ...ir.layout import Layout
 from ...ops.counter_rng import STREAM, stream_of
-from ...plans.pipeline import sizes_of
+from ...plans.pipeline import Pipeline, sizes_of
 from ...plans.sharding import NodeSharding, Sharding
 from ..distribute.localize import localize
-from .batch_axis import AXIS, FIX, OFFSET, BatchAxis, batch_axis, partial_of
+from .batch_axis import AXIS, FIX, OFFSET, BatchAxis, partial_of
 from .tail import Tail, without_tail
 
 aten = torch.ops.aten
@@ -59,6 +59,18 @@ class MicroBatched:
         """Return the number of samples of each micro-batch."""
         return sizes_of(self.samples, self.micro_batches)
 
+    @property
+    def order(self) -> str:
+        """Return the schedule of a step without stages: each backward follows its forward, or all follow all forwards
+        where a tail comes between them."""
+        return Pipeline.schedule if self.tail is None else "gpipe"
+
+    @property
+    def in_flight(self) -> float:
+        """Return how many micro-batches as large as the largest a step without stages holds at once: all of them where
+        their backwards wait for a tail."""
+        return 1.0 if self.tail is None else sum(self.sizes) / self.sizes[0]
+
     def is_smaller(self, number: int) -> bool:
         """Return whether a micro-batch runs the graph of one sample less."""
         return self.smaller is not None and self.sizes[number] < self.sizes[0]
@@ -69,13 +81,11 @@ class MicroBatched:
         return number if self.smaller is None else sum(self.sizes[:number])
 
 
-def micro_batch(
-    captured: Captured, micro_batches: int, few: Sequence[fx.GraphModule] = (), waits: bool = False
-) -> MicroBatched:
+def micro_batch(captured: Captured, micro_batches: int, few: Sequence[fx.GraphModule] = ()) -> MicroBatched:
     """Return the graph of one of so many micro-batches. `few`: the graphs that `few_blocks` gave for them, the smaller
-    micro-batches' last, if it was asked before; `waits`: whether their backwards may wait for the forwards of all.
-    Raises MicroBatchError, with the op, if they cannot be computed one by one, and StageError for a call that gives
-    gradients to inputs, or writes to them or to parameters."""
+    micro-batches' last, if it was asked before. Raises MicroBatchError, with the op, if they cannot be
+    computed one by one, and StageError for a call that gives gradients to inputs, or writes to them or to
+    parameters."""
     _check_roles(captured.graph)
     samples = _samples(captured)
     if micro_batches == 1:
@@ -83,7 +93,7 @@ def micro_batch(
         return MicroBatched(
             captured, 1, {r.name: SAME for r in roles if r.kind == "output"}, input_dims={}, samples=samples
         )
-    body, axis, tail = _split(captured.graph_module, micro_batches, samples, waits)
+    body, axis, tail = without_tail(captured.graph_module, micro_batches, samples)
     captured = captured if tail is None else replace(captured, graph_module=body, compact=None)
     graph, counts = captured.graph, spans_of(samples, micro_batches)
     roles = output_node(graph).meta["roles"]
@@ -106,15 +116,6 @@ def micro_batch(
         if (d := axis.leaves[n.name].dim_of(AXIS)) is not None
     }
     return MicroBatched(found[0], micro_batches, joins, totals, inputs, dims, *found[1:] or (None,), samples, tail)
-
-
-def _split(
-    joint: fx.GraphModule, micro_batches: int, samples: int, waits: bool
-) -> tuple[fx.GraphModule, BatchAxis, Tail | None]:
-    """Return the graph of which each micro-batch runs its part, its sharding, and what has to wait for all of them."""
-    if waits:
-        return without_tail(joint, micro_batches, samples)
-    return joint, batch_axis(joint.graph, micro_batches, samples), None
 
 
 def _check_roles(graph: fx.Graph) -> None:
@@ -173,13 +174,13 @@ def _cut(
 ) -> Captured:
     """Return the graph of a micro-batch that spans `count` positions; `small`: that of few blocks, if it is known."""
     local, old = _local(captured.graph_module, axis, micro_batches, count, checks), captured.compact
-    compact = old and _compact(old, small or _few(old, micro_batches, _samples(captured), count, False), local)
+    compact = old and _compact(old, small or _few(old, micro_batches, _samples(captured), count), local)
     return replace(captured, graph_module=local, compact=compact)
 
 
-def _few(old: Compact, micro_batches: int, samples: int, count: int, waits: bool) -> fx.GraphModule:
+def _few(old: Compact, micro_batches: int, samples: int, count: int) -> fx.GraphModule:
     """Return the graph of few blocks for one micro-batch, whose nodes keep their names."""
-    body, axis, _ = _split(old.graph_module, micro_batches, samples, waits)
+    body, axis, _ = without_tail(old.graph_module, micro_batches, samples)
     return _local(body, axis, micro_batches, count)
 
 
@@ -200,17 +201,17 @@ def _local(
     return local
 
 
-def few_blocks(captured: Captured, micro_batches: int, smaller: bool = False, waits: bool = False) -> Captured:
+def few_blocks(captured: Captured, micro_batches: int, smaller: bool = False) -> Captured:
     """Return what the planner reads of `micro_batch`, in less time: of a deep model only the few blocks of its compact
     graph are cut, so that no op of the whole graph is known. `smaller`: of the micro-batches of one sample less. Raises
     as `micro_batch` does."""
     _check_roles(captured.graph)
     old, samples = captured.compact, _samples(captured)
     if old is None or micro_batches == 1:
-        micro = micro_batch(captured, micro_batches, waits=waits)
+        micro = micro_batch(captured, micro_batches)
         return micro.smaller if smaller else micro.captured
     count = spans_of(samples, micro_batches)[-1 if smaller else 0]
-    small = _few(old, micro_batches, samples, count, waits)
+    small = _few(old, micro_batches, samples, count)
     keys = {node.name: key for node, key in old.origins.items()}
     origins = {node: keys.get(node.name, (node, 0)) for node in small.graph.nodes if node.op != "output"}
     return replace(captured, graph_module=small, compact=Compact(small, old.names, origins, {}))

@@ -8,10 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from autopar import compiler
-from autopar.errors import MicroBatchError
-from autopar.passes.pipeline.micro_batch import micro_batch
-from tests.families import FAMILIES
 from tests.helpers import staged
 
 from .test_micro_batch import check
@@ -58,16 +54,6 @@ def test_experts_of_any_number_and_load(seed):
     case = staged.Case.of(model, (torch.randn(samples, random.choice([1, 3, 5]), 6),))
     for count in (2, samples):
         check(case, count, (experts, model.active))
-
-
-def test_a_loss_of_the_balance_of_the_whole_batch_is_refused():
-    """It multiplies shares of tokens by mean probabilities, which are sums over the batch that the router computes."""
-    model, inputs = FAMILIES["mixtral"](4, 8)
-    captured = compiler.trace(model, {**inputs, "output_router_logits": True})
-    with pytest.raises(MicroBatchError) as caught:
-        micro_batch(captured, 2)
-    assert "sum over all samples" in caught.value.message and "modeling_mixtral.py" in caught.value.source
-    assert "one micro-batch" in caught.value.fix
 
 
 class Of(nn.Module):

@@ -23,7 +23,7 @@ from tests.helpers import staged, whole_batch
 
 def check(case: staged.Case, count: int, note: object, seed: int = 0) -> None:
     """A step in so many micro-batches through three stages, cut anywhere, is one device's on the whole batch."""
-    micro = micro_batch(case.captured, count, waits=True)
+    micro = micro_batch(case.captured, count)
     assert micro.tail is not None
     cuts = staged.random_cuts(micro.captured, 3, seed)
     step = staged.play_stages(micro, cut(micro.captured.graph_module, cuts), case.values, cuts)
@@ -86,7 +86,7 @@ def test_a_balance_in_every_layer():
     case = staged.Case.of(Layered(3), (torch.randn(6, 5, 6),))
     for count in (2, 4, 6):
         check(case, count, "layered")
-    tail = micro_batch(case.captured, 2, waits=True).tail
+    tail = micro_batch(case.captured, 2).tail
     assert {len(tail.cotangents), len(tail.joined)} == {3, 7}
 
 
@@ -95,7 +95,7 @@ def test_the_tail_of_experts_is_small_and_reads(golden):
     torch.manual_seed(0)
     model, inputs = FAMILIES["mixtral"](4, 8)
     captured = compiler.trace(model, {**inputs, "output_router_logits": True})
-    tail = micro_batch(captured, 2, waits=True).tail
+    tail = micro_batch(captured, 2).tail
     ops = [n for n in tail.graph_module.graph.nodes if is_op(n)]
     assert max(n.meta["val"].numel() for n in ops) == 4 and len(ops) < 15
     golden(graph_text(tail.graph_module))
@@ -104,14 +104,14 @@ def test_the_tail_of_experts_is_small_and_reads(golden):
 def test_the_tail_of_pairs_reads(golden):
     """It has the logits, and ends with the gradients of the embeddings."""
     captured = compiler.trace(whole_batch.Pairs("clip"), whole_batch.pairs(6))
-    micro = micro_batch(captured, 2, waits=True)
+    micro = micro_batch(captured, 2)
     assert [micro.joins[str(i)] for i in range(3)] == ["same", "same", 0]
     golden(graph_text(micro.tail.graph_module))
 
 
 def test_joined_values_and_cotangents_are_in_the_last_stage():
     captured = compiler.trace(whole_batch.Pairs("siglip"), whole_batch.pairs(6))
-    micro = micro_batch(captured, 3, waits=True)
+    micro = micro_batch(captured, 3)
     for seed in range(8):
         print(f"seed {seed}")
         *others, last = cut(micro.captured.graph_module, staged.random_cuts(micro.captured, 4, seed))
@@ -122,14 +122,14 @@ def test_joined_values_and_cotangents_are_in_the_last_stage():
 
 
 def test_no_tail_where_none_is_needed():
-    micro = micro_batch(staged.family("gpt2").captured, 2, waits=True)
+    micro = micro_batch(staged.family("gpt2").captured, 2)
     assert micro.tail is None and "joined" not in {r.kind for r in output_node(micro.captured.graph).meta["roles"]}
 
 
 def test_few_blocks_of_a_deep_model_have_it_too():
     torch.manual_seed(0)
     captured = compiler.trace(Layered(12), (torch.randn(6, 5, 6),))
-    few = few_blocks(captured, 2, waits=True)
+    few = few_blocks(captured, 2)
     assert sum(r.kind == "joined" for r in output_node(few.graph).meta["roles"]) > 2
 
 
@@ -164,17 +164,9 @@ class Dropped(nn.Module):
 @pytest.mark.parametrize("model", [Normed(nn.BatchNorm1d(6)), Normed(Centred()), Dropped()])
 def test_weights_and_random_numbers_are_not_in_a_tail(model):
     captured = compiler.trace(model, (torch.randn(4, 6),))
-    with pytest.raises(MicroBatchError) as waiting:
-        micro_batch(captured, 2, waits=True)
-    with pytest.raises(MicroBatchError) as caught:
+    with pytest.raises(MicroBatchError, match="all samples") as caught:
         micro_batch(captured, 2)
-    assert waiting.value.text() == caught.value.text() and caught.value.fix == "use one micro-batch"
-
-
-def test_without_waiting_nothing_is_split_off():
-    captured = compiler.trace(whole_batch.Pairs("clip"), whole_batch.pairs(6))
-    with pytest.raises(MicroBatchError, match="all samples of the batch at once"):
-        micro_batch(captured, 2)
+    assert caught.value.fix == "use one micro-batch"
 
 
 @pytest.mark.parametrize("schedule", KINDS)
@@ -182,7 +174,7 @@ def test_schedules_that_end_their_forwards_first(schedule):
     captured = compiler.trace(whole_batch.Pairs("clip"), whole_batch.pairs(6))
     orders = make(schedule, 2, 4)
     assert orders.ends_forwards_first == (schedule == "gpipe") and make(schedule, 2, 1).ends_forwards_first
-    tail = micro_batch(captured, 4 if schedule != "gpipe" else 2, waits=True).tail
+    tail = micro_batch(captured, 4 if schedule != "gpipe" else 2).tail
     if schedule == "gpipe":
         check_waits(tail, orders)
         return

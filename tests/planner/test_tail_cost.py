@@ -13,10 +13,10 @@ from autopar.hardware.profile import load
 from autopar.ir.mesh import Mesh
 from autopar.passes.pipeline.micro_batch import micro_batch
 from autopar.planner.explain_pipeline import explain_pipeline
+from autopar.planner.objective.tail_cost import TailCost, tail_cost
 from autopar.planner.pipeline.evaluate import evaluate_pipeline
 from autopar.planner.pipeline.plan import kinds_of, plan_pipeline
 from autopar.planner.pipeline.search import PipelineSearch
-from autopar.planner.pipeline.tail_cost import TailCost, tail_cost
 from autopar.planner.spmd.plan_options import PlanOptions
 from tests.helpers import whole_batch
 
@@ -31,7 +31,7 @@ def _planned(loss: str, samples: int, **asked):
 def test_the_bytes_of_a_tail_of_pairs(samples):
     """It reads two embeddings of four numbers a sample, and holds three or four matrices of all pairs at once."""
     captured = compiler.trace(whole_batch.Pairs("clip"), whole_batch.pairs(samples))
-    tail = micro_batch(captured, 2, waits=True).tail
+    tail = micro_batch(captured, 2).tail
     cost = tail_cost(tail, ComputeCost(load("cpu-gloo")), Mesh.parse("dp=2"))
     matrix, read = 4 * samples**2, 3 * 4 * 4 * samples + 4
     assert read + 3 * matrix <= cost.bytes_ <= read + 5 * matrix + 200 * samples
@@ -41,7 +41,7 @@ def test_the_bytes_of_a_tail_of_pairs(samples):
 def test_the_seconds_of_a_tail_grow_with_its_pairs():
     def seconds(samples: int) -> float:
         captured = compiler.trace(whole_batch.Pairs("siglip"), whole_batch.pairs(samples))
-        tail = micro_batch(captured, 2, waits=True).tail
+        tail = micro_batch(captured, 2).tail
         return tail_cost(tail, ComputeCost(load("cpu-gloo")), Mesh.parse("dp=2")).seconds
 
     few, many, more = map(seconds, (8, 512, 1024))

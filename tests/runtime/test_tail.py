@@ -1,4 +1,4 @@
-"""Steps with a tail on gloo: balancing losses and losses of all pairs through the stages of two processes."""
+"""Steps with a tail on gloo: balancing losses and losses of all pairs on two processes, as stages and without."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def _step(parallel, reference, batch: dict, note: str) -> None:
 
 def _pairs(rank: int, mesh: str, loss: str) -> tuple[str, int]:
     """Steps of several sizes, one without gradients between them, and a step of the optimizer."""
-    options = dict(schedule="gpipe", micro_batches=3, outputs="everywhere")
+    options = dict(micro_batches=3, outputs="everywhere")
+    options |= dict(schedule="gpipe") if mesh == "pp=2" else {}
     parallel, reference = pair(whole_batch.Pairs(loss), device_mesh(mesh), whole_batch.pairs(8), **options)
     _step(parallel, reference, whole_batch.pairs(8), "first")
     with torch.no_grad():
@@ -74,21 +75,23 @@ def _experts(rank: int, name: str, mesh: str, strategy: str | None) -> str:
 @pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.parametrize("loss", ["clip", *sorted({*whole_batch.LOSSES} - {"clip"})])
-def test_losses_of_all_pairs(loss):
-    found = gloo.run(2, _pairs, "pp=2", loss)
+@pytest.mark.parametrize("mesh", ["dp=2", "pp=2"])
+def test_losses_of_all_pairs(mesh, loss):
+    found = gloo.run(2, _pairs, mesh, loss)
     assert found[0] == found[1] and found[0][0] == "gpipe"
 
 
 @pytest.mark.gloo
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
-def test_balance_of_experts(name):
-    assert gloo.run(2, _experts, name, "pp=2", None) == ["gpipe"] * 2
+@pytest.mark.parametrize("mesh, strategy", [("pp=2", None), ("ep=2", "expert"), ("dp=2", "fsdp")])
+def test_balance_of_experts(name, mesh, strategy):
+    assert gloo.run(2, _experts, name, mesh, strategy) == ["gpipe"] * 2
 
 
 @pytest.mark.slow
 @pytest.mark.gloo
-@pytest.mark.parametrize("mesh, strategy", [("pp=2,dp=2", None), ("pp=2,ep=2", "expert")])
+@pytest.mark.parametrize("mesh, strategy", [("pp=2,dp=2", None), ("pp=2,ep=2", "expert"), ("dp=2,ep=2", "expert")])
 def test_balance_of_experts_on_four_processes(mesh, strategy):
     assert gloo.run(4, _experts, "mixtral", mesh, strategy) == ["gpipe"] * 4
 

@@ -56,7 +56,7 @@ def case_of(name: str, samples: int) -> staged.Case:
 
 def check(name: str, samples: int, count: int, mesh: str, schedule: str, note: object = "", **planning) -> None:
     case = case_of(name, samples)
-    micro = micro_batch(case.captured, count, waits=True)
+    micro = micro_batch(case.captured, count)
     plan = staged.plan_of(micro, mesh, schedule, **planning)
     step = simulate_pipeline(case.captured, plan, case.values)
     case.check(step, f"{note} {name}, {count} of {samples} samples, {schedule} on {mesh} {planning}")
@@ -82,7 +82,7 @@ def test_schedules_and_numbers(seed):
     count = random.randint(2, samples)
     print(f"seed {seed}: {name}, {count} of {samples}, {schedule} on {mesh}")
     stages = (4 if "pp=4" in mesh else 2) * (2 if schedule in FORWARDS_FIRST[3:] else 1)
-    cuts = staged.random_cuts(micro_batch(case_of(name, samples).captured, count, waits=True).captured, stages, seed)
+    cuts = staged.random_cuts(micro_batch(case_of(name, samples).captured, count).captured, stages, seed)
     check(name, samples, count, mesh, schedule, f"seed {seed}", cuts=cuts)
 
 
@@ -95,7 +95,7 @@ def test_strategies_and_recomputation(strategy):
 def test_one_forward_a_micro_batch():
     """Nothing runs a second time: a rank's collectives are those of as many forwards and backwards."""
     case = case_of("mixtral", 8)
-    micro = micro_batch(case.captured, 4, waits=True)
+    micro = micro_batch(case.captured, 4)
     plan = staged.plan_of(micro, "pp=2,dp=2", "gpipe", strategy="ddp")
     sends = simulate_pipeline(case.captured, plan, case.values).sends
     assert sends[0, "forward"] % 4 == 0 and sends[1, "backward"] % 4 == 0
@@ -104,7 +104,7 @@ def test_one_forward_a_micro_batch():
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zbv", "interleaved_1f1b"])
 def test_a_schedule_that_cannot_is_refused_when_it_is_lowered(schedule):
     case = case_of("clip", 6)
-    micro = micro_batch(case.captured, 3, waits=True)
+    micro = micro_batch(case.captured, 3)
     with pytest.raises(MicroBatchError) as caught:
         simulate_pipeline(case.captured, staged.plan_of(micro, "pp=2", schedule), case.values)
     assert "gpipe" in caught.value.fix and schedule in caught.value.message

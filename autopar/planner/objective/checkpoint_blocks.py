@@ -103,7 +103,7 @@ class Blocks:
         alive: dict[str, float] = defaultdict(float)
         counts: list[tuple[Recomputation, int]] = []
         for step in steps:
-            alive[step.block] += step.freed_bytes
+            alive[step.block] += step.alive_bytes
             left = missing + max(alive.values())  # one block at a time is alive again during its backward
             counts.append((step, min(step.copies, math.ceil(left / step.freed_bytes))))
             missing -= step.freed_bytes * counts[-1][1]
@@ -121,7 +121,7 @@ def _freed(steps: Iterable[Recomputation]) -> float:
     total, alive = 0.0, defaultdict(float)
     for step in steps:
         total += step.freed_bytes * step.copies
-        alive[step.block] += step.freed_bytes
+        alive[step.block] += step.alive_bytes
     return total - max(alive.values(), default=0.0)
 
 
@@ -132,7 +132,7 @@ def taking(evaluation: Evaluation, counts: list[tuple[Recomputation, int]]) -> E
     saved, retained, seconds, transfers = dict(evaluation.saved), set(evaluation.retained), 0.0, evaluation.transfers
     for step, count in counts:
         taken[step.block][step.level] = (step, count)
-        alive[step.block] += step.freed_bytes
+        alive[step.block] += step.alive_bytes
         seconds += step.compute_seconds * count
         share = count / step.copies
         for key, bytes_ in step.freed:

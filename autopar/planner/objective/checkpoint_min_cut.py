@@ -35,15 +35,17 @@ LITTLE = 1e-6  # of the cost, less than which a cut gains nothing
 @dataclass(frozen=True)
 class Recomputation:
     """The bytes freed and the seconds spent by taking one block of an evaluated plan one step further; `copies` blocks
-    of the whole graph are like it. `freed`: what need not be saved, `needed`: what has to be instead, both with the
-    bytes of all copies. `recomputed`: vertices computed twice from then on, in `compute_seconds` more than before;
-    `moved`: transfers of the forward that the backward makes for this alone. `price`: priced seconds a byte."""
+    of the whole graph are like it. `alive_bytes`: of those freed, what one micro-batch holds again in its backward.
+    `freed`: what need not be saved, `needed`: what has to be instead, both with the bytes of all copies.
+    `recomputed`: vertices computed twice from then on, in `compute_seconds` more than before; `moved`: transfers of the
+    forward that the backward makes for this alone. `price`: priced seconds a byte."""
 
     block: str
     level: str
     freed: tuple[tuple[Key, float], ...]
     needed: tuple[tuple[Key, float], ...]
     freed_bytes: float
+    alive_bytes: float
     compute_seconds: float
     copies: int
     recomputed: frozenset[int]
@@ -148,7 +150,7 @@ class Rematerialization:
         if is_there or maker is None and key in self.e.saved:
             return
         if key not in self.values:
-            self.values[key] = _Value(self.blocks.pricer.local_bytes(*key), maker, False)
+            self.values[key] = _Value(self.blocks.pricer.saved_bytes(*key), maker, False)
         self.values[key].readers.append(reader)
         self.reads[reader].append(key)
 
@@ -283,6 +285,7 @@ class Rematerialization:
             tuple((key, b) for key, b in held.items() if key not in holds),
             tuple((key, b) for key, b in holds.items() if key not in held),
             freed_bytes,
+            freed_bytes / self.blocks.pricer.in_flight,
             sum(map(self._compute, ops)),
             self.copies,
             frozenset(ops),

@@ -273,7 +273,7 @@ def _serve(
         reads_base |= target == source and use.phase == "backward"
 
     def bytes_in(layout: Layout) -> float:
-        return pricer.local_bytes(producer, output, layout)
+        return pricer.saved_bytes(producer, output, layout)
 
     def saved(layout: Layout) -> tuple[tuple[int, int, Layout], float]:
         return (producer, output, layout), bytes_in(layout) * copies

@@ -7,6 +7,9 @@ two ops, gathered parameters on their way through a block, buckets of collective
 and what an op of a GPU allocates while it runs. A view lives in the memory of what it looks at. What the device's
 context, the communication library and the allocator keep for themselves is there all the time.
 
+Where the backwards of a step wait for its tail (passes/pipeline/tail.py), a pass begins and ends with what all other
+micro-batches have saved, and what the tail holds is counted all through.
+
 In a compact graph the copies of a block that are left out hold what the block saves until its backward ends, and its
 gradients from then on: what they hold in between is never more than at one of the two ends.
 """
@@ -106,6 +109,7 @@ def live_bytes(problem: Problem, evaluation: Evaluation, pricer: Pricer) -> Live
     for kind, bytes_ in resident_bytes(problem, evaluation).items():
         changes[kind][0] += bytes_
     changes[RESERVE][0] += problem.reserve_bytes
+    changes[TRANSIENT][0] += pricer.tail.bytes_
     for bytes_ in bucket_bytes(problem, pricer, evaluation, order).values():
         changes[BUCKETS][: len(bytes_)] += np.diff(bytes_, prepend=0.0)
     for kind, first, last, bytes_ in _Lives(problem, evaluation, pricer, order).spans():
@@ -211,8 +215,12 @@ class _Lives:
 
     def _of_all_copies(self, kind: str, first: int, last: int, vertex: Vertex, bytes_: float):
         """Iterate over the spans of something of a block that its backward reads: the copies that a compact graph
-        leaves out hold it until that backward ends."""
+        leaves out hold it until that backward ends. What other micro-batches in flight saved is there all the time."""
         copies = self.copies[vertex.index]
+        if kind == SAVED and self.pricer.in_flight > 1:
+            own = bytes_ / self.pricer.in_flight
+            yield kind, 0, len(self.order.runs), bytes_ - own
+            bytes_ = own
         yield kind, first, last, bytes_ / copies
         if copies > 1:
             yield kind, first, max(last, self._end_of_backward(vertex.block) - 1), bytes_ * (1 - 1 / copies)

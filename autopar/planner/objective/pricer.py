@@ -20,6 +20,7 @@ from ...ir.layout import Layout, largest_local_numel
 from ..problem.problem import Problem
 from ..problem.vertices import STATE, Vertex
 from ..problem.weight_codes import is_gathered_ahead
+from .tail_cost import NO_TAIL, TailCost
 from .workspace import inside_bytes
 
 
@@ -43,7 +44,8 @@ class Pricer:
     `micro_batches` passes; with `reduces_once` their gradients wait for one reduction
     (autopar/planner/spmd/accumulation.py), with `gathers_once` they share the copies of parameters that are kept.
     Gradients travel in `reduce_dtype`, if that is narrower than they are, while they are added up. `other_load`: of
-    experts, instead of the problem's."""
+    experts, instead of the problem's. So many micro-batches are `in_flight`: what each saves for its backward is held
+    at once; `tail`: of the step that they wait for, if it has one."""
 
     problem: Problem
     prices: TransferPrices
@@ -53,6 +55,8 @@ class Pricer:
     gathers_once: bool = False
     reduce_dtype: torch.dtype | None = None
     other_load: float | None = None
+    in_flight: float = 1.0
+    tail: TailCost = NO_TAIL
     _local: dict[tuple, float] = field(default_factory=dict, init=False, repr=False)
     _inside: dict[tuple[int, int], float] = field(default_factory=dict, init=False, repr=False)
     _tables: dict[tuple[float, float], np.ndarray] = field(default_factory=dict, init=False, repr=False)
@@ -178,6 +182,12 @@ class Pricer:
         if producer in self.problem.never_made:
             return 0.0
         return self.bytes_of(self.problem.vertices[producer].values[output], layout)
+
+    def saved_bytes(self, producer: int, output: int, layout: Layout) -> float:
+        """Return the bytes of a tensor on that device if it is saved for the backward, by every micro-batch in flight;
+        they share the copies of a parameter."""
+        is_shared = self.problem.vertices[producer].kind == "parameter"
+        return self.local_bytes(producer, output, layout) * (1.0 if is_shared else self.in_flight)
 
     def bytes_of(self, value: torch.Tensor, layout: Layout) -> float:
         """Return the bytes on the device that holds most of a tensor of any problem in this layout."""

@@ -38,11 +38,11 @@ from ..objective.memory_timeline import (
 )
 from ..objective.player import stretch_of
 from ..objective.pricer import Pricer
+from ..objective.tail_cost import NO_TAIL, TailCost
 from ..problem.problem import Problem
 from .model import GPIPE, ONE_F_ONE_B, ZB_H1, ZB_H2, Timing, interleaved
 from .part import Part
 from .stage_costs import Parts
-from .tail_cost import NO_TAIL, TailCost
 
 Send = Callable[[float], float]
 

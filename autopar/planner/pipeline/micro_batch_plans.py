@@ -15,6 +15,7 @@ from ...ir.mesh import Mesh
 from ...passes.pipeline.micro_batch import MicroBatched, few_blocks, micro_batch
 from ...passes.pipeline.tail import Tail
 from ...plans.pipeline import inside, sizes_of
+from ..objective.tail_cost import NO_TAIL, TailCost, tail_cost
 from ..problem.recipes import Restriction
 from ..solver.minimize import Search
 from ..solver.search import Starts
@@ -24,7 +25,6 @@ from ..spmd.fixed_recompute import AUTO, NONE
 from ..spmd.plan import search, solvers_of
 from ..spmd.plan_options import PlanOptions
 from ..spmd.planned import Planned
-from .tail_cost import NO_TAIL, TailCost, tail_cost
 
 # What all memory of the hardware is worth, in times the compute. The prices are the same whatever the limit is, so that
 # less memory finds no plan that more memory does not.
@@ -57,12 +57,12 @@ class MicroBatchPlans:
         self.ranks, self.limit = mesh.size(axis), float(options.memory_bytes or options.hardware.memory_bytes)
         self.starts: Starts = ()  # choices that the fastest plan is at least as good as
         if captured.compact is None:
-            self.micro = micro_batch(captured, micro_batches, waits=True)
-        self.few = few_blocks(captured, micro_batches, waits=True) if captured.compact else self.micro.captured
+            self.micro = micro_batch(captured, micro_batches)
+        self.few = few_blocks(captured, micro_batches) if captured.compact else self.micro.captured
         self.few_graphs = [self.few.graph_module]  # of each size of micro-batches
         batch = samples_of(captured.signature)
         self.samples, self.share = batch, batch / (micro_batches * sizes_of(batch, micro_batches)[0]) if batch else 1.0
-        smaller = few_blocks(captured, micro_batches, True, True) if captured.compact and self.share < 1 else None
+        smaller = few_blocks(captured, micro_batches, True) if captured.compact and self.share < 1 else None
         self.few_graphs += [smaller.graph_module] if smaller else []
         smaller = smaller or (self.micro.smaller if self.share < 1 else None)
         self.options = replace(
@@ -79,7 +79,7 @@ class MicroBatchPlans:
     def micro(self) -> MicroBatched:
         """Cut the batch of the whole graph into micro-batches."""
         self.report(f"cutting the batch into {self.micro_batches}")
-        return micro_batch(self.captured, self.micro_batches, self.few_graphs, waits=True)
+        return micro_batch(self.captured, self.micro_batches, self.few_graphs)
 
     @cached_property
     def tail(self) -> Tail | None:

@@ -18,14 +18,14 @@ from ...passes.pipeline.stages import cut
 from ...passes.pipeline.tail import check_waits
 from ...plans.pipeline import Pipeline
 from ...plans.plan import Plan
-from ..spmd.batch import samples_of
+from ..spmd.batch import options_of_one, samples_of
 from ..spmd.plan import make_plan, search
 from ..spmd.plan_options import PlanOptions
 
 
 def with_owners(captured: Captured, plan: Plan) -> Plan:
     """Return a plan that says which parameters and buffers its stages read."""
-    micro = micro_batch(captured, plan.pipeline.micro_batches, waits=plan.pipeline.is_staged)
+    micro = micro_batch(captured, plan.pipeline.micro_batches)
     owners = tuple(tuple(sorted(stage.leaves)) for stage in cut(micro.captured.graph_module, plan.pipeline.cuts))
     return replace(plan, pipeline=replace(plan.pipeline, owners=owners))
 
@@ -37,16 +37,16 @@ def plan_same_stages(captured: Captured, first: Plan, options: PlanOptions, mode
     pipeline, count = first.pipeline, min(first.micro_batches, samples_of(captured.signature))
     micro = _micro_batched(captured, replace(pipeline, micro_batches=count))
     if pipeline.is_staged:
-        micro, options = micro or micro_batch(captured, 1), replace(options, within=first.mesh)
+        micro = micro or micro_batch(captured, 1)
+        overlay = micro.smaller and micro.smaller.graph
+        options = replace(options, within=first.mesh, micro_batches=micro.micro_batches, overlay=overlay)
     elif micro is None or count == 1:
         return make_plan(captured, first.mesh, options, model)
+    else:
+        options, pipeline = options_of_one(micro, options), replace(pipeline, schedule=micro.order)
     inputs = {n.name for n in captured.graph.nodes if n.op == "placeholder" and n.meta["role"].kind == "input"}
-    options = replace(
-        options,
-        micro_batches=micro.micro_batches,
-        overlay=micro.smaller and micro.smaller.graph,
-        fixed={name: layout for name, layout in options.fixed.items() if name not in inputs},
-    )
+    fixed = {name: layout for name, layout in options.fixed.items() if name not in inputs}
+    options = replace(options, fixed=fixed)
     planned = search(micro.captured, first.sharding.mesh, options, model)
     cuts = cuts_of(micro.captured.graph, pipeline.owners)
     samples = micro.samples if micro.smaller is not None else 0
@@ -71,8 +71,9 @@ def plan_same_stages(captured: Captured, first: Plan, options: PlanOptions, mode
 def _micro_batched(captured: Captured, pipeline: Pipeline) -> MicroBatched | None:
     """Return a call cut into the micro-batches of a pipeline, None if that cannot run it part by part."""
     with contextlib.suppress(MicroBatchError, StageError):
-        micro = micro_batch(captured, pipeline.micro_batches, waits=pipeline.is_staged)
-        check_waits(micro.tail, pipeline.orders)
+        micro = micro_batch(captured, pipeline.micro_batches)
+        if pipeline.is_staged:
+            check_waits(micro.tail, pipeline.orders)
         return micro
     return None
 

@@ -91,8 +91,8 @@ class HyperedgePrices:
         self.is_once = (self.grid.share < 1)[:, None]
         number = {layout: i for i, layout in enumerate(self.sources)}
         self.same_as = np.array([number.get(q, -1) for q in self.targets])  # the source that is a column's layout
-        self._copy_bytes = np.array([pricer.local_bytes(*hyperedge.example, q) for q in self.targets])
-        self._base_bytes = np.array([pricer.local_bytes(*hyperedge.example, p) for p in self.sources])
+        self._copy_bytes = np.array([pricer.saved_bytes(*hyperedge.example, q) for q in self.targets])
+        self._base_bytes = np.array([pricer.saved_bytes(*hyperedge.example, p) for p in self.sources])
         self._whole_bytes = self._unreduced_bytes(slots)
 
     @property

@@ -107,7 +107,7 @@ def keep_copies(problem: Problem, e: Evaluation, limit_bytes: float, pricer: Pri
     for i, t in enumerate(e.transfers):
         key = key_of(t)
         if t.phase == "backward" and key in made and waits(problem.vertices[t.producer]):
-            bytes_ = pricer.local_bytes(*key)
+            bytes_ = pricer.saved_bytes(*key)
             more = bytes_ * t.copies - e.saved.get(key, 0.0)  # a block may hold it for what it computes again
             redone.append((-t.seconds / max(bytes_, 1.0), i, key, more))
     dropped, retained, saved, left = set(), set(e.retained), dict(e.saved), limit_bytes - e.bytes_

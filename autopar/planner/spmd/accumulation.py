@@ -80,8 +80,9 @@ def fastest(
     return solver, replace(outcome, bound_seconds=min(bounds), proved_at=proved_at)
 
 
-def of_step(plan: Plan, evaluation: Evaluation) -> Plan:
-    """Return the plan of a step from that of an average pass of the largest micro-batch."""
+def of_step(plan: Plan, evaluation: Evaluation, tail_seconds: float = 0.0) -> Plan:
+    """Return the plan of a step from that of an average pass of the largest micro-batch, with a tail that takes so
+    long between all forwards and all backwards."""
     if plan.micro_batches == 1:
         return plan
     shares = sum(plan.pipeline.shares)  # of the largest micro-batch
@@ -102,6 +103,9 @@ def of_step(plan: Plan, evaluation: Evaluation) -> Plan:
     )
     return replace(
         plan,
+        step_seconds=plan.step_seconds + tail_seconds,
+        compute_seconds=plan.compute_seconds + tail_seconds,
+        bound=plan.bound + tail_seconds,
         reduces_once=evaluation.reduces_once,
         collectives=tuple(times(c, "seconds") for c in plan.collectives),
         regions=tuple(times(r, "compute_seconds", "communication_seconds") for r in plan.regions),

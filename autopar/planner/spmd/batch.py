@@ -1,6 +1,7 @@
 """Turn a global batch into micro-batches: what a user says of it, and the fewest that need no recomputation.
 
-A step of K micro-batches holds the activations of one alone. K is a number, follows from the samples that a
+A step of K micro-batches holds the activations of one alone, or of all of them where the loss needs all samples before
+the first backward (passes/pipeline/tail.py). K is a number, follows from the samples that a
 data-parallel replica computes at once (Megatron's micro-batch: K = batch / (samples * data-parallel ways)), or is
 looked for.
 """
@@ -88,7 +89,15 @@ def micro_batch_of(captured: Captured, options: PlanOptions) -> tuple[MicroBatch
     if options.micro_batches == 1:
         return None, options
     micro = micro_batch(captured, options.micro_batches)
-    return micro, replace(options, overlay=micro.smaller and micro.smaller.graph)
+    return micro, options_of_one(micro, options)
+
+
+def options_of_one(micro: MicroBatched, options: PlanOptions) -> PlanOptions:
+    """Return the options of planning the graph of one micro-batch of a step without stages."""
+    overlay = micro.smaller and micro.smaller.graph
+    return replace(
+        options, micro_batches=micro.micro_batches, overlay=overlay, tail=micro.tail, in_flight=micro.in_flight
+    )
 
 
 def fewest(search: Callable[[int], Planned], batch: int, ways: int = 1) -> Planned:

@@ -49,7 +49,8 @@ def describe_plan(planned: Planned) -> Plan:
     micro_batches, micro = options.micro_batches, planned.micro
     samples = micro.samples if micro else micro_batches * samples_of(problem)
     is_even = micro is None or micro.smaller is None
-    pipeline = Pipeline(micro_batches=micro_batches, samples=0 if is_even else samples)
+    order = micro.order if micro else Pipeline.schedule
+    pipeline = Pipeline(schedule=order, micro_batches=micro_batches, samples=0 if is_even else samples)
     rows = tuple(_alternative(name, one, pipeline, planned) for name, one in planned.others.items())
     rows += tuple(map(_staged_alternative, planned.staged_rows))
     sharding = _sharding(problem, e, pricer)
@@ -104,7 +105,8 @@ def describe_plan(planned: Planned) -> Plan:
         execution=options.execution,
         outputs=outputs_in(sharding, problem, pricer, planned.captured),
     )
-    return with_outputs(of_step(plan, e), held_bytes(problem, e, pricer, sum(pipeline.shares)), planned.captured)
+    plan = of_step(plan, e, pricer.tail.seconds)
+    return with_outputs(plan, held_bytes(problem, e, pricer, sum(pipeline.shares)), planned.captured)
 
 
 def _alternative(name: str, other: Outcome | AutoparError, pipeline: Pipeline, planned: Planned) -> Alternative:
@@ -118,7 +120,7 @@ def _alternative(name: str, other: Outcome | AutoparError, pipeline: Pipeline, p
     kept = kept_bytes(held, planned.solver.limit_bytes - e.bytes_, planned.captured)
     return Alternative(
         name,
-        times * other.seconds,
+        times * other.seconds + other.pricer.tail.seconds,
         times * e.communication_seconds,
         e.bytes_ + kept,
         other.fits,

@@ -84,7 +84,8 @@ class _SearchedMesh:
     @property
     def seconds(self) -> float:
         """Return the seconds of a step under its plan, infinite while it has none."""
-        return self.micro_batches * self.planned.chosen.seconds if self.planned else math.inf
+        planned = self.planned
+        return self.micro_batches * planned.chosen.seconds + planned.pricer.tail.seconds if planned else math.inf
 
     @property
     def is_short_of_memory(self) -> bool:

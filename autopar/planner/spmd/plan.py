@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from ...cost.collectives import CollectiveCost
+from ...cost.compute import ComputeCost
 from ...cost.host import HostCost
 from ...cost.orthogonalize import OrthogonalizeCost
 from ...cost.product_seconds import ProductSeconds
@@ -23,6 +24,7 @@ from ...plans.plan import Plan
 from ...rules.register import suggestion
 from ...utils.gc_pause import paused_collector
 from ..objective.pricer import Pricer
+from ..objective.tail_cost import NO_TAIL, tail_cost
 from ..problem import offload
 from ..problem.overlay import fitting
 from ..problem.problem import Problem, build, with_offload
@@ -110,6 +112,7 @@ def solvers_of(
     asked = None if options.baselines else options.strategy  # strategies that are compared reduce in other ways
     ways = accumulation.ways(asked, options.micro_batches, options.offload == offload.OPTIMIZER)
     is_cut = options.micro_batches > 1
+    tail = NO_TAIL if options.tail is None else tail_cost(options.tail, ComputeCost(hardware), mesh)
     pricers = [
         Pricer(
             problem,
@@ -119,6 +122,8 @@ def solvers_of(
             once,
             gathers_once=is_cut,
             reduce_dtype=reduce_type(options.reduce_dtype),
+            in_flight=options.in_flight,
+            tail=tail,
         )
         for once in ((True,) if is_cut and options.within is not None else ways)
     ]

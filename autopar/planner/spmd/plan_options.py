@@ -15,6 +15,7 @@ from ...frontend.precision import compute_dtype, reduce_type, state_type
 from ...hardware.profile import Hardware
 from ...ir.layout import Layout
 from ...ir.mesh import Mesh
+from ...passes.pipeline.tail import Tail
 from ..problem import offload
 from ..problem.recipes import Restriction
 from ..solver.minimize import DUAL, ILP, Search
@@ -34,7 +35,8 @@ class PlanOptions:
     the model's own tensor parallelism (see hf_tp_plan.py), one of the baselines. `reduce_dtype`, `state_dtype`: see
     `Plan`. `within`: the whole mesh, where the planned one is a stage's of a pipeline: links are those of the whole
     mesh, gradients are reduced once a step, and copies of parameters that are kept are gathered once. `overlay`:
-    another graph that runs with the same decisions, of fewer samples. `expert_load`: see
+    another graph that runs with the same decisions, of fewer samples. `tail`: what a step without stages computes
+    between all forwards and all backwards, with so many micro-batches `in_flight`. `expert_load`: see
     autopar/cost/expert_load.py."""
 
     hardware: Hardware
@@ -61,6 +63,8 @@ class PlanOptions:
     search: Search = Search()
     within: Mesh | None = None
     overlay: fx.Graph | None = None
+    tail: Tail | None = None
+    in_flight: float = 1.0
     expert_load: float = 1.0
 
     def of_state(self) -> Optimizer:
