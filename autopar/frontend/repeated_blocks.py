@@ -11,7 +11,7 @@ not, the border between 3 and 4 is counted once. Costs are counted by copies, so
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -30,8 +30,8 @@ class Compact:
 
     graph_module: fx.GraphModule
     names: BlockNames
-    origins: Mapping[fx.Node, tuple[fx.Node, int]] = field(repr=False)
-    whole: Mapping[tuple[fx.Node, int], fx.Node] = field(repr=False)
+    origins: Mapping[fx.Node, tuple[Hashable, int]] = field(repr=False)
+    whole: Mapping[tuple[Hashable, int], fx.Node] = field(repr=False)
 
     @property
     def graph(self) -> fx.Graph:

@@ -15,6 +15,7 @@ to a full trace.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Hashable
 from dataclasses import replace
 
 from torch import fx
@@ -91,6 +92,9 @@ class _Zones:
             for z in (1, 2, 3)
         }
         tail = {n for n in leaves if leaves[n] == TAIL} | {*forward[first[TAIL] :], *backward[: last[3]]}
+        shared = _shared_by_zones(backward, of_tangents, members)
+        members[3] = [n for n in members[3] if n not in shared]
+        tail |= shared
         return _Zones(names, members, tail, set(backward))
 
     def are_shifted(self) -> bool:
@@ -144,6 +148,22 @@ class _Zones:
         return True
 
 
+def _shared_by_zones(
+    backward: list[fx.Node], tangents: set[fx.Node], members: dict[int, list[fx.Node]]
+) -> set[fx.Node]:
+    """Return what the backward makes of tangents alone where it begins with zone 3, and the zones after it read too: a
+    loss to which every block adds has the same gradient for all of them."""
+    later, of_tangents = {*members[1], *members[2]}, set(tangents)
+    for node in backward:
+        if node.all_input_nodes and of_tangents.issuperset(node.all_input_nodes):
+            of_tangents.add(node)
+    shared = {n for n in members[3] if n in of_tangents and not later.isdisjoint(n.users)}
+    for node in reversed(backward):  # and what that is made of
+        if node in of_tangents and node in members[3] and not shared.isdisjoint(node.users):
+            shared.add(node)
+    return shared
+
+
 def constants_of(node: fx.Node, streams: int) -> str:
     """Return the arguments that are no nodes as text, with a random stream as it would be so many streams before."""
     args = list(node.args)
@@ -164,7 +184,7 @@ class _Unrolled:
     def __init__(self, short: fx.Graph, zones: _Zones, more: int):
         self.short, self.zones, self.more = short, zones, more
         self.graph = fx.Graph()
-        self.made: dict[tuple[fx.Node, int], fx.Node] = {}
+        self.made: dict[tuple[Hashable, int], fx.Node] = {}
 
     def build(self) -> fx.Graph:
         """Build the unrolled graph: copies of zone 2 in order in the forward, in reverse in the backward."""

@@ -30,6 +30,7 @@ from ...plans.pipeline import Pipeline, sizes_of
 from ...plans.sharding import NodeSharding, Sharding
 from ..distribute.localize import localize
 from .batch_axis import AXIS, FIX, OFFSET, BatchAxis, partial_of
+from .compact import compact_of, few_of
 from .tail import Tail, without_tail
 
 aten = torch.ops.aten
@@ -58,6 +59,14 @@ class MicroBatched:
     def sizes(self) -> tuple[int, ...]:
         """Return the number of samples of each micro-batch."""
         return sizes_of(self.samples, self.micro_batches)
+
+    @property
+    def overlay(self) -> fx.Graph | None:
+        """Return the graph of the smaller micro-batches whose nodes have the names of those that are planned: of few
+        blocks, where those of the others are."""
+        if self.smaller is None:
+            return None
+        return (self.smaller.compact or self.smaller.graph_module).graph
 
     @property
     def order(self) -> str:
@@ -94,7 +103,7 @@ def micro_batch(captured: Captured, micro_batches: int, few: Sequence[fx.GraphMo
             captured, 1, {r.name: SAME for r in roles if r.kind == "output"}, input_dims={}, samples=samples
         )
     body, axis, tail = without_tail(captured.graph_module, micro_batches, samples)
-    captured = captured if tail is None else replace(captured, graph_module=body, compact=None)
+    captured = captured if tail is None else replace(captured, graph_module=body)
     graph, counts = captured.graph, spans_of(samples, micro_batches)
     roles = output_node(graph).meta["roles"]
     _check_in_one_piece(graph, axis)
@@ -102,6 +111,8 @@ def micro_batch(captured: Captured, micro_batches: int, few: Sequence[fx.GraphMo
     # equal blocks are alike
     checks, known = captured.compact is None or has_random, itertools.zip_longest(counts, few)
     found = [_cut(captured, axis, micro_batches, count, checks, small) for count, small in known]
+    if any(one.compact is None for one in found):  # nodes of both have the same names
+        found = [replace(one, compact=None) for one in found]
     joins: dict[str, str | int] = dict.fromkeys(tail.outputs, SAME) if tail is not None else {}
     for role, layout in zip(roles, axis.outputs):
         if role.kind == "output":
@@ -174,7 +185,7 @@ def _cut(
 ) -> Captured:
     """Return the graph of a micro-batch that spans `count` positions; `small`: that of few blocks, if it is known."""
     local, old = _local(captured.graph_module, axis, micro_batches, count, checks), captured.compact
-    compact = old and _compact(old, small or _few(old, micro_batches, _samples(captured), count), local)
+    compact = old and compact_of(old, small or _few(old, micro_batches, _samples(captured), count), local)
     return replace(captured, graph_module=local, compact=compact)
 
 
@@ -212,41 +223,7 @@ def few_blocks(captured: Captured, micro_batches: int, smaller: bool = False) ->
         return micro.smaller if smaller else micro.captured
     count = spans_of(samples, micro_batches)[-1 if smaller else 0]
     small = _few(old, micro_batches, samples, count)
-    keys = {node.name: key for node, key in old.origins.items()}
-    origins = {node: keys.get(node.name, (node, 0)) for node in small.graph.nodes if node.op != "output"}
-    return replace(captured, graph_module=small, compact=Compact(small, old.names, origins, {}))
-
-
-def _compact(old: Compact, small: fx.GraphModule, whole: fx.GraphModule) -> Compact | None:
-    """Return the Compact of a micro-batch's whole graph, with its graph of few blocks `small`; None if some node of
-    `small` was not in the old one, or stands for one that `whole` lacks."""
-    keys = {node.name: (node.target, key) for node, key in old.origins.items()}
-    names = {key: (node.name, node.target) for key, node in old.whole.items()}
-    new, origins, found = {n.name: n for n in whole.graph.nodes}, {}, {}
-    for node in small.graph.nodes:
-        if node.op == "output":
-            continue
-        target, key = keys.get(node.name, (node.target, None))
-        if node.op == "placeholder" and key is None:  # a total, which is before all blocks
-            key, names[node, 0] = (node, 0), (node.name, node.target)
-        if key is None or target != node.target:
-            return None
-        origins[node] = key
-    for origin in {origin for origin, _ in origins.values()}:
-        for key in ((origin, block) for block in range(old.names.count)):
-            name, target = names.get(key, ("", None))
-            if name in new and new[name].target == target:
-                found[key] = new[name]
-    compact = Compact(small, old.names, origins, found)
-    is_whole = all(
-        key in found for node, (origin, block) in origins.items() for key in _stands_for(compact, origin, block)
-    )
-    return compact if is_whole else None
-
-
-def _stands_for(compact: Compact, origin: fx.Node, block: int) -> list[tuple[fx.Node, int]]:
-    """Return all nodes that one of the small graph may stand for, wherever the graph is split."""
-    return [(origin, number) for first in (0, compact.most) for number in compact.stands_for(block, first)]
+    return replace(captured, graph_module=small, compact=few_of(old, small))
 
 
 def _rewritten(

@@ -12,6 +12,7 @@ from autopar import compiler, models
 from autopar.frontend.block_lists import repeated_blocks_of
 from autopar.frontend.fake_parameters import forms_of
 from autopar.ir.graph import fingerprint, output_node
+from tests.helpers import whole_batch
 
 DEPTH = 9
 
@@ -47,6 +48,8 @@ def huggingface(name: str):
 def build(name: str):
     if ":" in name:
         return models.build(name, batch=4, seq=16)
+    if name == "balances":  # every block adds to a number of the whole batch
+        return whole_batch.Layered(DEPTH), (torch.randn(4, 5, 6),)
     return huggingface(name)
 
 
@@ -70,6 +73,7 @@ def assert_same_capture(found, whole) -> None:
 @pytest.mark.parametrize("name", [
     f"llama:hidden=32,layers={DEPTH},heads=4,kv_heads=2,ffn=64,vocab=64", "gpt2", "tied llama", "bert", "mistral",
     f"gpt:hidden=32,layers={DEPTH},heads=4,vocab=64,seq=16", "mlp:hidden=16,layers=12",
+    "balances",
 ])  # fmt: skip
 def test_unrolled_is_whole(name, monkeypatch):
     model, inputs = build(name)

@@ -69,6 +69,35 @@ def pairs(samples: int, seed: int = 0) -> dict[str, Tensor]:
     return dict(image=torch.randn(samples, 6, generator=made), text=torch.randn(samples, 5, generator=made))
 
 
+class Balanced(nn.Module):
+    """A layer with a router, which adds its balance to that of the layers before."""
+
+    def __init__(self, number: int):
+        super().__init__()
+        self.layer, self.router = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, extra: Tensor) -> tuple[Tensor, Tensor]:
+        shares = self.router(x).softmax(-1)
+        most = functional.one_hot(shares.argmax(-1), 3).to(x.dtype)
+        extra = extra + 3 * (most.mean((0, 1)) * shares.mean((0, 1))).sum()
+        return x + self.layer(x).tanh() * shares.amax(-1, keepdim=True), extra
+
+
+class Layered(nn.Module):
+    """Several layers, each with a balance of its own."""
+
+    def __init__(self, layers: int):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(map(Balanced, range(layers)))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        extra = x.new_zeros(())
+        for layer in self.layers:
+            x, extra = layer(x, extra)
+        return dict(loss=x.square().mean() + 0.3 * extra, last=x)
+
+
 def balanced(name: str, samples: int, length: int = 8, weight: float = 0.5) -> tuple[nn.Module, dict[str, Tensor]]:
     """Return a mixture of experts of transformers and a batch, with so much of the loss that balances experts."""
     torch.manual_seed(0)

@@ -63,27 +63,8 @@ def test_padding_counts_for_the_whole_batch():
         check(case, count, "padded")
 
 
-class Layered(nn.Module):
-    """Several layers, each with a balance of its own."""
-
-    def __init__(self, layers: int):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(layers))
-        self.routers = nn.ModuleList(nn.Linear(6, 3) for _ in range(layers))
-
-    def forward(self, x):
-        extra = 0.0
-        for layer, router in zip(self.layers, self.routers):
-            shares = router(x).softmax(-1)
-            most = nn.functional.one_hot(shares.argmax(-1), 3).to(x.dtype)
-            extra = extra + 3 * (most.mean((0, 1)) * shares.mean((0, 1))).sum()
-            x = x + layer(x).tanh() * shares.amax(-1, keepdim=True)
-        return dict(loss=x.square().mean() + 0.3 * extra, last=x)
-
-
 def test_a_balance_in_every_layer():
-    case = staged.Case.of(Layered(3), (torch.randn(6, 5, 6),))
+    case = staged.Case.of(whole_batch.Layered(3), (torch.randn(6, 5, 6),))
     for count in (2, 4, 6):
         check(case, count, "layered")
     tail = micro_batch(case.captured, 2).tail
@@ -121,6 +102,20 @@ def test_joined_values_and_cotangents_are_in_the_last_stage():
         assert {r.name for _, r in outputs_of(last.joint.graph) if r.kind == "joined"} == {*micro.tail.joined}
 
 
+class Largest(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    def forward(self, x):
+        y = self.layer(x)
+        return dict(loss=y.square().mean(), largest=y.detach().amax(0))
+
+
+def test_the_largest_of_the_batch_is_an_output_of_the_tail():
+    check(staged.Case.of(Largest(), (torch.randn(8, 6),)), 2, "largest")
+
+
 def test_no_tail_where_none_is_needed():
     micro = micro_batch(staged.family("gpt2").captured, 2)
     assert micro.tail is None and "joined" not in {r.kind for r in output_node(micro.captured.graph).meta["roles"]}
@@ -128,7 +123,7 @@ def test_no_tail_where_none_is_needed():
 
 def test_few_blocks_of_a_deep_model_have_it_too():
     torch.manual_seed(0)
-    captured = compiler.trace(Layered(12), (torch.randn(6, 5, 6),))
+    captured = compiler.trace(whole_batch.Layered(12), (torch.randn(6, 5, 6),))
     few = few_blocks(captured, 2)
     assert sum(r.kind == "joined" for r in output_node(few.graph).meta["roles"]) > 2
 
@@ -217,3 +212,20 @@ class Mixed(nn.Module):
         a, b = self.first(x).tanh(), self.second(x)
         first, second = (TERMS[name](a, b) for name in self.terms)
         return dict(loss=first * second + first + self.third(x).square().mean(), a=a, second=second)
+
+
+@pytest.mark.parametrize("samples", [6, 7])
+def test_blocks_of_a_deep_model_stand_for_those_of_its_micro_batch(samples):
+    """Blocks have what they hand to the tail and get of it, in smaller micro-batches too."""
+    torch.manual_seed(0)
+    micro = micro_batch(compiler.trace(whole_batch.Layered(12), (torch.randn(samples, 5, 6),)), 2)
+    for captured in (micro.captured, micro.smaller) if samples == 7 else (micro.captured,):
+        compact = captured.compact
+        whole = {node for node in captured.graph.nodes if node.op != "output"}
+        small = [node for node in compact.graph.nodes if node.op != "output"]
+        assert len(small) < len(whole)
+        for first in (1, compact.most - 1):
+            stood = [node for n in small for node in compact.nodes(n, first)]
+            assert len(stood) == len(whole) and {*stood} == whole
+        joined = [node for node in small if node.name.startswith("j_")]
+        assert {compact.block(node) for node in joined} >= {*range(1, 7)}

@@ -34,8 +34,8 @@ class Deep(nn.Module):
         return (x @ x.t()).logsumexp(-1).mean()
 
 
-def planned(captured, count: int, **asked) -> Planned:
-    options = PlanOptions(load("cpu-gloo"), baselines=False, micro_batches=count, **asked)
+def planned(captured, count: int, hardware=load("cpu-gloo"), **asked) -> Planned:
+    options = PlanOptions(hardware, baselines=False, micro_batches=count, **asked)
     return in_micro_batches(captured, options, lambda one, o: search(one, Mesh.parse("dp=2"), o))
 
 
@@ -103,3 +103,16 @@ def test_recipes_beside_the_plan_have_it_too():
     found = in_micro_batches(captured, options, lambda one, o: search(one, Mesh.parse("dp=2"), o))
     rows = {one.name: one for one in found.plan.alternatives}
     assert rows["ddp"].step_seconds >= 2 * found.others["ddp"].seconds + found.pricer.tail.seconds > 0
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("samples", [7, 6])
+def test_a_deep_model_is_planned_by_few_blocks(samples):
+    """Each block has a part in the tail, and costs what it does where all blocks are planned."""
+    captured, profile = compiler.trace(whole_batch.Layered(12), (torch.randn(samples, 5, 6),)), load("cpu-gloo")
+    alone = replace(profile, links=tuple(replace(link, bucket_bytes=1) for link in profile.links))
+    few, every = (planned(one, 3, alone, strategy="fsdp") for one in (captured, replace(captured, compact=None)))
+    assert few.problem.compact is not None and len(few.problem.vertices) < 0.9 * len(every.problem.vertices)
+    assert few.evaluation.seconds == pytest.approx(every.evaluation.seconds)
+    assert few.plan.step_seconds == pytest.approx(every.plan.step_seconds)
+    assert few.plan.peak_bytes == pytest.approx(every.plan.peak_bytes, rel=1e-3)

@@ -154,7 +154,7 @@ class MicroBatchPlans:
 
     @property
     def _whole_options(self) -> PlanOptions:
-        return replace(self.options, overlay=self.micro.smaller and self.micro.smaller.graph)
+        return replace(self.options, overlay=self.micro.overlay)
 
     @cached_property
     def _whole_solvers(self) -> list[Solver]:

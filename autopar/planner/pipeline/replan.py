@@ -38,8 +38,8 @@ def plan_same_stages(captured: Captured, first: Plan, options: PlanOptions, mode
     micro = _micro_batched(captured, replace(pipeline, micro_batches=count))
     if pipeline.is_staged:
         micro = micro or micro_batch(captured, 1)
-        overlay = micro.smaller and micro.smaller.graph
-        options = replace(options, within=first.mesh, micro_batches=micro.micro_batches, overlay=overlay)
+        count, overlay = micro.micro_batches, micro.overlay
+        options = replace(options, within=first.mesh, micro_batches=count, overlay=overlay)
     elif micro is None or count == 1:
         return make_plan(captured, first.mesh, options, model)
     else:

@@ -139,7 +139,7 @@ def build(
     graph = compact.graph if compact else captured.graph
     vertices, uses = vertices_of(graph)
     for v in vertices if compact else ():
-        v.block = compact.block(v.node) if v.kind != "output" else None
+        v.block = compact.block(v.node) if v.kind != "output" or v.is_joined else None
     part_sets = rules.propagate_parts(graph, zigzag=zigzag)
     rule_of: dict[int, Rule | None] = {}
     unruled = []

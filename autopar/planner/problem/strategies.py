@@ -69,7 +69,7 @@ def choices_of(
     if v.kind == "output":
         producer, output = tensor_of(v.node)
         zigzag = _zigzag(producer, output, part_sets)
-        is_whole = not shape or v.signature[1] == "joined"  # which every device reads in the tail of the step
+        is_whole = not shape or v.is_joined  # which every device reads in the tail of the step
         options = [Layout.replicated(len(shape))] if is_whole else leaf_layouts(shape, mesh, zigzag, orders=False)
         return _free([Strategy((o,), (o,), (), 1) for o in options])
     if pinned is not None:

@@ -20,6 +20,7 @@ from ...ops.counter_rng import STREAM
 from .hidden_matrices import hidden_matrices
 from .weight_codes import mark_weight_codes
 
+JOINED = "joined"  # role of an output that the tail of a step reads (passes/pipeline/tail.py)
 STATE = -1  # slot of a use that takes the layout of the consumer itself (a gradient takes its parameter's)
 
 
@@ -43,6 +44,11 @@ class Vertex:
     block: int | None = None  # of a compact graph (see autopar/frontend/repeated_blocks.py)
     is_matrix: bool = False  # which Muon updates
     quantizes_weight: bool = False  # to FP8, or transposes it for that
+
+    @property
+    def is_joined(self) -> bool:
+        """Return whether the vertex is an output that the tail of a step reads."""
+        return self.kind == "output" and self.signature[1] == JOINED
 
     @property
     def values(self) -> list[torch.Tensor]:
@@ -129,7 +135,8 @@ def vertices_of(graph: fx.Graph) -> tuple[list[Vertex], list[Use]]:
         if partner is not None and not is_loss:
             uses.append(Use(p, o, partner.index, STATE, phase))
         else:
-            v = add(f"{role.kind}:{role.name}", "output", node, phase, ("output", role.kind, role.name))
+            key = _no_digits(role.name) if role.kind == JOINED else role.name
+            v = add(f"{role.kind}:{role.name}", "output", node, phase, ("output", role.kind, key))
             v.inputs = [(p, o)]
             uses.append(Use(p, o, v.index, 0, phase))
     return vertices, uses

@@ -94,10 +94,8 @@ def micro_batch_of(captured: Captured, options: PlanOptions) -> tuple[MicroBatch
 
 def options_of_one(micro: MicroBatched, options: PlanOptions) -> PlanOptions:
     """Return the options of planning the graph of one micro-batch of a step without stages."""
-    overlay = micro.smaller and micro.smaller.graph
-    return replace(
-        options, micro_batches=micro.micro_batches, overlay=overlay, tail=micro.tail, in_flight=micro.in_flight
-    )
+    count, tail, in_flight = micro.micro_batches, micro.tail, micro.in_flight
+    return replace(options, micro_batches=count, overlay=micro.overlay, tail=tail, in_flight=in_flight)
 
 
 def fewest(search: Callable[[int], Planned], batch: int, ways: int = 1) -> Planned:
