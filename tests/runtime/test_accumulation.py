@@ -64,8 +64,8 @@ def _micro_steps(rank, plans):
 
 
 @pytest.mark.gloo
-def test_one_reduction_for_many_micro_steps():
-    names = ("ddp", "zero1", "fsdp")
+@pytest.mark.parametrize("names", [("fsdp",), pytest.param(("ddp", "zero1"), marks=pytest.mark.slow)])
+def test_one_reduction_for_many_micro_steps(names):
     plans = {name: planned(tiny.Regressor(loss=True), "dp=2", CALL, strategy=name) for name in names}
     whole = 4 * sum(p.numel() for p in tiny.Regressor().parameters())
     plans["for four"] = planned(tiny.Regressor(loss=True), "dp=2", CALL, micro_batches=4, strategy="ddp")

@@ -102,6 +102,8 @@ def _own_parts(rank: int, dtype: torch.dtype, scaling) -> None:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("dtype, scaling", [(torch.bfloat16, PLAIN), (torch.float16, SCALED)])
+@pytest.mark.parametrize("dtype, scaling", [
+    pytest.param(torch.bfloat16, PLAIN, marks=pytest.mark.slow), (torch.float16, SCALED),
+])  # fmt: skip
 def test_parts_of_the_batch(dtype, scaling):
     gloo.run(2, _own_parts, dtype, scaling)

@@ -144,7 +144,7 @@ def _mixed_precision(rank: int, mesh: str, options: dict, scale: float, toleranc
     return scales[0]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.parametrize("case", ["fsdp", "tp", "ddp"])
 def test_fp16_with_a_scale_that_is_too_large_at_first(case):

@@ -246,6 +246,7 @@ def _sharded(rank):
         assert_close(mine, whole)
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_on_two_processes():
     gloo.run(2, _sharded)

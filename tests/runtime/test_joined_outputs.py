@@ -67,7 +67,9 @@ def _unmade(rank, mesh, plan, outputs):
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("mesh, outputs", [("dp=2", "stage"), ("pp=2", "everywhere")])
+@pytest.mark.parametrize("mesh, outputs", [
+    pytest.param("dp=2", "stage", marks=pytest.mark.slow), ("pp=2", "everywhere"),
+])  # fmt: skip
 def test_outputs_that_are_not_kept_are_made_when_they_are_read(mesh, outputs):
     plan = planned(tiny.Regressor(loss=True), mesh, CALL, micro_batches=3)
     assert plan.unmade_bytes == 0

@@ -126,6 +126,7 @@ def _gathers(rank, plans):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_kept_parameters_are_gathered_once_a_step_at_run_time():
     """ZeRO-1 and 2 with four micro-batches gather no more often than with one, FSDP for each of them."""
@@ -152,23 +153,17 @@ class Mixed(nn.Module):
         return Output((y - target).square().mean(), y)
 
 
-def _refusals(rank, mesh):
-    mesh = device_mesh(mesh)
+def test_what_micro_batches_refuse(alone):
     with pytest.raises(autopar.AutoparError, match="a gradient of its own for every sample") as error:
-        autopar.compile(tiny.Regressor(), mesh, (X,), micro_batches=2)
+        autopar.compile(tiny.Regressor(), alone, (X,), micro_batches=2)
     assert "loss_fn" in str(error.value)
-    model = autopar.compile(tiny.Regressor(loss=True), mesh, CALL, micro_batches=2)
+    model = autopar.compile(tiny.Regressor(loss=True), alone, CALL, micro_batches=2)
     out = model(**CALL)
     with pytest.raises(StageError, match="with stages or micro-batches the loss alone has one"):
         (out.loss + out.logits.square().sum()).backward()
     with pytest.raises(autopar.AutoparError, match="cannot be cut into 99 micro-batches"):
-        autopar.compile(tiny.Regressor(loss=True), mesh, CALL, micro_batches=99)
+        autopar.compile(tiny.Regressor(loss=True), alone, CALL, micro_batches=99)
     with pytest.raises(autopar.AutoparError, match="a sum over all samples of the batch that is not known before"):
-        autopar.compile(Mixed(), mesh, CALL, micro_batches=2)
-    fewest = autopar.compile(tiny.Regressor(loss=True), mesh, CALL, micro_batches="auto")
+        autopar.compile(Mixed(), alone, CALL, micro_batches=2)
+    fewest = autopar.compile(tiny.Regressor(loss=True), alone, CALL, micro_batches="auto")
     assert fewest.plan.micro_batches == 1
-
-
-@pytest.mark.gloo
-def test_what_micro_batches_refuse():
-    gloo.run(2, _refusals, "dp=2")

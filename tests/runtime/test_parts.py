@@ -138,19 +138,23 @@ def test_forward_set_between_a_call_and_its_backward(alone):
     assert_same_gradients(model, plain)
 
 
-def _on_two(rank: int, uses: list) -> None:
+def _on_two(rank: int, uses: list, inputs: str) -> None:
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
-    mesh = device_mesh("dp=2")
+    mesh, part = device_mesh("dp=2"), slice(2 * rank, 2 * rank + 2)
     for use in uses:
-        _check(*_pair(mesh, x, strategy="fsdp"), use, x)
-        part = x[2 * rank : 2 * rank + 2]
-        _check(*_pair(mesh, part, inputs="local"), use, x, lambda whole: whole[2 * rank : 2 * rank + 2])
+        if inputs == "global":
+            _check(*_pair(mesh, x, strategy="fsdp"), use, x)
+        else:
+            _check(*_pair(mesh, x[part], inputs="local"), use, x, lambda whole: whole[part])
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("uses", [[_beside_the_model], pytest.param(USES[:-1], marks=pytest.mark.slow)])
-def test_on_two_processes(uses):
-    gloo.run(2, _on_two, uses)
+@pytest.mark.parametrize("inputs, uses", [
+    ("global", [_beside_the_model]), pytest.param("local", USES, marks=pytest.mark.slow),
+    pytest.param("global", USES[:-1], marks=pytest.mark.slow),
+])  # fmt: skip
+def test_on_two_processes(uses, inputs):
+    gloo.run(2, _on_two, uses, inputs)
 
 
 @pytest.mark.gloo

@@ -92,7 +92,7 @@ def _reseeded(rank: int, mesh: str) -> list[float]:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("mesh", ["dp=2", "pp=2"])
+@pytest.mark.parametrize("mesh", ["dp=2", pytest.param("pp=2", marks=pytest.mark.slow)])
 def test_a_seed_of_the_user_restarts_all_ranks(mesh):
     first, second = gloo.run(2, _reseeded, mesh)
     assert first == second

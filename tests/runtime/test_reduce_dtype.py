@@ -102,6 +102,7 @@ def _pipeline(rank: int, plan: Plan) -> None:
         assert_close(gradient, whole[name], name, 1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_stages(tmp_path):
     plan = planned(tiny.Regressor(loss=True), "pp=2,dp=2", CALL, reduce_dtype="bf16", micro_batches=2, strategy="ddp")

@@ -85,14 +85,13 @@ def _state(rank: int, mesh: str, strategy: str | None) -> None:
     assert_same_gradients(model, reference, 1e-2)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh, strategy", [("dp=2", "fsdp"), ("dp=2,tp=2", None)])
 @pytest.mark.gloo
 def test_state_on_processes(mesh, strategy):
     gloo.run(2 if mesh == "dp=2" else 4, _state, mesh, strategy, seconds=240)
 
 
-@pytest.mark.slow
 def test_state(alone):
     _state(0, "dp=1,tp=1", None)
 
