@@ -29,6 +29,7 @@ from .targets import (
     check_targets,
     checked_kind,
     chosen,
+    chosen_parameters,
     has_plain_forward,
     is_conv1d,
     is_number,
@@ -172,7 +173,7 @@ class LoRA:
             raise AdaptError(
                 "exclude_modules and layers_to_transform leave no module to adapt", fix="give fewer of them"
             )
-        for name, sites in self._parameter_sites(modules):
+        for name, sites in self._parameter_sites(model):
             found[name] = (*found.get(name, ()), *sites)
         adapted = [*found, *(f"{name}.{site.parameter}" for name, sites in found.items() for site in sites)]
         for key in (*self.rank_pattern, *self.alpha_pattern):
@@ -217,15 +218,11 @@ class LoRA:
             "weight", kind, is_conv1d(module) or kind == "embedding", r, scaling, self.lora_dropout, self.use_dora
         )
 
-    def _parameter_sites(self, modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, tuple[LoraSite, ...]]]:
-        held = ((path, leaf) for path, m in modules.items() for leaf, p in m._parameters.items() if p is not None)
-        names = {f"{path}.{leaf}": (path, leaf) for path, leaf in held}
-        check_found("parameter", list(self.target_parameters), names)
+    def _parameter_sites(self, model: nn.Module) -> Iterator[tuple[str, tuple[LoraSite, ...]]]:
         sites: dict[str, list[LoraSite]] = {}
-        for full, (path, leaf) in names.items():
-            if not matches(list(self.target_parameters), full):
-                continue
-            module, shape = modules[path], tuple(modules[path]._parameters[leaf].shape)
+        for path, leaf in chosen_parameters(model, self.target_parameters):
+            module, full = model.get_submodule(path), f"{path}.{leaf}"
+            shape = tuple(module.get_parameter(leaf).shape)
             if len(shape) not in (2, 3):
                 raise AdaptError(f"{full} is no matrix and no stack of them", shape=shape, fix="target such parameters")
             is_transposed = len(shape) == 3 and bool(getattr(module, "is_transposed", False))

@@ -1,4 +1,5 @@
-"""Layers that store their weight as integers, with torch alone: what `autopar.convert` makes of fake-quantized ones.
+"""Layers and stacks of experts that store their weights as integers, with torch alone: what `autopar.convert` makes of
+fake-quantized ones.
 
 A weight of at most 4 bits is stored two values a byte, the first of them in the lower half and both plus 8, rows of odd
 length with a zero behind. The forward computes in floating point with the values that the integers stand for, and
@@ -27,29 +28,30 @@ def unpack(packed: Tensor, count: int) -> Tensor:
 
 
 class QuantizedWeight(nn.Module):
-    """A weight (o, i) as buffers: `weight` of integers, int8 (o, i) or bytes (o, ceil(i / 2)); `scale` (o, groups);
-    `zero_point` (o, groups) of int8, None on a symmetric grid. `dtype`: of the values that they stand for."""
+    """A weight (o, i), or a stack (experts, o, i), as buffers: `weight` of integers, int8 (..., o, i) or bytes (..., o,
+    ceil(i / 2)); `scale` (..., o, groups); `zero_point` (..., o, groups) of int8, None on a symmetric grid. `dtype`: of
+    the values that they stand for."""
 
     weight: Tensor
     scale: Tensor
     zero_point: Tensor | None
     dtype: torch.dtype
 
-    def __init__(self, shape: tuple[int, int], grid: Grid, dtype: torch.dtype, device=None):
+    def __init__(self, shape: tuple[int, ...], grid: Grid, dtype: torch.dtype, device=None):
         super().__init__()
-        (rows, features), self.grid, self.dtype = shape, grid, dtype
+        (*rows, features), self.grid, self.dtype = shape, grid, dtype
         self.features, self.is_packed = features, grid.bits <= 4
         width, stored = ((features + 1) // 2, torch.uint8) if self.is_packed else (features, torch.int8)
-        self.register_buffer("weight", torch.zeros(rows, width, dtype=stored, device=device))
+        self.register_buffer("weight", torch.zeros(*rows, width, dtype=stored, device=device))
         self.register_buffer(
-            "scale", torch.ones(rows, grid.groups(features), dtype=grid.scale_precision, device=device)
+            "scale", torch.ones(*rows, grid.groups(features), dtype=grid.scale_precision, device=device)
         )
         zero_point = None if grid.is_symmetric else torch.zeros_like(self.scale, dtype=torch.int8)
         self.register_buffer("zero_point", zero_point)
 
     @torch.no_grad()
     def store(self, weight: Tensor, scale: Tensor | None = None) -> None:
-        """Round a weight (o, i) to the grid; the scales (o, groups) follow from it if they are not given."""
+        """Round a weight (..., o, i) to the grid; the scales (..., o, groups) follow from it if they are not given."""
         found, zero_point = self.grid.qparams_of(weight) if scale is None else (scale, None)
         self.scale.copy_(found)
         if zero_point is not None:
@@ -84,7 +86,8 @@ class QuantizedWeight(nn.Module):
         """Return the sizes and the grid, as `print(model)` shows them."""
         grid = self.grid
         group = f", group_size={grid.group_size}" if grid.group_size is not None else ""
-        return f"{self.weight.shape[0]}, {self.features}, {grid.dtype} {grid.granularity}{group}, {grid.mapping_type}"
+        rows = ", ".join(map(str, self.weight.shape[:-1]))
+        return f"{rows}, {self.features}, {grid.dtype} {grid.granularity}{group}, {grid.mapping_type}"
 
 
 class QuantizedEmbedding(QuantizedWeight):
@@ -93,6 +96,33 @@ class QuantizedEmbedding(QuantizedWeight):
     def forward(self, index: Tensor) -> Tensor:
         """Return the dequantized rows of an index (...) -> (..., features)."""
         return self.dequantize(index)
+
+
+class QuantizedStack(QuantizedWeight):
+    """A stack of experts, which their module reads as the parameter that it was. `is_transposed`: as (experts, i,
+    o)."""
+
+    def __init__(self, shape: tuple[int, ...], grid: Grid, dtype: torch.dtype, is_transposed: bool, device=None):
+        super().__init__(shape, grid, dtype, device)
+        self.is_transposed = is_transposed
+
+    def forward(self) -> Tensor:
+        """Return the dequantized stack."""
+        values = self.dequantize()
+        return values.transpose(-2, -1) if self.is_transposed else values
+
+    def stand_for(self, module: nn.Module, name: str) -> None:
+        """Take the place of parameter `name` of a module of experts, whose class reads the stack from then on."""
+        held, cls = stack_name(name), type(module)
+        del module._parameters[name]
+        module.add_module(held, self)
+        read = property(lambda owner: getattr(owner, held)())
+        module.__class__ = type(cls.__name__, (cls,), {name: read, "__module__": cls.__module__})
+
+
+def stack_name(parameter: str) -> str:
+    """Return the name of the module that stands for a stack of experts."""
+    return f"{parameter}_quantized"
 
 
 class QuantizedLinear(QuantizedWeight):

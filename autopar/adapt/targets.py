@@ -91,6 +91,15 @@ def chosen(model: nn.Module, targets: Targets, excluded: Targets = ()) -> list[s
     return [name for name in found if not (excluded and matches(excluded, name))]
 
 
+def chosen_parameters(model: nn.Module, targets: Sequence[str]) -> list[tuple[str, str]]:
+    """Return (module, name in it) of the parameters that targets are the ends of, in the order of the model. Raises
+    AdaptError for a target that is the name of none."""
+    modules = [(path, module) for path, module in model.named_modules() if path]
+    held = [(path, leaf) for path, m in modules for leaf, p in m._parameters.items() if p is not None]
+    check_found("parameter", list(targets), [".".join(pair) for pair in held])
+    return [pair for pair in held if matches(list(targets), ".".join(pair))]
+
+
 def matches(targets: Targets, name: str) -> bool:
     """Return whether a qualified name is among the targets. Raises AdaptError for a text that is no regular
     expression."""

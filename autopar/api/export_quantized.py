@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..adapt.fake_quant import HIGH, LOW, SCALE, QuantSite, sites_of
+from ..adapt.fake_quant import HIGH, LOW, STACK, QuantSite, sites_of
 from ..adapt.fake_quant import SITES as QUANT_SITES
 from ..adapt.lora_site import SITES as LORA_SITES
-from ..adapt.quantized_weight import QuantizedEmbedding, QuantizedLinear, QuantizedWeight
+from ..adapt.quantized_weight import QuantizedEmbedding, QuantizedLinear, QuantizedStack, QuantizedWeight
 from ..adapt.targets import has_plain_forward
 from ..errors import AdaptError
 from ..processes import agree
@@ -29,7 +29,8 @@ def convert(model: ParallelModule, folder: str | Path | None = None) -> nn.Modul
 
     Raises AdaptError for a model compiled without FakeQuant, one whose LoRA adapters are not merged, and one with a
     layer that cannot be replaced or whose inputs no observer has seen."""
-    sites = {path: site for path, _, site in sites_of(model._source)} if isinstance(model, ParallelModule) else {}
+    found = sites_of(model._source) if isinstance(model, ParallelModule) else ()
+    sites = {f"{path}.{site.parameter}": site for path, _, site in found}
     if not sites:
         raise AdaptError(
             "the model was compiled without FakeQuant", fix='compile it with adapt=[autopar.FakeQuant("int8")]'
@@ -39,8 +40,8 @@ def convert(model: ParallelModule, folder: str | Path | None = None) -> nn.Modul
             "the model has LoRA adapters beside its layers", fix="merge_adapter() first: the sum is quantized"
         )
     buffers = _buffers(model)
-    for path, site in sites.items():
-        _check(path, model._source.get_submodule(path), site, buffers)
+    for path, layer, site in sites_of(model._source):
+        _check(path, layer, site, buffers)
     plain = _without_adaptations(model, sites, buffers)
     if folder is not None:
         agree.from_rank_zero(lambda: save_quantized(plain, folder))
@@ -56,7 +57,7 @@ def _buffers(model: ParallelModule) -> dict[str, Tensor]:
 
 
 def _check(path: str, layer: nn.Module, site: QuantSite, buffers: Mapping[str, Tensor]) -> None:
-    if not has_plain_forward(layer):
+    if site.kind != STACK and not has_plain_forward(layer):
         raise AdaptError(
             f"{path} is a {type(layer).__name__} with a forward of its own, which no quantized layer computes",
             fix="leave it out by exclude_modules",
@@ -68,7 +69,8 @@ def _check(path: str, layer: nn.Module, site: QuantSite, buffers: Mapping[str, T
 def _without_adaptations(
     model: ParallelModule, sites: Mapping[str, QuantSite], buffers: Mapping[str, Tensor]
 ) -> nn.Module:
-    """Copy the source with the compiled model's values and with quantized layers in place of those of `sites`."""
+    """Copy the source with the compiled model's values and with quantized layers in place of those of `sites`, by name
+    of the parameter."""
     forms, made, values = model._forms, {}, {}
     names: dict[str, list[str]] = {}
     for name, first in forms.all_names.items():
@@ -78,15 +80,18 @@ def _without_adaptations(
             values[name] = nn.Parameter(torch.empty(0))
             continue
         whole = gathered(model, name)
-        owners = [other.rpartition(".") for other in names[name]]
-        quantized = [path for path, _, leaf in owners if leaf == "weight" and path in sites]
-        for path in quantized:
-            made[path] = _quantized(model, path, sites[path], whole, buffers)
-        value = whole.clone() if len(quantized) < len(owners) else whole.new_empty(0)
+        quantized = [other for other in names[name] if other in sites]
+        for other in quantized:
+            made[other] = _quantized(model, other.rpartition(".")[0], sites[other], whole, buffers)
+        value = whole.clone() if len(quantized) < len(names[name]) else whole.new_empty(0)
         values[name] = nn.Parameter(value, requires_grad=form.trainable)
     values |= {name: buffer.detach().clone() for name, buffer in buffers.items()}
     plain = forms.copy_of(model._source, values)
-    for path, layer in made.items():
+    for name, layer in made.items():
+        path, _, leaf = name.rpartition(".")
+        if isinstance(layer, QuantizedStack):
+            layer.stand_for(plain.get_submodule(path), leaf)
+            continue
         bias = getattr(plain.get_submodule(path), "bias", None)
         if bias is not None:
             layer.bias = bias
@@ -104,14 +109,17 @@ def _quantized(
 ) -> QuantizedWeight:
     config = site.config
     arguments = (site.shape, config.weight_grid, weight.dtype)
+    layer: QuantizedWeight
     if site.kind == "embedding":
         layer = QuantizedEmbedding(*arguments, device=weight.device)
+    elif site.kind == STACK:
+        layer = QuantizedStack(*arguments, site.is_transposed, weight.device)
     else:
         has_bias = f"{path}.bias" in model._forms.all_names
         layer = QuantizedLinear(*arguments, site.activation_grid, has_bias, weight.device)
-    scale = gathered(model, f"{path}.{SCALE}") if config.range_learning else None
-    layer.store(weight.t() if site.is_transposed else weight, scale)
-    if site.observes:
+    scale = gathered(model, f"{path}.{site.scale}") if config.range_learning else None
+    layer.store(weight.transpose(-2, -1) if site.is_transposed else weight, scale)
+    if isinstance(layer, QuantizedLinear) and site.observes:
         layer.store_range(*(buffers[f"{path}.{name}"] for name in (LOW, HIGH)))
     return layer
 

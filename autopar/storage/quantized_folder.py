@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..adapt.grid import Grid
-from ..adapt.quantized_weight import QuantizedEmbedding, QuantizedLinear, QuantizedWeight
+from ..adapt.quantized_weight import QuantizedEmbedding, QuantizedLinear, QuantizedStack, QuantizedWeight, stack_name
 from ..errors import AdaptError
 from .durable import disk_errors, sync_folder, write_file
 from .model_folder import make_folder
@@ -52,14 +52,21 @@ def load_quantized(model: nn.Module, folder: str | Path) -> nn.Module:
     quantization.json, WeightsError for a damaged file."""
     folder = Path(folder).expanduser()
     layers, modules = _read_layers(folder / CONFIG), dict(model.named_modules())
-    if missing := [path for path in layers if path not in modules]:
+    stacks = {f"{path}.{stack_name(leaf)}": (m, leaf) for path, m in modules.items() for leaf in m._parameters}
+    if missing := [
+        p for p, layer in layers.items() if p not in (stacks if isinstance(layer, QuantizedStack) else modules)
+    ]:
         raise AdaptError(
             f"{folder} is of another model, with {shortened(missing)}", fix="build the model that was converted"
         )
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise AdaptError("the model is on the meta device", fix="build it on a device: its values are overwritten")
     for path, layer in layers.items():
-        model.set_submodule(path, layer.to(modules[path].weight.device))
+        if isinstance(layer, QuantizedStack):
+            module, leaf = stacks[path]
+            layer.to(module.get_parameter(leaf).device).stand_for(module, leaf)
+        else:
+            model.set_submodule(path, layer.to(modules[path].weight.device))
     file = TensorFile(folder / single_name(STEM))
     try:
         _fill(model, file, folder)
@@ -87,9 +94,12 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _described(layer: QuantizedWeight) -> dict:
-    fields = {"shape": [len(layer.weight), layer.features], "grid": layer.grid.to_json(), "dtype": str(layer.dtype)}
+    shape = [*layer.weight.shape[:-1], layer.features]
+    fields = {"shape": shape, "grid": layer.grid.to_json(), "dtype": str(layer.dtype)}
     if isinstance(layer, QuantizedEmbedding):
         return fields | {"kind": "embedding"}
+    if isinstance(layer, QuantizedStack):
+        return fields | {"kind": "stack", "is_transposed": layer.is_transposed}
     grid = layer.activation_grid
     return fields | {"kind": "linear", "bias": layer.bias is not None, "activation_grid": grid and grid.to_json()}
 
@@ -112,5 +122,7 @@ def _layer(fields: dict) -> QuantizedWeight:
     dtype = getattr(torch, fields["dtype"].removeprefix("torch."))
     if fields["kind"] == "embedding":
         return QuantizedEmbedding(shape, grid, dtype)
+    if fields["kind"] == "stack":
+        return QuantizedStack(shape, grid, dtype, fields["is_transposed"])
     activation_grid = fields["activation_grid"] and Grid.from_json(fields["activation_grid"])
     return QuantizedLinear(shape, grid, dtype, activation_grid, fields["bias"])

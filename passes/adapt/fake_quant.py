@@ -2,6 +2,7 @@
 
     linear(x, W)      ->  linear(fake_quantize(x, ...), fake_quantize(W, ...))
     embedding(W, i)   ->  embedding(fake_quantize(W, ...), i)
+    any op of W       ->  the same of fake_quantize(W, ...), for a stack of experts
 
 A scale follows from the largest values of what shares it, as constants to the gradient, or is a parameter. Runs before
 differentiation, so the gradients are autograd's, and sharding follows from the factors of the ops that are added: the
@@ -15,13 +16,13 @@ from __future__ import annotations
 import torch
 from torch import fx, nn
 
-from ...adapt.fake_quant import HIGH, LOW, OBSERVER, SCALE, QuantSite, sites_of
+from ...adapt.fake_quant import HIGH, LOW, OBSERVER, STACK, QuantSite, sites_of
 from ...adapt.grid import Grid, at_least_float32, limits
 from ...errors import AdaptError
 from ...frontend.export import Exported
 from ...ir.graph import operand
 from ...ops import autopar
-from .forward_edit import Editor, check_reads, finish, uses_in
+from .forward_edit import Editor, check_reads, finish, reads_of, uses_in
 
 aten = torch.ops.aten
 MARK = "fake_quant"  # in the metadata of a node: the layer that it quantizes a weight for
@@ -33,42 +34,60 @@ def fake_quant(exported: Exported, model: nn.Module) -> Exported:
     Raises AdaptError for a layer whose weight goes into another op than a linear or an embedding, or into none."""
     done = {node.meta.get(MARK) for node in exported.graph_module.graph.nodes}
     for path, module, site in sites_of(model):
-        if path in done:
+        name = f"{path}.{site.parameter}"
+        if name in done:
             continue
-        uses = uses_in(exported, f"{path}.weight", model, module)
+        uses = uses_in(exported, name, model, module)
         if not uses:
-            raise AdaptError(f"{path}.weight is not used in this call", fix="leave the layer out by exclude_modules")
+            raise AdaptError(f"{name} is not used in this call", fix="leave it out of the targets, by exclude_modules")
+        if site.kind == STACK:
+            _stack(exported, path, site)
+            continue
         for user, argument in uses:
             fix = f'exclude_modules=["{path.rpartition(".")[2]}"]'
-            check_reads(site.kind, f"{path}.weight", user, argument, "which reads no quantized weight", fix)
-            edit = Editor.in_front_of(exported, user)
-            user.replace_input_with(argument, _weight(edit, path, site, argument))
-            if site.activation_grid is not None:
-                x = operand(user)
-                quantized = (
-                    _observed(edit, path, module, site, x) if site.observes else _dynamic(edit, x, site.activation_grid)
-                )
-                user.update_arg(0, quantized)
+            check_reads(site.kind, name, user, argument, "which reads no quantized weight", fix)
+            _layer(Editor.in_front_of(exported, user), path, module, site, argument)
     finish(exported)
     return exported
 
 
+def _layer(edit: Editor, path: str, module: nn.Module, site: QuantSite, argument: fx.Node) -> None:
+    """Quantize what one op of a layer reads: its weight, and its input if that is asked for."""
+    user = edit.node
+    user.replace_input_with(argument, _weight(edit, path, site, argument))
+    if (grid := site.activation_grid) is not None:
+        x = operand(user)
+        user.update_arg(0, _observed(edit, path, module, site, x) if site.observes else _dynamic(edit, x, grid))
+
+
+def _stack(exported: Exported, path: str, site: QuantSite) -> None:
+    """Let all that reads a stack of experts read it fake-quantized."""
+    for read in list(reads_of(exported, f"{path}.{site.parameter}")):
+        users = list(read.users)
+        edit = Editor.in_front_of(exported, next(node for node in read.graph.nodes if node in users))
+        rounded = _weight(edit, path, site, read)
+        stored = edit.call(aten.transpose.int, rounded, -2, -1) if site.is_transposed else rounded
+        for user in users:
+            user.replace_input_with(read, stored)
+
+
 def _weight(edit: Editor, path: str, site: QuantSite, argument: fx.Node) -> fx.Node:
-    """Return the fake-quantized weight (o, i) that takes the place of `argument`."""
+    """Return the fake-quantized weight (o, i), or (experts, o, i), that takes the place of `argument`."""
     weight = argument
     while weight.op != "get_attr":
         weight = operand(weight)
     if site.is_transposed:
-        weight = edit.call(aten.t.default, weight)
+        transposed = (aten.transpose.int, weight, -2, -1) if site.kind == STACK else (aten.t.default, weight)
+        weight = edit.call(*transposed)
     grid, shape = site.config.weight_grid, list(site.shape)
     grouped = grid.grouped(edit.call, weight, shape)
     if site.config.range_learning:
-        scale = edit.parameter(f"{path}.{SCALE}")
+        scale = edit.parameter(f"{path}.{site.scale}")
         scale = edit.call(aten.unsqueeze.default, scale, -1) if grid.group_size is not None else scale
         rounded = _fake_quantize(edit, grouped, (scale, None), grid, site.grad_factor)
     else:
         rounded = _dynamic(edit, grouped, grid)
-    rounded.meta[MARK] = path
+    rounded.meta[MARK] = f"{path}.{site.parameter}"
     whole = edit.call(aten.view.default, rounded, shape) if grid.group_size is not None else rounded
     return edit.cast(whole, argument.meta["val"].dtype)
 

@@ -18,7 +18,7 @@ from autopar.simulate.step import plan_and_capture, simulate_step
 from tests.runtime import tiny
 
 from .adapted import OTHER_OPS, assert_refused_of_other_ops, assert_the_same_again, traced
-from .eager_quant import eager_quantized, observed
+from .eager_quant import eager_quantized, gradients, observed
 
 FAKE = torch.ops.autopar.fake_quantize.default
 MESHES = {"tp=3": "megatron", "dp=4": "fsdp"}  # benchmarks/adapt.py has more
@@ -43,7 +43,7 @@ def _check(model, batch, *adapt, meshes=MESHES):
     eager = eager_quantized(model)
     loss = eager(**batch).loss
     loss.backward()
-    expected = {name: p.grad for name, p in eager.named_parameters() if p.grad is not None}
+    expected = gradients(eager)
     captured = traced(model, batch, adapt)
     values = global_values(captured, model, batch)
     for mesh, strategy in meshes.items():

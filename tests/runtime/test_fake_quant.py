@@ -9,6 +9,7 @@ import autopar
 from autopar.adapt.quantized_weight import pack, unpack
 from autopar.errors import AdaptError
 from tests.helpers import gloo
+from tests.helpers.mixture import Mixture
 
 from . import tiny
 from .parity import device_mesh, full, planned, train
@@ -151,3 +152,61 @@ def test_what_cannot_be_converted(alone, tmp_path):
 def test_two_values_a_byte(count):
     q = torch.randint(-8, 8, (5, count), dtype=torch.int8)
     assert pack(q).shape == (5, (count + 1) // 2) and torch.equal(unpack(pack(q), count), q)
+
+
+def _stacks(kind: str, text: str):
+    """A compiled layer of experts whose stacks are quantized, and a batch."""
+    config = autopar.FakeQuant.parse(f"{text},target_parameters=gate_up_proj+down_proj,target_modules=router")
+    return Mixture(kind).float(), dict(x=torch.randn(4, 5, 16)), config
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("kind", ["gpt_oss", "mixtral"])
+@pytest.mark.parametrize("text", ["int4,group_size=4,range_learning=true", "int8", "int3,mapping_type=asymmetric"])
+def test_converted_stacks_of_experts(alone, tmp_path, kind, text):
+    """The module of the experts reads integers where it read its parameters, also when they are loaded from a folder;
+    other modules of its class do not."""
+    source, batch, config = _stacks(kind, text)
+    model = autopar.compile(source, alone, batch, adapt=[config], strategy="ddp").eval()
+    plain = autopar.convert(model, tmp_path)
+    with torch.no_grad():
+        expected, found = full(model(**batch)["y"]), plain(**batch)["y"]
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    stored = plain.experts.gate_up_proj_quantized.weight
+    assert stored.dtype is (torch.int8 if config.dtype == "int8" else torch.uint8)
+    assert stored.numel() == 4 * 16 * 16 // (1 if config.dtype == "int8" else 2)
+    assert "gate_up_proj" not in dict(plain.experts.named_parameters())
+    read = autopar.load_quantized(Mixture(kind).float(), tmp_path)
+    assert torch.equal(read(**batch)["y"], found) and "4, 16, 16" in str(read)
+    assert Mixture(kind).experts.gate_up_proj.requires_grad
+    with pytest.raises(AdaptError, match="of another model"):
+        autopar.load_quantized(tiny.regressor()[0], tmp_path)
+
+
+def _train_and_convert(rank, kind, text, mesh):
+    """(losses, difference of the converted layer's outputs, share of the stacks' elements on this rank)."""
+    source, batch, config = _stacks(kind, text)
+    model = autopar.compile(source, device_mesh(mesh), batch, adapt=[config], strategy="expert", hardware="cpu-gloo")
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for _ in range(4):
+        loss = model(**batch)["loss"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    stack = model.get_parameter("experts.gate_up_proj")
+    with torch.no_grad():
+        expected, found = full(model.eval()(**batch)["y"]), autopar.convert(model)(**batch)["y"]
+    return (
+        losses,
+        ((found - expected).abs().max() / expected.abs().max()).item(),
+        stack.to_local().numel() / stack.numel(),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+@pytest.mark.parametrize("kind, text", [("mixtral", "int4,group_size=4"), ("gpt_oss", "int4,range_learning=true")])
+def test_processes_train_and_convert_stacks_of_experts(kind, text):
+    for losses, difference, share in gloo.run(2, _train_and_convert, kind, text, "ep=2"):
+        assert losses[-1] < losses[0] and difference < 1e-5 and share == 0.5
