@@ -57,7 +57,7 @@ from .passes.distribute.lower_ops import lower_ops
 from .passes.distribute.overlap import overlap
 from .passes.distribute.partition import partition
 from .passes.distribute.recompute import recompute
-from .passes.distribute.tile_loss import tile_loss
+from .passes.distribute.tile import tile
 from .passes.pipeline.compute_once import compute_once
 from .passes.pipeline.micro_batch import MicroBatched, micro_batch
 from .passes.pipeline.stages import Stage, cut
@@ -165,9 +165,8 @@ MICRO_BATCHES = (
 STAGES = (Pass("cut", cut, lambda pipeline: (pipeline.cuts,), takes=CAPTURE, needs="an axis pp: --mesh pp=2,dp=2"),)
 RANK = (
     Pass("localize", localize, _localized),
-    Pass("recompute", recompute, lambda here: (here.plan.sharding.recomputed,)),
-    Pass("tile_loss", tile_loss, lambda here: ([t.node for t in here.plan.tiled],), lambda here: bool(here.plan.tiled),
-         needs="--tile loss"),
+    Pass("tile", tile, lambda here: (here.plan.tiled,), lambda here: bool(here.plan.tiled), needs="--tile loss+mlp"),
+    Pass("recompute", recompute, lambda here: (here.plan.sharding.recomputed, bool(here.plan.tiled))),
     Pass("lower_ops", lower_ops),
     Pass("bucket", bucket, lambda here: (here.plan.bucket_bytes,)),
     Pass("by_tier", by_tier, _tiered, lambda here: bool(here.plan.sharding.hierarchy),

@@ -37,7 +37,7 @@ from ..ir.mesh import Mesh
 from ..planner.options import options_of
 from ..planner.pipeline.replan import plan_same_stages, with_owners
 from ..planner.problem.hf_tp_plan import styles_of
-from ..planner.problem.tiled_loss import AUTO
+from ..planner.problem.tiled import with_regions
 from ..planner.remedies import planned_or_fixes
 from ..planner.request import PlanRequest
 from ..planner.spmd.batch import of_samples, samples_of
@@ -45,7 +45,6 @@ from ..planner.spmd.plan_options import IN_DOUBT, PlanOptions
 from ..plans.pipeline import axis_of
 from ..plans.plan import Plan
 from ..processes import agree
-from ..rules.loss_regions import loss_regions
 from ..runtime.capture import Traced
 from ..runtime.inputs import global_example
 from ..storage.compile_cache import CompileCache
@@ -262,7 +261,7 @@ class CallCompiler:
             reduce_dtype=first.reduce_dtype,
             state_dtype=first.state_dtype,
         )
-        return replace(asked_again, tile=self.options["tile"] if loss_regions(captured.graph) else AUTO)
+        return replace(asked_again, tile=with_regions(self.options["tile"], captured.graph))
 
 
 def _with_decisions(like: Plan, captured: Captured) -> Plan:

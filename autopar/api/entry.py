@@ -118,9 +118,9 @@ def plan(
     the fewest that fit without recomputation; None: one, or on a mesh with an axis pp as many as are best). The stages
     along pp follow a `schedule`: a name of autopar/schedule/catalogue.py, a Schedule, or "auto", the best, with so many
     stages a rank. For a number of devices the plan may have stages or not; it has some if a schedule is asked for.
-    `recompute`: "auto", or "none", "selective" or "full" for all blocks. `tile`: whether the last linear layer and its
-    loss are computed in blocks, without logits: "loss", "none", or "auto", where memory is short and that is faster
-    (docs/sequences.md). `offload`: whether parameters that train may
+    `recompute`: "auto", or "none", "selective" or "full" for all blocks. `tile`: what is computed in pieces
+    of rows: the last linear layer and its loss, without logits ("loss"), MLPs ("mlp"), both ("loss+mlp"), "none", or
+    "auto", where memory is short and that is faster (docs/sequences.md). `offload`: whether parameters that train may
     live on the host, with their gradients and optimizer state: "none", "auto" (where memory is short), "optimizer" (all
     of them). `solver`: "dual", the search, or "ilp", which for a small model on a mesh without stages gives the full
     integer program to OR-tools, as a cross-check. With `tokens_per_second` the batch is free: that of `example_inputs`

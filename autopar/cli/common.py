@@ -112,8 +112,8 @@ def add_batching(parser) -> None:
     samples = "the same by the samples that a data-parallel replica computes at once: K = batch / (N * replicas)"
     parser.add_argument("--micro-batch", type=count, metavar="N", help=samples)
     level = "what the backward computes again, in every block (default auto: as little as the memory demands)"
-    tile = "the last linear layer and its loss in blocks, without logits (default auto: where memory is short)"
-    parser.add_argument("--tile", choices=("auto", "none", "loss"), default="auto", help=tile)
+    tile = "the last layer and its loss without logits, MLPs in pieces of rows (default auto: where memory is short)"
+    parser.add_argument("--tile", choices=("auto", "none", "loss", "mlp", "loss+mlp"), default="auto", help=tile)
     parser.add_argument("--recompute", choices=("auto", "none", "selective", "full"), default="auto", help=level)
 
 

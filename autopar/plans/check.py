@@ -19,8 +19,10 @@ from ..ir.layout import ROWS, Layout, is_even, is_legal
 from ..ir.mesh import Mesh
 from ..rules.lookup import has_rows
 from ..rules.loss_regions import loss_regions
+from ..rules.row_regions import row_regions
 from ..rules.rule import Strategy
 from .sharding import NodeSharding, Sharding
+from .tiled import TiledRegion
 
 Offered = dict[tuple[int, tuple[str, ...], tuple[torch.Size, ...], tuple[torch.Size, ...]], Strategy | None]
 
@@ -64,14 +66,17 @@ def check_decisions(graph: fx.Graph, sharding: Sharding) -> None:
     _check_outputs(graph, sharding)
 
 
-def check_tiled(graph: fx.Graph, layers: Sequence[str]) -> None:
-    """Raise PlanIncompatible if one of these is no last linear layer whose logits a loss alone reads."""
-    known = {region.linear.name for region in loss_regions(graph)}
-    if unknown := sorted(set(layers) - known):
-        raise PlanIncompatible(
-            f"the plan computes a loss without the logits of {unknown[0]:.80}, which is no last layer of one",
-            fix="plan again",
-        )
+def check_tiled(graph: fx.Graph, regions: Sequence[TiledRegion]) -> None:
+    """Raise PlanIncompatible if one of these is no region of the graph: no last linear layer whose logits a loss alone
+    reads, or no row-wise ops."""
+    losses = {region.node.name for region in loss_regions(graph)} if any(r.is_loss for r in regions) else set()
+    rows = {region.node.name for region in row_regions(graph)} if not all(r.is_loss for r in regions) else set()
+    for region in regions:
+        if region.node not in (losses if region.is_loss else rows):
+            kind = "last layer of a loss" if region.is_loss else "end of row-wise ops"
+            raise PlanIncompatible(
+                f"the plan computes {region.node:.80} in pieces, which is no {kind}", fix="plan again"
+            )
 
 
 def _check_partial(graph: fx.Graph, sharding: Sharding) -> None:

@@ -296,7 +296,7 @@ SCHEMA: Kind = {
     "unmade_bytes": amount, "packed": count, "fp8": text,
     "attentions": [{"name": text, "copies": size, "scheme": text, "pairs": amount, "balance": amount,
                     "sent_bytes": amount}],
-    "tiled": [{"node": text, "layer": text, "bytes_": amount, "seconds": amount}],
+    "tiled": [{"node": text, "layer": text, "bytes_": amount, "seconds": amount, "pieces": count}],
     "reduces_once": flag, "overlaps": flag, "samples": count,
     "pipeline": {
         "axis": text, "ranks": size, "schedule": text, "micro_batches": size, "stages_per_rank": size, "cuts": [text],

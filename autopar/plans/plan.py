@@ -24,7 +24,7 @@ from .program import DecidedProgram
 from .sharding import Sharding
 from .sharding_data import sharding_from_json, sharding_to_json
 from .text import plan_text
-from .tiled import TiledLoss
+from .tiled import TiledRegion
 
 if TYPE_CHECKING:
     from torch import fx
@@ -84,7 +84,7 @@ class Plan:
     reduce_dtype: str | None = None  # gradients are added up over devices in this type if it is narrower than theirs
     outputs: tuple[Output, ...] = ()  # empty if all are whole on every device
     unmade_bytes: float = 0.0  # of outputs of all micro-batches, which are made when they are read; 0: they are kept
-    tiled: tuple[TiledLoss, ...] = ()  # last layers whose logits are never whole
+    tiled: tuple[TiledRegion, ...] = ()  # regions whose inner tensors are never whole
     packed: int = 0  # attentions among documents in a row, told apart by numbers and not by a mask of all pairs
     attentions: tuple[AttentionScheme, ...] = ()  # empty where no sequence is cut
     fp8: str = ""  # what computes in FP8 if the planner chose that, as autopar.FP8.parse reads it, or "none"
@@ -176,7 +176,7 @@ class Plan:
                 "recomputed_kinds": tuple(fields["recomputed_kinds"]),
                 "warnings": tuple(fields["warnings"]),
                 "outputs": tuple(Output(**(o | {"shape": tuple(o["shape"])})) for o in fields.get("outputs", ())),
-                "tiled": tuple(TiledLoss(**t) for t in fields.get("tiled", ())),
+                "tiled": tuple(TiledRegion(**t) for t in fields.get("tiled", ())),
                 "attentions": tuple(AttentionScheme(**a) for a in fields.get("attentions", ())),
                 "offloaded": Offloaded(**fields["offloaded"]),
                 "flops": Flops(**fields.get("flops", {})),
@@ -213,7 +213,7 @@ class Plan:
             )
         if self.micro_batches == 1:  # else they are about the graph of a micro-batch (see autopar/compiler.py)
             check_decisions(graph, self.sharding)
-            check_tiled(graph, [t.node for t in self.tiled])
+            check_tiled(graph, self.tiled)
 
 
 def _pipeline_from_json(data: Json, mesh: Mesh) -> Pipeline:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -260,12 +261,25 @@ def recomputed_lines(plan: Plan) -> list[str]:
 
 
 def tiled_lines(plan: Plan) -> list[str]:
-    """Return a line on each last layer and loss in blocks, without logits."""
-    return [
+    """Return a line on each last layer and loss in blocks, without logits, and one on the MLPs in pieces."""
+    losses = [
         f"loss of {t.layer or t.node} in blocks: {size(t.bytes_)} of logits a device are never whole, nor their "
         f"gradient; the backward makes them again, {ms(t.seconds)} more of compute"
         for t in plan.tiled
+        if t.is_loss
     ]
+    rows = [t for t in plan.tiled if not t.is_loss]
+    if not rows:
+        return losses
+    names = list(dict.fromkeys(re.sub(r"\d+", "*", t.layer or t.node) for t in rows))
+    pieces, largest = max(t.pieces for t in rows), max(t.bytes_ for t in rows)
+    many = f"{', '.join(names[:4])}{' ...' if len(names) > 4 else ''} (x{len(rows)})"
+    line = (
+        f"rows of {many} in {pieces} piece{'s' if pieces > 1 else ''}: {size(largest)} of activations a device inside "
+        f"of each are there for a piece at a time; the backward makes them again, {ms(sum(t.seconds for t in rows))} "
+        "more of compute"
+    )
+    return [*losses, line]
 
 
 def offloaded_lines(plan: Plan) -> list[str]:

@@ -1,4 +1,4 @@
-"""Say in a plan which losses are computed in blocks, without logits."""
+"""Say in a plan which regions are computed in pieces, so that what is wide inside of them is never whole."""
 
 from __future__ import annotations
 
@@ -6,11 +6,18 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class TiledLoss:
-    """A last linear layer and its loss in blocks: the name of the layer's op in the graph, and of its module; `bytes_`
-    of logits that a device does not hold, `seconds` of a step that it takes to make them again in the backward."""
+class TiledRegion:
+    """A region in pieces: the name of the op in the graph by which it is known, and of its module; `bytes_` of tensors
+    that a device does not hold, `seconds` of a step that it takes to make them again in the backward. `pieces`: of its
+    rows; 0 for a last linear layer and its loss, whose logits are cut into blocks of rows and of the vocabulary."""
 
     node: str
     layer: str
     bytes_: float
     seconds: float
+    pieces: int = 0
+
+    @property
+    def is_loss(self) -> bool:
+        """Return whether the region is a loss with the layer before it."""
+        return self.pieces == 0

@@ -43,6 +43,11 @@ class LossRegion:
         return self.logits[0]
 
     @property
+    def node(self) -> fx.Node:
+        """Return the op by whose name a plan knows the region."""
+        return self.linear
+
+    @property
     def hidden(self) -> int:
         """Return the size of what the layer multiplies a row of."""
         return int(operand(self.linear, 1).meta["val"].shape[1])

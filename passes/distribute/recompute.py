@@ -18,9 +18,10 @@ from ...ir.graph import tensor_of
 from .partition import phase_of
 
 
-def recompute(local: fx.GraphModule, ops: Collection[str]) -> fx.GraphModule:
-    """Rewrite a local joint graph in place; `ops`: names of the forward ops that are computed again."""
-    if not ops:
+def recompute(local: fx.GraphModule, ops: Collection[str], reads_forward: bool = False) -> fx.GraphModule:
+    """Rewrite a local joint graph in place; `ops`: names of the forward ops that are computed again. `reads_forward`:
+    the backward may read the forward's copies of tensors where the plan keeps none (passes/distribute/tile.py)."""
+    if not ops and not reads_forward:
         return local
     graph, inner = local.graph, set()
     for node in graph.nodes:

@@ -23,49 +23,43 @@ from ...ir.graph import describe, operand
 from ...ops import autopar
 from ...rules.loss_regions import LossRegion, region_of
 from .emit import Builder
+from .replace import move_before, origin, replace
 
 aten = torch.ops.aten
 
 
-def tile_loss(local: fx.GraphModule, layers: Collection[str]) -> fx.GraphModule:
-    """Rewrite a local joint graph in place; `layers`: names of the linear layers whose logits are not to be made.
-    Raises VerifyError if something else reads them."""
-    if not layers:
-        return local
-    graph = local.graph
+def tile_loss(graph: fx.Graph, layers: Collection[str]) -> None:
+    """Rewrite a local joint graph in place; `layers`: names of the linear layers whose logits are not to be made. What
+    was there is left without readers. Raises VerifyError if something else reads the logits."""
     for node in [n for n in graph.nodes if n.name in layers]:
         region = region_of(node)
         if region is None:
             raise VerifyError(f"something else than its loss reads {node.name}", node=describe(node))
         _tile(graph, region)
-    graph.eliminate_dead_code()
-    graph.lint()
-    local.recompile()
-    return local
 
 
 def _tile(graph: fx.Graph, region: LossRegion) -> None:
     builder = Builder(graph, region.linear.meta["val"].fake_mode)
     x, weight = operand(region.linear), operand(region.linear, 1)
     target, row_max, offset = operand(region.sums, 1), operand(region.sums, 2), region.sums.args[3]
-    _move_before(region.top, target)
+    move_before(region.top, target)
     with graph.inserting_before(region.top):
-        builder.meta = _origin(region.linear)
+        builder.meta = origin(region.linear)
         made = builder.call(autopar.linear_loss.default, x, weight, target, offset)
         top, total, picked = (builder.call(operator.getitem, made, i) for i in range(3))
-    _replace(region.top, top)
+    replace(region.top, top)
     with graph.inserting_before(region.sums):
-        builder.meta = _origin(region.sums)
+        builder.meta = origin(region.sums)
         if not _is_own(row_max, top):
             scale = builder.call(aten.exp.default, builder.call(aten.sub.Tensor, top, row_max))
             total = builder.call(aten.mul.Tensor, total, scale)
     for item in list(region.sums.users):
-        _replace(item, picked if item.args[1] else total)
+        replace(item, picked if item.args[1] else total)
     _tile_backward(graph, builder, region)
     for view in region.logits:
         for user in [u for u in view.users if u.op == "output"]:
             with graph.inserting_before(region.linear):
-                builder.meta = _origin(region.linear)
+                builder.meta = origin(region.linear)
                 user.replace_input_with(view, _without_values(builder, x, view))
 
 
@@ -76,14 +70,14 @@ def _tile_backward(graph: fx.Graph, builder: Builder, region: LossRegion) -> Non
     order = {node: i for i, node in enumerate(graph.nodes)}
     late = min(region.dx, region.dw, key=order.__getitem__)
     for argument in (x, weight):
-        _move_before(late, argument)
+        move_before(late, argument)
     with graph.inserting_before(late):
-        builder.meta = _origin(region.back)
+        builder.meta = origin(region.back)
         arguments = grad_sum, grad_picked, x, weight, target, row_max, offset
         made = builder.call(autopar.linear_loss_bw.default, *arguments)
         for i, node in enumerate((region.dx, region.dw)):
-            builder.meta = _origin(node) | {k: node.meta[k] for k in ("global", "layout") if k in node.meta}
-            _replace(node, builder.call(operator.getitem, made, i))
+            builder.meta = origin(node) | {k: node.meta[k] for k in ("global", "layout") if k in node.meta}
+            replace(node, builder.call(operator.getitem, made, i))
 
 
 def _without_values(builder: Builder, x: fx.Node, logits: fx.Node) -> fx.Node:
@@ -92,31 +86,8 @@ def _without_values(builder: Builder, x: fx.Node, logits: fx.Node) -> fx.Node:
     return builder.call(aten.expand.default, number, list(logits.meta["val"].shape))
 
 
-def _origin(node: fx.Node) -> dict:
-    return {key: node.meta[key] for key in ("phase", "module", "source") if key in node.meta}
-
-
-def _replace(old: fx.Node, new: fx.Node) -> None:
-    """Put a node in the place of another one, with the bookkeeping of that."""
-    new.meta = {**{k: v for k, v in old.meta.items() if k != "sharding"}, "val": new.meta["val"]}
-    old.replace_all_uses_with(new)
-
-
 def _is_own(row_max: fx.Node, top: fx.Node) -> bool:
     """Return whether a maximum is that of the columns that are here, in any type."""
     while row_max.target is aten._to_copy.default:
         row_max = operand(row_max)
     return row_max is top
-
-
-def _move_before(place: fx.Node, node: fx.Node) -> None:
-    """Move a node, and what it needs, before a place that does not depend on it, where it is not already."""
-    order = {n: i for i, n in enumerate(place.graph.nodes)}
-    late, stack = set(), [node]
-    while stack:
-        one = stack.pop()
-        if one not in late and order[one] > order[place]:
-            late.add(one)
-            stack.extend(one.all_input_nodes)
-    for one in sorted(late, key=order.__getitem__):
-        place.prepend(one)

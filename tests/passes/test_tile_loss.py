@@ -15,7 +15,7 @@ from autopar.errors import PlanIncompatible, StrategyError
 from autopar.models import build
 from autopar.models.output import Output, next_token_loss
 from autopar.plans.plan import Plan
-from autopar.plans.tiled import TiledLoss
+from autopar.plans.tiled import TiledRegion
 from autopar.rules.loss_regions import loss_regions, unmade_outputs
 from autopar.simulate.oracle import global_values
 from autopar.simulate.step import plan_and_capture, simulate_step
@@ -162,6 +162,6 @@ def test_it_is_chosen_where_memory_is_short(large):
 
 def test_a_plan_for_another_layer_is_refused():
     plan, captured = plan_and_capture(Head(), "tp=2", call(), tile="loss", **CPU)
-    odd = replace(plan, tiled=(TiledLoss("linear_dx", "head", 0.0, 0.0),))
+    odd = replace(plan, tiled=(TiledRegion("linear_dx", "head", 0.0, 0.0),))
     with pytest.raises(PlanIncompatible, match="no last layer"):
         odd.check_fits(captured.graph, plan.mesh)

@@ -208,6 +208,8 @@ def evaluate(
         seconds = float(options.seconds[k]) * times
         if v.kind == "op":
             result.compute[phase] += seconds
+            if v.index in problem.made_again:
+                result.compute["backward"] += seconds
         else:
             result.parameter_seconds += seconds
         result.resident_bytes += float(options.resident_bytes[k]) * times
@@ -278,7 +280,7 @@ def _serve(
     def saved(layout: Layout) -> tuple[tuple[int, int, Layout], float]:
         return (producer, output, layout), bytes_in(layout) * copies
 
-    saves, has_base = waits(vertex), vertex.kind != "parameter"
+    saves, has_base = waits(vertex) and producer not in problem.never_made, vertex.kind != "parameter"
     targets = dict.fromkeys((*readers["forward"], *readers["backward"]))
     if not targets:
         return _Served((), (), (saved(source),) if saves and has_base and reads_base else ())

@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ...ir.graph import output_node
-from ...rules.loss_regions import LossRegion, loss_regions
+from ...rules.loss_regions import LossRegion
+from ...rules.row_regions import RowRegion
 from ..problem.problem import Problem
+from ..problem.tiled import regions_named
 from ..problem.vertices import STATE, vertices_of
 from .checkpoint_blocks import taking
 from .checkpoint_min_cut import FULL, SELECTIVE, Key, Recomputation
@@ -75,11 +77,11 @@ def _without_recomputation(evaluation: Evaluation) -> Evaluation:
     )
 
 
-def _tiled(small: Problem, first: int) -> tuple[LossRegion, ...]:
-    """Return the losses in blocks of the whole graph, given those of the compact graph; for `first` see
+def _tiled(small: Problem, first: int) -> tuple[LossRegion | RowRegion, ...]:
+    """Return the regions in pieces of the whole graph, given those of the compact graph; for `first` see
     `Problem.copies`."""
-    layers = {node for region in small.tiled for node in small.whole_nodes(region.linear, first)}
-    return tuple(region for region in loss_regions(small.whole) if region.linear in layers)
+    nodes = {node for region in small.tiled for node in small.whole_nodes(region.node, first)}
+    return regions_named(small.whole, nodes)
 
 
 class _Writer:
@@ -112,6 +114,7 @@ class _Writer:
             tiled=_tiled(small, evaluation.first),
             output_uses=uses[len(uses) - len(output_node(small.whole).args[0]) :],
         )
+        self.problem.uses = [*uses, *self.problem.read_again()]
         self.reads = {  # by block and vertex, a vertex of the block that reads it, and as which of its inputs
             (v.block, p): (v.index, i) for v in small.vertices if v.kind == "op" for i, (p, _) in enumerate(v.inputs)
         }

@@ -25,6 +25,7 @@ import numpy as np
 from ...cost.compute import FREE
 from ...cost.redistribute import MoveStep
 from ..problem.problem import Problem
+from ..problem.tiled_rows import share_of_piece
 from ..problem.vertices import STATE, Vertex
 from ..problem.weight_codes import is_gathered_ahead
 from .evaluate import Evaluation, is_of_one, unreduced_bytes
@@ -121,14 +122,32 @@ def live_bytes(problem: Problem, evaluation: Evaluation, pricer: Pricer) -> Live
     )
 
 
+def one_op_a_region(problem: Problem, order: StepOrder) -> tuple[list[int], list[int]]:
+    """Return, for each run, the first and the last of the op that it is a part of: itself, or all of a row-wise region
+    in pieces, which holds what it reads and gives from its start to its end."""
+    number = {node: i for i, region in enumerate(problem.tiled_rows) for node in (*region.forward, *region.backward)}
+    first, last = list(range(len(order.runs))), list(range(len(order.runs)))
+    parts: dict[tuple[int, str], list[int]] = defaultdict(list)
+    for i, run in enumerate(order.runs):
+        if (region := number.get(problem.vertices[run.vertex].node)) is not None:
+            parts[region, run.phase].append(i)
+    for runs in parts.values():
+        for i in runs:
+            first[i], last[i] = runs[0], runs[-1]
+    return first, last
+
+
 class _Lives:
     """The first and the last run in which each tensor lives."""
 
     def __init__(self, problem: Problem, evaluation: Evaluation, pricer: Pricer, order: StepOrder):
         self.problem, self.evaluation, self.pricer, self.order = problem, evaluation, pricer, order
         self._ends: dict[int, int] = {}
+        inside = {node for region in problem.tiled_rows for node in region.never_made}
+        self.in_pieces = {v.index for v in problem.vertices if v.node in inside}
         self.copies = problem.copies(evaluation.first)
         self.run_of = {(run.vertex, run.recomputed): i for i, run in enumerate(order.runs)}
+        self.first, self.last = one_op_a_region(problem, order)
         self.reads: dict[tuple, int] = defaultdict(
             lambda: -1
         )  # last reader of a tensor by phase: (vertex, output, phase) -> run
@@ -143,15 +162,18 @@ class _Lives:
             self._read((t.producer, t.output, travel.phase), left)
 
     def _read(self, key: tuple, position: int) -> None:
+        if key[0] not in self.problem.never_made and position < len(self.last):
+            position = self.last[position]
         self.reads[key] = max(self.reads[key], position)
 
     def _layout(self, vertex: int, output: int):
         return self._strategy(vertex).outputs[output]
 
     def _bytes(self, vertex: int, output: int, layout) -> float:
-        if vertex in self.problem.never_made:
-            return 0.0
-        return self.pricer.bytes_of(self.problem.vertices[vertex].values[output], layout)
+        whole = self.pricer.bytes_of(self.problem.vertices[vertex].values[output], layout)
+        if vertex not in self.problem.never_made:
+            return whole
+        return whole * share_of_piece(self.problem, vertex, layout) if vertex in self.in_pieces else 0.0
 
     def _is_view(self, vertex: int) -> bool:
         v = self.problem.vertices[vertex]
@@ -211,7 +233,8 @@ class _Lives:
                 if use and self._layout(use.consumer, 0) == layout and self._keeps_gradient(use.consumer):
                     continue
                 kind, last = RECOMPUTED if run.recomputed else TRANSIENT, self.reads[run.vertex, output, run.phase]
-                yield kind, i, max(i, last), self._bytes(run.vertex, output, layout)
+                first = i if run.vertex in self.problem.never_made else self.first[i]
+                yield kind, first, max(i, last), self._bytes(run.vertex, output, layout)
 
     def _of_all_copies(self, kind: str, first: int, last: int, vertex: Vertex, bytes_: float):
         """Iterate over the spans of something of a block that its backward reads: the copies that a compact graph
@@ -262,7 +285,8 @@ class _Lives:
             if accumulated:
                 yield GRADIENTS, 0, count, bytes_ * self.copies[v.index]
                 continue
-            yield GRADIENTS, self.run_of.get((use.producer, False), backward), count, bytes_
+            made = self.run_of.get((use.producer, False), backward)
+            yield GRADIENTS, self.first[made] if self.first else made, count, bytes_
             if self.copies[v.index] > 1:
                 yield GRADIENTS, self._end_of_backward(v.block), count, bytes_ * (self.copies[v.index] - 1)
 

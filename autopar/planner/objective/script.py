@@ -108,7 +108,7 @@ class _Writer:
         self.begin, self.end = (own[0], own[-1] + 1) if own else (len(order.runs), len(order.runs))
         self.runs, self.blocks = order.runs[self.begin : self.end], order.blocks[self.begin : self.end]
         self.travels = [t for t in order.travels if t.phase == phase]
-        self.recomputed_copies = {
+        self.recomputed_copies = {v: self.copies[v] for v in problem.made_again} | {
             v: n for levels in e.recomputed.values() for step, n in levels.values() for v in step.recomputed
         }
 

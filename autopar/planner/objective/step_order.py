@@ -57,7 +57,8 @@ class StepOrder:
 
 def step_order(problem: Problem, evaluation: Evaluation) -> StepOrder:
     """Return the order of the step that an evaluation describes."""
-    recomputed = recomputed_vertices(evaluation)
+    in_pieces = {v: f"region {number}" for v, number in problem.made_again.items()}
+    recomputed = in_pieces | recomputed_vertices(evaluation)
     runs = tuple(_runs(problem, recomputed))
     index = {(run.vertex, run.recomputed): i for i, run in enumerate(runs)}
     first_backward = next((i for i, run in enumerate(runs) if run.phase == "backward"), len(runs))
@@ -81,10 +82,10 @@ def step_order(problem: Problem, evaluation: Evaluation) -> StepOrder:
             second[key_of(t)] += [(c, True) for c in t.consumers if c in recomputed]
     travels = []
     for t in evaluation.transfers:
-        readers = [(c, False) for c in t.consumers]
+        readers = [(c, problem.vertices[c].phase != t.phase and c in in_pieces) for c in t.consumers]
         travels.append(travel(t, readers + second[key_of(t)] if t.phase == "backward" else readers))
     for t in evaluation.recompute_transfers:
-        readers = [(c, False) for c in _backward_readers(problem, evaluation, t)]
+        readers = [(c, c in in_pieces) for c in _backward_readers(problem, evaluation, t)]
         travels.append(travel(t, second[key_of(t)] + readers, True))
     return StepOrder(runs, tuple(sorted(travels, key=lambda t: (t.start, t.first))), blocks)
 
@@ -104,10 +105,18 @@ def _runs(problem: Problem, recomputed: dict[int, str]) -> Iterator[Execution]:
     waiting: dict[str, list[int]] = {}
     for vertex, block in recomputed.items():
         waiting.setdefault(block, []).append(vertex)
+
+    def made_for(vertex: int) -> Iterator[Execution]:
+        """Run blocks again that a vertex reads, behind those which they read themselves."""
+        for block in dict.fromkeys(recomputed[p] for p, _ in problem.vertices[vertex].inputs if p in recomputed):
+            again = sorted(waiting.pop(block, ()))
+            for one in again:
+                yield from made_for(one)
+            yield from (Execution(one, "backward", True) for one in again)
+
     for v in ops:
         if v.phase == "backward":
-            for block in dict.fromkeys(recomputed[p] for p, _ in v.inputs if p in recomputed):
-                yield from (Execution(vertex, "backward", True) for vertex in sorted(waiting.pop(block, ())))
+            yield from made_for(v.index)
             yield Execution(v.index, "backward")
 
 

@@ -33,7 +33,7 @@ def inside_bytes(problem: Problem, vertex: Vertex, strategy: Strategy) -> float:
         vertex = problem.vertices[vertex.cls]
         value = tensor_arguments(vertex.node)[0].meta["val"]
         *rows, columns = local_shape(tuple(value.shape), strategy.inputs[0], problem.mesh, first)
-        hidden = next(r for r in problem.tiled if vertex.node in (r.sums, r.dx, r.dw)).hidden
+        hidden = next(r for r in problem.tiled_losses if vertex.node in (r.sums, r.dx, r.dw)).hidden
         return float(logits_bytes(math.prod(rows), columns, hidden, value.dtype, vertex.phase == "backward"))
     if vertex.kind != "op" or not problem.is_for_gpus:
         return 0.0

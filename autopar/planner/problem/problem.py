@@ -27,6 +27,7 @@ from ...ir.layout import Layout
 from ...ir.mesh import Mesh
 from ...rules import Rule
 from ...rules.loss_regions import LossRegion
+from ...rules.row_regions import RowRegion
 from .offload import Offload
 from .strategies import Choices, choices_of, in_memory
 from .vertices import Use, Vertex, vertices_of
@@ -57,7 +58,7 @@ class Problem:
     )  # by class, strategies that another graph allows (see overlay.py)
     orthogonalize: OrthogonalizeCost | None = None
     expert_load: float = 1.0
-    tiled: tuple[LossRegion, ...] = ()  # computed in blocks, see tiled_loss.py
+    tiled: tuple[LossRegion | RowRegion, ...] = ()  # computed in pieces, see tiled.py
     _copies: dict[int, Sequence[int]] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -83,17 +84,43 @@ class Problem:
             found.setdefault((use.producer, use.output), []).append(use)
         return found
 
+    @property
+    def tiled_losses(self) -> list[LossRegion]:
+        """Return the regions in pieces that are a last layer and its loss."""
+        return [region for region in self.tiled if isinstance(region, LossRegion)]
+
+    @property
+    def tiled_rows(self) -> list[RowRegion]:
+        """Return the regions in pieces that are row-wise ops."""
+        return [region for region in self.tiled if isinstance(region, RowRegion)]
+
     @cached_property
     def never_made(self) -> frozenset[int]:
-        """Return the vertices whose tensor is never whole, as the loss that reads it is computed in blocks."""
+        """Return the vertices whose tensor is never whole, as the region around it is computed in pieces."""
         nodes = {node for region in self.tiled for node in region.never_made}
         return frozenset(v.index for v in self.vertices if v.node in nodes and v.kind == "op")
 
     @cached_property
     def in_blocks(self) -> frozenset[int]:
         """Return the vertices during which blocks of logits take memory."""
-        nodes = {node for region in self.tiled for node in (region.sums, region.dx, region.dw)}
+        nodes = {node for region in self.tiled_losses for node in (region.sums, region.dx, region.dw)}
         return frozenset(v.index for v in self.vertices if v.node in nodes and v.kind == "op")
+
+    @cached_property
+    def made_again(self) -> Mapping[int, int]:
+        """Return the vertices of the forward that the backward of a row-wise region runs again, with its number."""
+        number = {node: i for i, region in enumerate(self.tiled_rows) for node in region.again}
+        return {v.index: number[v.node] for v in self.vertices if v.kind == "op" and v.node in number}
+
+    def read_again(self) -> list[Use]:
+        """Return what those vertices read in the backward of what is not made inside of their region."""
+        inside = {node for region in self.tiled_rows for node in region.forward}
+        return [
+            Use(p, o, v, slot, "backward")
+            for v in self.made_again
+            for slot, (p, o) in enumerate(self.vertices[v].inputs)
+            if self.vertices[p].node not in inside
+        ]
 
     @cached_property
     def owned_axes(self) -> Mapping[int, list[tuple[str, ...]]]:

@@ -1,8 +1,7 @@
-"""The problem of a graph whose last linear layers and losses are computed in blocks, without logits.
+"""The prices of last linear layers and losses that are computed in blocks, without logits.
 
-It has the vertices of the graph itself, at other prices: logits and their gradient take no memory and are never
-redistributed, both products of the backward read all of what a row of logits is made of, what the blocks need is taken
-while these two run, and the backward also makes the logits again (passes/distribute/tile_loss.py is what then runs).
+Logits and their gradient take no memory. Both products of the backward read all of what a row of logits is made of;
+what the blocks need is taken while these two run, and the backward also makes the logits again.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from ...hardware.profile import Hardware
 from ...ir.layout import Layout, local_shape
 from ...ir.mesh import Mesh
 from ...ops.linear_loss import summed_bytes
-from ...plans.tiled import TiledLoss
+from ...plans.tiled import TiledRegion
 from ...rules import Strategy
 from ...rules.loss_regions import LossRegion, loss_regions, unmade_outputs
 from .multipliers import Prices
@@ -29,34 +28,31 @@ from .problem import Problem
 if TYPE_CHECKING:
     from ..objective.evaluate import Evaluation
 
-AUTO, NONE, LOSS = TILINGS = ("auto", "none", "loss")
-NEVER_BYTES = 2**44  # as whose redistribution that of logits is priced: none is made
 
-
-def with_tiled_losses(problem: Problem, hardware: Hardware, makes_later: bool = True) -> Problem | None:
-    """Return the problem with all last layers and losses in blocks, None if there is none. Logits that leave the graph
-    as an output are left to be made when they are read; if that cannot be (not `makes_later`), they are made."""
-    regions = tuple(
+def regions(problem: Problem, makes_later: bool) -> tuple[LossRegion, ...]:
+    """Return the last layers and losses of a problem that decide for themselves, those whose logits are an output only
+    if that can be made when it is read."""
+    return tuple(
         r
         for r in loss_regions(problem.graph)
         if _stands_alone(problem, r) and (makes_later or not unmade_outputs(problem.graph, [r.linear.name]))
     )
-    if not regions:
-        return None
+
+
+def price(problem: Problem, hardware: Hardware) -> None:
+    """Add to the seconds of the backwards of a problem's losses what blocks take more, and let both products read all
+    of what a row of logits is made of."""
     vertex_of = {v.node: v.index for v in problem.vertices if v.kind == "op"}
-    classes, tensor_bytes, fits = dict(problem.classes), dict(problem.tensor_bytes), dict(problem.fits)
-    price = _Price(problem, hardware)
-    for region in regions:
+    prices = _Price(problem, hardware)
+    for region in problem.tiled_losses:
         cls = problem.vertices[vertex_of[region.back]].cls
-        options = classes[cls]
-        more = np.array([price.seconds(region, s) for s in options.strategies])
-        classes[cls] = replace(options, seconds=options.seconds + more)
+        options = problem.classes[cls]
+        more = np.array([prices.seconds(region, s) for s in options.strategies])
+        problem.classes[cls] = replace(options, seconds=options.seconds + more)
         for node in (region.dx, region.dw):
             cls = problem.vertices[vertex_of[node]].cls
-            mask = np.array([not s.inputs[1].dims[-1] for s in classes[cls].strategies])
-            fits[cls] = fits.get(cls, True) & mask
-        tensor_bytes |= {(vertex_of[node], 0): NEVER_BYTES for node in region.never_made}
-    return replace(problem, classes=classes, tensor_bytes=tensor_bytes, fits=fits, tiled=regions)
+            mask = np.array([not s.inputs[1].dims[-1] for s in problem.classes[cls].strategies])
+            problem.fits[cls] = problem.fits.get(cls, True) & mask
 
 
 def _stands_alone(problem: Problem, region: LossRegion) -> bool:
@@ -93,15 +89,15 @@ class _Price:
         return product + moved / self.hardware.reached_memory_bytes_per_second
 
 
-def tiled_losses(problem: Problem, evaluation: Evaluation, hardware: Hardware) -> tuple[TiledLoss, ...]:
+def described(problem: Problem, evaluation: Evaluation, hardware: Hardware) -> tuple[TiledRegion, ...]:
     """Return what a plan says of the losses that it computes in blocks."""
     vertex_of, found, price = {v.node: v.index for v in problem.vertices}, [], _Price(problem, hardware)
-    for region in problem.tiled:
+    for region in problem.tiled_losses:
         v = vertex_of[region.back]
         strategy = problem.choices(v).strategies[evaluation.choice[v]]
         layer = str(region.linear.meta.get("module", ""))
         found.append(
-            TiledLoss(region.linear.name, layer, price.bytes_(region, strategy), price.seconds(region, strategy))
+            TiledRegion(region.linear.name, layer, price.bytes_(region, strategy), price.seconds(region, strategy))
         )
     return tuple(found)
 
@@ -115,12 +111,6 @@ def may_save(problem: Problem, hardware: Hardware, prices: Prices) -> bool:
     backs = {v.node: problem.choices(v.index).strategies for v in problem.vertices}
     return any(
         prices.byte_seconds * price.bytes_(region, strategy) > weight * price.seconds(region, strategy)
-        for region in problem.tiled
+        for region in problem.tiled_losses
         for strategy in backs[region.back]
     )
-
-
-def moves_none(problem: Problem, evaluation: Evaluation) -> bool:
-    """Return whether a plan moves no logits between the layer and its loss."""
-    never = {v.index for v in problem.vertices for region in problem.tiled if v.node in region.never_made}
-    return not any(t.producer in never for t in evaluation.every_transfer)

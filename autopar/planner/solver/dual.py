@@ -33,6 +33,8 @@ def own_cost(problem: Problem, cls: int, prices: Prices, reruns: Collection[int]
         prices.compute(v.phase) if v.kind == "op" else 1.0
     )  # communication hides behind compute, not behind the host
     bytes_ = options.resident_bytes + prices.gradients * options.gradient_bytes
+    if options.members[0] in problem.made_again:
+        weight += prices.compute("backward")
     once = (options.seconds * weight + prices.byte_seconds * bytes_) * options.copies
     if cls not in reruns:
         return once

@@ -26,9 +26,9 @@ from ..objective.checkpoint_min_cut import FULL
 from ..objective.evaluate import Evaluation
 from ..objective.module_table import regions_of
 from ..objective.pricer import Pricer
+from ..problem import tiled
 from ..problem.offload import offloaded, update_seconds
 from ..problem.problem import Problem
-from ..problem.tiled_loss import tiled_losses
 from ..problem.vertices import STATE
 from ..solver.search import Outcome
 from .accumulation import of_step, samples_of
@@ -96,7 +96,7 @@ def describe_plan(planned: Planned) -> Plan:
         offloaded=offloaded(problem, e),
         update_seconds=update_seconds(problem, e),
         reduce_dtype=options.reduce_dtype,
-        tiled=tiled_losses(problem, e, options.hardware),
+        tiled=tiled.described(problem, e, options.hardware),
         packed=_packed(problem, e),
         attentions=schemes_of(problem, e, pricer.micro_batches),
         routing=routing_of(problem, e, pricer),

@@ -29,7 +29,7 @@ class PlanOptions:
     """The options of a search. `fixed`: layouts by placeholder name. `forbid`: pairs of a glob and a layout
     that it may not take. `memory_bytes`: None takes the hardware's. `execution`: see `Plan`. `micro_batches`: of a
     step; the graph that is planned is that of one of them. `recompute`: "auto", or the level of every block; `tile`:
-    "auto", or whether losses are computed in blocks (see autopar/planner/spmd/tiling.py);
+    "auto", or what is computed in pieces (see autopar/planner/spmd/tiling.py);
     `refuses`: what does not fit the memory (else it is planned anyway). `offload`: see
     autopar/planner/problem/offload.py; `on_host`: placeholders of parameters that are on the host already. `styles`:
     the model's own tensor parallelism (see hf_tp_plan.py), one of the baselines. `reduce_dtype`, `state_dtype`: see

@@ -1,11 +1,14 @@
-"""The choice between whole logits and a loss in blocks: the latter is tried where memory decides, or asked for.
+"""The choice between whole tensors and regions in pieces: the latter are tried where memory decides, or asked for.
 
-Blocks make the logits twice, so without a limit a plan with them is never faster. Where the fastest plan does not fit,
-plans with them are searched too, each with as much recomputation as it then needs, and the faster one is the plan. That
-search is left out where it gains nothing: where the bytes of the logits, at the price of memory that the bound of the
-first plan is proved at, are worth less than the seconds of blocks, so that its bound holds for plans in blocks as well;
-and where the same sharding with blocks, made to fit as simply, is no faster, which tells what prices do not know, the
-bytes that pass by while the loss runs.
+Pieces make tensors twice, so without a limit a plan with them is never faster. Where the fastest plan does not fit, or
+computes something again, plans with a loss in blocks are searched too, then those with MLPs in pieces as well, each
+with as much recomputation as it then needs, and the fastest is the plan.
+
+A search is left out where it gains nothing. With the loss: where the bytes of the logits, at the price of memory that
+the bound of the plan before is proved at, are worth less than the seconds of blocks, so that its bound holds for plans
+in blocks as well. With either: where the same sharding in pieces, made to fit as simply, is no faster, which tells what
+prices do not know, the bytes that pass by while a region runs. What waits inside of an MLP can be computed again
+without pieces, so that for MLPs the latter alone counts.
 """
 
 from __future__ import annotations
@@ -15,9 +18,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ...errors import MemoryInfeasibleError, StrategyError
+from ...ops.row_pieces import MOST_ROWS
 from ..objective.evaluate import evaluate
 from ..problem.recipes import Restriction
-from ..problem.tiled_loss import LOSS, NONE, TILINGS, may_save, moves_none, with_tiled_losses
+from ..problem.tiled import AUTO, KINDS, LOSS, MLP, TILINGS, may_save, moves_none, with_tiles
 from ..solver.minimize import BeyondCutoff
 from ..solver.search import Outcome, Starts
 from ..solver.solver import Solver, replaced
@@ -37,34 +41,87 @@ def check(tile: object) -> None:
 
 
 def fastest(solvers: Sequence[Solver], restriction: Restriction, options: PlanOptions, starts: Starts) -> Found:
-    """Return the fastest plan of `solvers`, or of the same with losses in blocks, and the solver that found it. Raise
-    what `fixed_recompute.fastest` raises, and StrategyError if blocks are asked for and there is no loss for them."""
+    """Return the fastest plan of `solvers`, or of the same with regions in pieces, and the solver that found it. Raise
+    what `fixed_recompute.fastest` raises, and StrategyError if pieces are asked for and there is no region for them."""
+    if options.tile != AUTO:
+        if not KINDS[options.tile]:
+            return _searched(solvers, restriction, options, starts)
+        return _tiled_alone(_searched(_asked(solvers, options), restriction, options, starts), options)
+    if options.within is not None:
+        return _searched(solvers, restriction, options, starts)
+    return _Choice(restriction, options, starts).fastest(solvers)
 
-    def search(some: Sequence[Solver], starts: Starts) -> Found:
-        return fixed_recompute.fastest(some, restriction, dict(options.pin), options.recompute, options.refuses, starts)
 
-    if options.tile == LOSS:
-        return _tiled_alone(search(_in_blocks(solvers, options, is_asked=True), starts))
-    if options.tile == NONE or options.within is not None:
-        return search(solvers, starts)
-    try:
-        whole: Found | None = search(solvers, starts)
-        failure = None
-    except NOTHING as error:
-        whole, failure = None, error
-    if whole is not None and not _is_short_of_memory(whole[1], options):
-        return whole
-    blocks = _in_blocks(solvers, options)
-    if whole is not None and whole[1].fits:
-        blocks = [replaced(one, replace(one.search, cutoff_seconds=whole[1].seconds)) for one in blocks]
-        if not blocks or not _may_gain(whole, blocks[list(solvers).index(whole[0])], options):
-            return whole
-    tiled = _or_none(search, blocks, starts if whole is None else [*whole[1].found[-1:], *starts])
-    found = [one for one in (whole, tiled) if one is not None]
-    if not found and failure is not None:
-        raise failure
-    solver, outcome = min(found, key=lambda one: (not one[1].fits, one[1].seconds))
-    return solver, replace(outcome, bound_seconds=min(one[1].bound_seconds for one in found))
+def _searched(solvers: Sequence[Solver], restriction: Restriction, options: PlanOptions, starts: Starts) -> Found:
+    return fixed_recompute.fastest(solvers, restriction, dict(options.pin), options.recompute, options.refuses, starts)
+
+
+class _Choice:
+    """The search for the fastest plan of a problem over what is in pieces."""
+
+    def __init__(self, restriction: Restriction, options: PlanOptions, starts: Starts):
+        self.restriction, self.options, self.starts = restriction, options, starts
+        self.best: Found | None = None
+        self.bound_seconds = float("inf")
+        self.number = 0  # of the solver that found the best plan, among those that were searched
+
+    def fastest(self, solvers: Sequence[Solver]) -> Found:
+        """Return the best of the plans with nothing in pieces, with losses, and with MLPs besides."""
+        failure = self._try(solvers)
+        kinds: tuple[str, ...] = ()
+        for kind in (LOSS, MLP):
+            if self.best is not None and not _is_short_of_memory(self.best[1], self.options):
+                break
+            tiled = with_pieces(solvers, self.options, (*kinds, kind))
+            if tiled and self._may_gain(kind, tiled):
+                before = self.best
+                self._try(tiled)
+                kinds = (*kinds, kind) if self.best is None or self.best is not before else kinds
+        if self.best is None:
+            assert failure is not None
+            raise failure
+        solver, outcome = self.best
+        return solver, replace(outcome, bound_seconds=min(self.bound_seconds, outcome.bound_seconds))
+
+    def _try(self, solvers: Sequence[Solver]) -> Exception | None:
+        """Search plans, keep the best one, and return why there is none."""
+        starts = self.starts
+        if self.best is not None:
+            outcome = self.best[1]
+            starts = [*outcome.found[-1:], *starts]
+            if outcome.fits:
+                solvers = [replaced(one, replace(one.search, cutoff_seconds=outcome.seconds)) for one in solvers]
+        try:
+            found = _searched(solvers, self.restriction, self.options, starts)
+        except NOTHING as error:
+            return error
+        if moves_none(found[0].problem, found[1].evaluation):
+            self.bound_seconds = min(self.bound_seconds, found[1].bound_seconds)
+            self.best = min((one for one in (self.best, found) if one is not None), key=_rank)
+            if self.best is found:
+                self.number = next(i for i, one in enumerate(solvers) if one.pricer is found[0].pricer)
+        return None
+
+    def _may_gain(self, kind: str, tiled: Sequence[Solver]) -> bool:
+        """Return whether plans of `tiled` may be faster than the best one, if that fits."""
+        if self.best is None or not self.best[1].fits:
+            return True
+        solver, outcome = self.best
+        pieces, options = tiled[self.number], self.options
+        at = outcome.proved_at
+        if kind == LOSS and (not at or any(may_save(pieces.problem, options.hardware, prices) for prices in at)):
+            return True
+        e, restriction = outcome.evaluation, outcome.restriction
+        same = evaluate(pieces.problem, e.choice, pieces.pricer, pieces.free, restriction.keep, e.first)
+        if not moves_none(pieces.problem, same):  # of the sharding that pieces can have, the fastest
+            same = pieces.run(restriction, dict(options.pin)).at(pieces.free).evaluation
+        plain = evaluate(solver.problem, same.choice, solver.pricer, solver.free, restriction.keep, same.first)
+        fitted, in_pieces = (one.made_to_fit(one.with_peak(e)) for one, e in ((solver, plain), (pieces, same)))
+        return in_pieces is not None and (fitted is None or in_pieces.seconds < fitted.seconds)
+
+
+def _rank(found: Found) -> tuple[bool, float]:
+    return not found[1].fits, found[1].seconds
 
 
 def _is_short_of_memory(outcome: Outcome, options: PlanOptions) -> bool:
@@ -73,55 +130,45 @@ def _is_short_of_memory(outcome: Outcome, options: PlanOptions) -> bool:
     return outcome.is_limited or not outcome.fits or bool(outcome.evaluation.recomputed)
 
 
-def _may_gain(whole: Found, blocks: Solver, options: PlanOptions) -> bool:
-    """Return whether plans of `blocks` may be faster than the one that was found, which fits."""
-    solver, outcome = whole
-    at = outcome.proved_at
-    if not at or any(may_save(blocks.problem, options.hardware, prices) for prices in at):
-        return True
-    e, restriction = outcome.evaluation, outcome.restriction
-    same = evaluate(blocks.problem, e.choice, blocks.pricer, blocks.free, restriction.keep, e.first)
-    if not moves_none(blocks.problem, same):  # of the sharding that blocks can have, the fastest
-        same = blocks.run(restriction, dict(options.pin)).at(blocks.free).evaluation
-    plain = evaluate(solver.problem, same.choice, solver.pricer, solver.free, restriction.keep, same.first)
-    fitted, tiled = (one.made_to_fit(one.with_peak(e)) for one, e in ((solver, plain), (blocks, same)))
-    return tiled is not None and (fitted is None or tiled.seconds < fitted.seconds)
-
-
-def _or_none(search, solvers: Sequence[Solver], starts: Starts) -> Found | None:
-    """Return the plan of a search, None if it finds none that moves no logits."""
-    if not solvers:
-        return None
-    try:
-        found = search(solvers, starts)
-    except NOTHING:
-        return None
-    return found if moves_none(found[0].problem, found[1].evaluation) else None
-
-
-def _tiled_alone(found: Found) -> Found:
+def _tiled_alone(found: Found, options: PlanOptions) -> Found:
     if not moves_none(found[0].problem, found[1].evaluation):
         raise StrategyError(
-            "the layouts that are asked for move logits between the last layer and its loss, which cannot be in blocks",
-            fix=f"leave out tile={LOSS!r}",
+            "the layouts that are asked for move tensors inside of a region, which cannot be in pieces",
+            fix=f"leave out tile={options.tile!r}",
         )
     return found
 
 
-def _in_blocks(solvers: Sequence[Solver], options: PlanOptions, is_asked: bool = False) -> list[Solver]:
-    """Return the solvers of the same problems with losses in blocks, none if there are no such losses."""
+def _asked(solvers: Sequence[Solver], options: PlanOptions) -> list[Solver]:
+    """Return the solvers with what is asked for in pieces. Raise StrategyError for the first kind that is not there."""
+    why = {
+        LOSS: (
+            "no last linear layer is read by a loss alone, which could be computed in blocks",
+            "without a bias, softcap or label smoothing, and with gradients for its weight",
+        ),
+        MLP: (
+            f"no row-wise ops of more than {MOST_ROWS} rows are wide inside and narrow at both ends",
+            "of linear layers and activations without dropout, some tokens more",
+        ),
+    }
+    for kind in KINDS[options.tile]:
+        if kind == MLP and options.within is not None:
+            raise StrategyError("stages of a pipeline run no MLP in pieces", fix=f"leave out tile={options.tile!r}")
+        if not with_pieces(solvers, options, (kind,)):
+            message, fix = why[kind]
+            raise StrategyError(message, fix=f"{fix}; or leave out tile={options.tile!r}")
+    return with_pieces(solvers, options, KINDS[options.tile])
+
+
+def with_pieces(solvers: Sequence[Solver], options: PlanOptions, kinds: tuple[str, ...]) -> list[Solver]:
+    """Return the solvers of the same problems with all regions of these kinds in pieces, none if there are none of
+    one."""
     is_one_call = options.micro_batches == 1 and options.within is None
     found = []
     for old in solvers:
-        problem = with_tiled_losses(old.problem, options.hardware, is_one_call)
+        problem = with_tiles(old.problem, options.hardware, kinds, is_one_call)
         if problem is None:
-            break
+            return []
         pricer = replace(old.pricer, problem=problem)
         found.append(Solver(problem, pricer, old.limit_bytes, old.search, old.report, old.free.overlap))
-    if is_asked and not found:
-        raise StrategyError(
-            "no last linear layer is read by a loss alone, which could be computed in blocks",
-            fix="without a bias, softcap or label smoothing, and with gradients for its weight; or leave out "
-            f"tile={LOSS!r}",
-        )
     return found

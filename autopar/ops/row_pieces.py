@@ -1,0 +1,166 @@
+"""An op that computes a small program of row-wise ops for some rows at a time.
+
+    in_pieces("t0 = autopar.linear.default(r0, w0); t1 = aten.relu.default(t0); return (t1,), ()", [x], [weight])
+
+The program is text, so that a graph shows it and a file holds it: `r0`, `r1` are tensors of rows, which are cut, `w0`,
+`w1` what every piece reads whole. It returns tensors of rows, which stand side by side, and sums over rows, which add
+up over pieces. What is between exists for one piece. Nothing but ops, numbers and types can be written in it.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+aten = torch.ops.aten
+MOST_ROWS = 2**12  # of a piece
+NUMBERS = {"inf": math.inf, "nan": math.nan}
+
+
+def pieces_of(rows: Sequence[int]) -> tuple[int, int]:
+    """Return the dim that tensors with these leading sizes are cut along, and into how many pieces: the longest dim,
+    into as many as leave `MOST_ROWS` rows in each, or as few as can be."""
+    if not rows:
+        return 0, 1
+    dim = max(range(len(rows)), key=lambda d: rows[d])
+    return dim, max(1, min(rows[dim], -(-math.prod(rows) // MOST_ROWS)))
+
+
+def share_of(rows: Sequence[int]) -> float:
+    """Return the part of tensors with these leading sizes that the largest piece has."""
+    dim, count = pieces_of(rows)
+    return -(-rows[dim] // count) / rows[dim] if rows and rows[dim] else 1.0
+
+
+@custom_op("autopar::in_pieces", mutates_args=())
+def in_pieces(program: str, rows: Sequence[Tensor], whole: Sequence[Tensor]) -> list[Tensor]:
+    """Return what a program returns: rows as whole tensors, then the sums."""
+    known = parsed(program)
+    dim, count = pieces_of(rows[0].shape[:-1])
+    size = rows[0].shape[dim]
+    if count == 1 or not size:
+        return [x.contiguous() for x in known(rows, whole)]
+    found: list[Tensor] = []
+    for start, end in _cuts(size, count):
+        here = [x.narrow(dim, start, end - start).contiguous() for x in rows]  # else products copy the weights
+        made = known(here, whole, found[len(known.rows) :])
+        if not found:
+            shapes = [(*x.shape[:dim], size, *x.shape[dim + 1 :]) for x in made[: len(known.rows)]]
+            found = [x.new_empty(shape) for x, shape in zip(made, shapes)] + made[len(known.rows) :]
+        for x, piece in zip(found, made[: len(known.rows)]):
+            aten.copy_(x.narrow(dim, start, end - start), piece)
+        del here, made
+    return found
+
+
+@in_pieces.register_fake
+def _(program, rows, whole):
+    return [x.new_empty(x.shape) for x in parsed(program)(rows, whole)]
+
+
+def _cuts(size: int, count: int) -> Iterator[tuple[int, int]]:
+    """Iterate over the ends of pieces that differ by one at most, the largest first."""
+    small, larger = divmod(size, count)
+    start = 0
+    for i in range(count):
+        end = start + small + (i < larger)
+        yield start, end
+        start = end
+
+
+@dataclass(frozen=True)
+class _Name:
+    """A place in a program's arguments that a tensor takes."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One op, and the names that no later step reads."""
+
+    name: str
+    target: Callable[..., Tensor]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    last: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A parsed program; calling it computes one piece."""
+
+    steps: tuple[_Step, ...]
+    rows: tuple[str, ...]
+    sums: tuple[str, ...]
+
+    def __call__(self, rows: Sequence[Tensor], whole: Sequence[Tensor], sums: Sequence[Tensor] = ()) -> list[Tensor]:
+        """Return the rows of a piece and its sums, or what those add to if `sums` are given, which change."""
+        tensors = {f"r{i}": x for i, x in enumerate(rows)} | {f"w{i}": x for i, x in enumerate(whole)}
+        into = dict(zip(self.sums, sums))
+        for step in self.steps:
+            args = [tensors[a.name] if isinstance(a, _Name) else a for a in step.args]
+            if step.name in into:
+                tensors[step.name] = _added(into[step.name], step.target, args, step.kwargs)
+            else:
+                tensors[step.name] = step.target(*args, **step.kwargs)
+            del args
+            for name in step.last:
+                del tensors[name]
+        return [tensors[name] for name in (*self.rows, *self.sums)]
+
+
+def _added(total: Tensor, target: Callable[..., Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    """Add what an op gives to a sum, in place; a product without a copy of its own."""
+    if target is not torch.ops.autopar.linear_dw.default:
+        return total.add_(target(*args, **kwargs))
+    grad, x = (t.reshape(-1, t.shape[-1]) for t in args)
+    return total.addmm_(grad.t(), x)
+
+
+@lru_cache(maxsize=256)
+def parsed(text: str) -> Program:
+    """Return the program that a text says. Raises ValueError for what is none."""
+    *lines, result = ast.parse(text).body
+    if not isinstance(result, ast.Return) or not isinstance(result.value, ast.Tuple):
+        raise ValueError(f"no program of rows: {text:.80}")
+    rows, sums = (tuple(_value(name).name for name in part.elts) for part in result.value.elts)  # type: ignore
+    calls = [(line.targets[0].id, line.value) for line in lines]  # type: ignore
+    read = [{n.id for n in ast.walk(call) if isinstance(n, ast.Name)} for _, call in calls]
+    kept = {*rows, *sums, *(n for names in read for n in names if n[0] in "rw")}
+    steps = []
+    for i, (name, call) in enumerate(calls):
+        later = kept.union(*read[i + 1 :])
+        last = sorted(({name} | {n for n in read[i] if n[0] == "t" and n[1:].isdigit()}) - later)
+        kwargs = {k.arg: _value(k.value) for k in call.keywords}
+        steps.append(_Step(name, _op(call.func), tuple(map(_value, call.args)), kwargs, tuple(last)))
+    return Program(tuple(steps), rows, sums)
+
+
+def _op(path: ast.expr) -> Callable[..., Tensor]:
+    """Return the op that a path such as `aten.add.Tensor` names."""
+    namespace, name, overload = ast.unparse(path).split(".")
+    if namespace not in ("aten", "autopar"):
+        raise ValueError(f"{ast.unparse(path)} is no op of rows")
+    return getattr(getattr(getattr(torch.ops, namespace), name), overload)
+
+
+def _value(item: ast.expr) -> Any:
+    """Return a name of a tensor, a number, a list of numbers or a type, as an argument says."""
+    if isinstance(item, ast.Name):
+        return NUMBERS.get(item.id) or _Name(item.id)
+    if isinstance(item, ast.UnaryOp) and isinstance(item.op, ast.USub):
+        return -_value(item.operand)
+    if isinstance(item, ast.List):
+        return [_value(x) for x in item.elts]
+    if isinstance(item, ast.Attribute) and isinstance(dtype := getattr(torch, item.attr, None), torch.dtype):
+        return dtype
+    return ast.literal_eval(item)

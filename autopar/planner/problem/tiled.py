@@ -1,0 +1,84 @@
+"""The problem of a graph of which regions are computed in pieces, so that what is wide inside of them is never whole.
+
+It has the vertices of the graph itself, at other prices. Tensors inside of a region are never redistributed and do not
+wait for the backward, which makes them again; a step holds a piece of them at a time (tiled_loss.py and tiled_rows.py
+say what that is and what it costs; passes/distribute/tile.py is what then runs).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torch import fx
+
+from ...hardware.profile import Hardware
+from ...plans.tiled import TiledRegion
+from ...rules.loss_regions import LossRegion, loss_regions
+from ...rules.row_regions import RowRegion, row_regions
+from . import tiled_loss, tiled_rows
+from .multipliers import Prices
+from .problem import Problem
+
+if TYPE_CHECKING:
+    from ..objective.evaluate import Evaluation
+
+AUTO, NONE, LOSS, MLP = "auto", "none", "loss", "mlp"
+KINDS = {NONE: (), LOSS: (LOSS,), MLP: (MLP,), f"{LOSS}+{MLP}": (LOSS, MLP)}
+TILINGS = (AUTO, *KINDS)
+NEVER_BYTES = 2**44  # as whose redistribution that of a tensor inside of a region is priced: none is made
+
+
+def with_tiles(
+    problem: Problem, hardware: Hardware, kinds: Collection[str], makes_later: bool = True
+) -> Problem | None:
+    """Return the problem with all regions of these kinds in pieces, None if there is none of one of them. Logits that
+    leave the graph as an output are left to be made when they are read; if that cannot be (not `makes_later`), they
+    are made."""
+    found: tuple[LossRegion | RowRegion, ...] = ()
+    for kind in kinds:
+        some = tiled_loss.regions(problem, makes_later) if kind == LOSS else tiled_rows.regions(problem)
+        if not some:
+            return None
+        found += some
+    vertex_of = {v.node: v.index for v in problem.vertices if v.kind == "op"}
+    never = {(vertex_of[node], 0): NEVER_BYTES for region in found for node in region.never_made}
+    tiled = replace(problem, tensor_bytes=problem.tensor_bytes | never, tiled=found)
+    tiled.uses = [*problem.uses, *tiled.read_again()]
+    tiled.classes, tiled.fits = dict(problem.classes), dict(problem.fits)
+    tiled_loss.price(tiled, hardware)
+    tiled_rows.price(tiled, hardware)
+    return tiled
+
+
+def with_regions(tile: str, graph: fx.Graph) -> str:
+    """Return of what is asked for in pieces what a graph has regions of: that of another call may have fewer."""
+    found = {LOSS: loss_regions, MLP: tiled_rows.long_regions}
+    return "+".join(kind for kind in KINDS[tile] if found[kind](graph)) or NONE if tile != AUTO else AUTO
+
+
+def regions_named(graph: fx.Graph, nodes: Collection[fx.Node]) -> tuple[LossRegion | RowRegion, ...]:
+    """Return the regions of a graph that are known by these nodes."""
+    found: tuple[LossRegion | RowRegion, ...] = (*loss_regions(graph), *row_regions(graph)) if nodes else ()
+    return tuple(region for region in found if region.node in nodes)
+
+
+def described(problem: Problem, evaluation: Evaluation, hardware: Hardware) -> tuple[TiledRegion, ...]:
+    """Return what a plan says of the regions that it computes in pieces."""
+    return tiled_loss.described(problem, evaluation, hardware) + tiled_rows.described(problem, evaluation)
+
+
+def may_save(problem: Problem, hardware: Hardware, prices: Prices) -> bool:
+    """Return whether tensors that wait for the backward may cost more at these prices than pieces of them do. If not, a
+    bound of plans with whole tensors is one of plans in pieces too: these cost the same otherwise, or more. Those of
+    rows are computed again where they cost more, in pieces or not."""
+    return tiled_loss.may_save(problem, hardware, prices)
+
+
+def moves_none(problem: Problem, evaluation: Evaluation) -> bool:
+    """Return whether a plan moves nothing inside of a region, and all of one reads its rows in one layout."""
+    never = {v.index for v in problem.vertices for region in problem.tiled if v.node in region.never_made}
+    if any(t.producer in never for t in evaluation.every_transfer):
+        return False
+    return tiled_rows.reads_alike(problem, evaluation)

@@ -1,0 +1,51 @@
+"""Memory of a step whose MLPs run in pieces: what an allocation tracker sees is what the plan says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import autopar
+from autopar.models import build
+from autopar.ops import row_pieces
+from autopar.utils.allocation_tracker import Allocations
+
+from ..helpers.allocations import training_step
+
+MODEL = "llama:hidden=32,layers=1,heads=2,kv_heads=2,ffn=512,vocab=64,seq=512"
+
+
+def peak(alone, **options) -> tuple[float, float]:
+    """(measured, predicted) most bytes of a training step on one device."""
+    model, inputs = build(MODEL, batch=2, seq=512, device="cpu")
+    plan = autopar.plan(model, "dp=1,tp=1", inputs, hardware="cpu-gloo", baselines=False, **options)
+    module = autopar.compile(model, alone, inputs, plan=plan, precision=options["precision"])
+    seen = training_step(module, inputs, torch.optim.AdamW(module.parameters()), steps=1)
+    return seen.peak_bytes, module.plan.peak_bytes
+
+
+@pytest.fixture
+def sees_pieces(monkeypatch):
+    """Let the tracker see what happens inside of the op too, of which a dispatch mode sees the results alone."""
+    outside = Allocations.__torch_dispatch__
+
+    def inside(self, func, types, args=(), kwargs=None):
+        if func is not torch.ops.autopar.in_pieces.default:
+            return outside(self, func, types, args, kwargs)
+        with self:
+            return row_pieces.in_pieces._init_fn(*args)
+
+    monkeypatch.setattr(Allocations, "__torch_dispatch__", inside)
+    monkeypatch.setattr(row_pieces, "MOST_ROWS", 128)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_peaks_fall_as_predicted(alone, sees_pieces, recompute, precision):
+    """Beside recomputation of whole blocks too, where one MLP is what a step holds most of."""
+    options = dict(recompute=recompute, precision=precision)
+    whole, tiled = (peak(alone, tile=tile, **options) for tile in ("none", "mlp"))
+    for measured, predicted in (whole, tiled):
+        assert 0.9 * predicted <= measured <= 1.02 * predicted
+    assert tiled[0] < 0.5 * whole[0]
