@@ -91,14 +91,16 @@ def _attention_bw(
     key_documents: Like | None = None,
     of_block: bool = False,
     softcap: float = 0.0,
+    *,
     by_blocks: bool = False,
 ) -> int:
     by_blocks |= softcap != 0.0
     if group:  # the gradients of what is read stand beside those of all heads
         k, v, copied = _heads_read(q, k, v, head, group)
         made = (_numel(k) + _numel(v)) * q.dtype.itemsize
-        rest = documents, key_documents, of_block, softcap, by_blocks
-        return copied + made + _attention_bw(grad, q, k, v, out, lse, mask, causal, scale, first, 0, 0, *rest)
+        rest = first, 0, 0, documents, key_documents, of_block, softcap
+        here = _attention_bw(grad, q, k, v, out, lse, mask, causal, scale, *rest, by_blocks=by_blocks)
+        return copied + made + here
     if documents is not None:
         part, own, made = _range(q, k, mask, documents)
         made += (_numel(k) + _numel(v)) * (q.dtype.itemsize + lse_dtype(q.dtype).itemsize)

@@ -42,8 +42,8 @@ def attention(graph_module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
         return attention_formula(Draws(graph_module, node), q, k, v, mask, causal, given.get("scale"), p)
     said = Said(mask, causal, ids)
     if mask is not None and mask.meta["val"].is_floating_point() and is_learned(graph_module, mask):
-        found = Masks(graph_module, node, (mask,), (), False, q.meta["val"].dtype).said()
-        said = found or replace(said, as_softmax=True)
+        of_learned = Masks(graph_module, node, (mask,), (), False, q.meta["val"].dtype).said()
+        said = of_learned or replace(said, as_softmax=True)
     k, v = (before_repeat(x, q) for x in (k, v))
     return canonical(node, q, k, v, said, given.get("scale"))
 

@@ -108,7 +108,7 @@ class _Written:
         if not self.scores.shape and name_of(query) in VIEWS:
             source = tuple(operand(query).meta["val"].shape)
             return source[:2] if len(source) == 4 and source[2:] == shape[1:] else None
-        return self.scores.shape[:2] or None
+        return (self.scores.shape[0], self.scores.shape[1]) if self.scores.shape else None
 
     def _four(self, x: fx.Node, heads: tuple[int, int]) -> fx.Node:
         """Return a tensor (b, h, s, d), of one that has samples and heads in one dim."""

@@ -197,8 +197,9 @@ def _fill_of(before: fx.Node, node: fx.Node) -> Fill | None:
         condition, value = node.args[0], _number(node.args[2] if keeps else node.args[1])
     else:
         return None
-    is_condition = isinstance(condition, fx.Node) and condition.meta["val"].dtype == torch.bool
-    return Fill(condition, keeps, value) if is_condition and value is not None else None
+    if not isinstance(condition, fx.Node) or condition.meta["val"].dtype != torch.bool or value is None:
+        return None
+    return Fill(condition, keeps, value)
 
 
 def _number(argument: object) -> float | None:

@@ -75,8 +75,8 @@ class RingAttention:
         documents = [local.get(name) for name in ("documents", "key_documents")]
         steps = _Steps(self.builder, node, axes, group.index(self.rank), ring, blocks, heads, documents)
         if node.target is autopar.attention.default:
-            return steps.forward(*args[:6], local.get("sinks"))
-        return steps.backward(*args[:9], bool(given["of_block"]))
+            return steps.forward(*args[:6], sinks=local.get("sinks"))
+        return steps.backward(*args[:9], is_exact=bool(given["of_block"]))
 
 
 Block = list[fx.Node]  # keys and values, or their gradients
@@ -96,7 +96,7 @@ class _Steps:
     heads: Mapping[str, Any]
     documents: Sequence[fx.Node | None]
 
-    def forward(self, q, k, v, mask, causal: bool, scale: float | None, sinks: fx.Node | None) -> list[fx.Node]:
+    def forward(self, q, k, v, mask, causal: bool, scale: float | None, *, sinks: fx.Node | None) -> list[fx.Node]:
         """Return output and log-sum-exp."""
         ring, steps = self.ring, range(self.ring.size)
         works = {i: ring.open_halves(self.place, i)[0] for i in steps if ring.block(self.place, i) is not None}
@@ -133,7 +133,7 @@ class _Steps:
         return [self._after(out, unused), lse]
 
     def backward(
-        self, grad, q, k, v, out, lse, mask, causal: bool, scale: float | None, is_exact: bool
+        self, grad, q, k, v, out, lse, mask, causal: bool, scale: float | None, *, is_exact: bool
     ) -> list[fx.Node]:
         """Return the gradients of q, k and v, and of the mask if the op gives it. `is_exact`: of the log-sum-exp."""
         wide = lse_dtype(q.meta["val"].dtype)
