@@ -172,7 +172,7 @@ def test_adapters_in_stages(mesh, ranks):
 
 
 def test_what_a_pipeline_refuses():
-    """When it is planned, as each rank would be told."""
+    """Say so when it is planned, as each rank would be told."""
     model, batch = tiny.gpt2(n_layer=1)
     without = {"input_ids": batch["input_ids"]}
     with pytest.raises(StageError, match="scalar loss"):

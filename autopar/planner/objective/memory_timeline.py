@@ -30,7 +30,7 @@ from ..problem.vertices import STATE, Vertex
 from ..problem.weight_codes import is_gathered_ahead
 from .evaluate import Evaluation, is_of_one, unreduced_bytes
 from .pricer import Pricer
-from .step_order import StepOrder, Travel, step_order
+from .step_order import StepOrder, Travel, one_op_a_region, step_order
 from .timeline import Timeline
 
 PARAMETERS = "parameters"
@@ -120,21 +120,6 @@ def live_bytes(problem: Problem, evaluation: Evaluation, pricer: Pricer) -> Live
     return LiveBytes(
         order, {kind: np.maximum(bytes_, 0.0) for kind, bytes_ in held.items() if bytes_.max(initial=0.0) > 0.5}
     )
-
-
-def one_op_a_region(problem: Problem, order: StepOrder) -> tuple[list[int], list[int]]:
-    """Return, for each run, the first and the last of the op that it is a part of: itself, or all of a row-wise region
-    in pieces, which holds what it reads and gives from its start to its end."""
-    number = {node: i for i, region in enumerate(problem.tiled_rows) for node in (*region.forward, *region.backward)}
-    first, last = list(range(len(order.runs))), list(range(len(order.runs)))
-    parts: dict[tuple[int, str], list[int]] = defaultdict(list)
-    for i, run in enumerate(order.runs):
-        if (region := number.get(problem.vertices[run.vertex].node)) is not None:
-            parts[region, run.phase].append(i)
-    for runs in parts.values():
-        for i in runs:
-            first[i], last[i] = runs[0], runs[-1]
-    return first, last
 
 
 class _Lives:

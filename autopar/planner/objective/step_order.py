@@ -144,3 +144,18 @@ def _one_ahead(runs: tuple[Execution, ...], names: tuple[str, ...]) -> list[int]
         result += [before] * len(positions)
         before = positions[0]
     return result
+
+
+def one_op_a_region(problem: Problem, order: StepOrder) -> tuple[list[int], list[int]]:
+    """Return, for each run, the first and the last of the op that it is a part of: itself, or all of a row-wise region
+    in pieces, which holds what it reads and gives from its start to its end."""
+    number = {node: i for i, region in enumerate(problem.tiled_rows) for node in (*region.forward, *region.backward)}
+    first, last = list(range(len(order.runs))), list(range(len(order.runs)))
+    parts: dict[tuple[int, str], list[int]] = defaultdict(list)
+    for i, run in enumerate(order.runs):
+        if (region := number.get(problem.vertices[run.vertex].node)) is not None:
+            parts[region, run.phase].append(i)
+    for runs in parts.values():
+        for i in runs:
+            first[i], last[i] = runs[0], runs[-1]
+    return first, last
