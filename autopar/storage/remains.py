@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -61,7 +62,7 @@ def noted(model: nn.Module, step: int, data: object, scaler, run: str | None) ->
     return Noted(step, values, buffers, generators.states(), run)
 
 
-def leave(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, noted: Noted) -> None:
+def leave(folder: Path, model: Any, optimizer: torch.optim.Optimizer, noted: Noted) -> None:
     """Write what this rank holds into a folder of its own in `folder`. Raises CheckpointError if it cannot be written,
     or the optimizer has state that only all ranks together can give."""
     mine, stage = folder / f"rank-{dist.get_rank():05d}", model.stage_mesh
@@ -70,9 +71,13 @@ def leave(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, note
         raise CheckpointError(f"{type(optimizer).__name__} has state that no rank alone can give")
     held = {f"{MODEL}/{name}": one for name, one in tensors_of(model, adapters=True).items()}
     held |= {f"{OPTIMIZER}/{name}": one for name, one in of_optimizer.items()}
-    parts = {key: noted.buffers.get(key.removeprefix(f"{MODEL}/")) for key in held}
-    parts = {key: held[key].part() if part is None else part for key, part in parts.items()}
-    parts |= {f"{RNG}/{name}": state for name, state in noted.generators.items()}
+    parts = {f"{RNG}/{name}": state for name, state in noted.generators.items()}
+    for key, one in held.items():
+        part = noted.buffers.get(key.removeprefix(f"{MODEL}/"))
+        if part is None and one.part is not None:
+            part = one.part()
+        if part is not None:
+            parts[key] = part
     notes = {
         "step": noted.step, "values": noted.values, "optimizer": plain, "run": noted.run,
         "elsewhere": [*model.elsewhere],

@@ -35,7 +35,7 @@ def plan(mesh: str, samples: int, **options):
     return autopar.plan(Small(), mesh, (torch.randn(samples, 1),), hardware="cpu-gloo", baselines=False, **options)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(st.lists(st.sampled_from(NAMES), min_size=1, max_size=2, unique=True), st.booleans())
 def test_every_axis_is_told_of(names, is_cut):
     """With strategy ddp the batch is cut over all axes, where it can be; a batch of one is whole, and then nothing is

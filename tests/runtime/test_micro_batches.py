@@ -126,7 +126,6 @@ def _gathers(rank, plans):
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.gloo
 def test_kept_parameters_are_gathered_once_a_step_at_run_time():
     """ZeRO-1 and 2 with four micro-batches gather no more often than with one, FSDP for each of them."""
