@@ -1,4 +1,5 @@
-"""Replace canonical `autopar::*` ops of a local graph by the ATen ops that they stand for.
+"""Replace canonical `autopar::*` ops of a local graph by the ATen ops that they stand for, and ATen ops that say how
+many rows there are where only run time knows.
 
 A custom op costs 4 to 10 microseconds of dispatch a call, an ATen op about 3. The planner needs the canonical forms;
 once shapes are local they have served. An op is replaced only where the ATen op gives the same values with the same
@@ -135,6 +136,13 @@ def _attention_bw(
         return call(flash, grad, q, k, v, out, lse, 0.0, causal, scale=scale)
 
 
+def _slice_backward(call, node, grad, sizes, dim, start, end, step):
+    if node.meta["layout"].owned_axes:  # there are as many rows as run time says, and `sizes` has those of a block
+        zeros = call(aten.zeros_like.default, call(aten.slice.Tensor, grad, dim, 0, 1))
+        wide = call(aten.expand.default, zeros, [-1, *sizes[1:]])
+        return call(aten.slice_scatter.default, wide, grad, dim, start, end, step)
+
+
 def _is_plain(q, k, v, mask) -> bool:
     """Return whether the CPU kernel takes these as they are: rows without gaps (it does not look), no heads to repeat
     or of several sizes, no mask (which the op converts; of a query that it closes the kernel says another
@@ -162,4 +170,5 @@ LOWERINGS = {
     autopar.embedding_dw.default: _embedding_dw,
     autopar.attention.default: _attention,
     autopar.attention_bw.default: _attention_bw,
+    aten.slice_backward.default: _slice_backward,
 }

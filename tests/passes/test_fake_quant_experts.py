@@ -33,7 +33,7 @@ GRIDS = {
     "learned": dict(dtype="int4", range_learning=True),
     "learned by group": dict(dtype="int3", group_size=4, range_learning=True),
 }
-MESHES = {"ep=2": "expert", "dp=2,ep=2": "expert+zero1", "tp=2": None, "dp=4": "fsdp"}
+MESHES = {"ep=2": "expert", "dp=2,ep=2": "expert+zero1", "tp=2": None, "dp=4": "fsdp", "ep=4": "expert"}
 KINDS = ("mixtral", "gpt_oss")
 
 

@@ -26,7 +26,7 @@ from autopar.simulate import step
 from autopar.simulate.compare import verify_plan
 from autopar.simulate.oracle import global_values, one_device_step, relative_error
 from tests.families import FAMILIES
-from tests.helpers import gloo
+from tests.helpers import gloo, mixture
 from tests.planner.planning import toy
 
 EXACT = 1e-10
@@ -247,3 +247,18 @@ def _on_processes(rank: int, active: int, routing: str) -> None:
     wanted = dict(reference.named_parameters())
     for name, parameter in parallel.named_parameters():
         assert relative_error(parameter.grad.full_tensor(), wanted[name].grad) <= EXACT, name
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("bias", [0.0, 50.0, -50.0])
+def test_halves_of_every_second_column_take_as_many_rows_as_come(bias):
+    """GPT-OSS's gate: the backward of a slice with a step fills in columns of rows whose number run time says."""
+    model, x = mixture.Mixture("gpt_oss", bias), torch.randn(6, 5, 16, dtype=torch.float64)
+    captured = compiler.trace(model, (x,))
+    values = global_values(captured, model, (x,))
+    plan = make_plan(captured, Mesh.parse("ep=4"), PlanOptions(toy(), strategy="expert", baselines=False), "gpt_oss")
+    assert plan.sharding.nodes["slice_backward"].outputs[0].owned_axes == ("ep",)
+    found, wanted = step.simulate_step(captured, plan, values), one_device_step(captured, values)
+    assert found.gradients.keys() == wanted.gradients.keys()
+    for name, gradient in wanted.gradients.items():
+        assert relative_error(found.gradients[name], gradient) < EXACT, name
