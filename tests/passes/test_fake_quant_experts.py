@@ -58,7 +58,7 @@ def check(model: Mixture, adapt: tuple, mesh: str, strategy: str | None, micro_b
     assert max(errors.values()) < 1e-10, (note, errors)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("grid", GRIDS)
@@ -66,7 +66,7 @@ def test_gradients_are_those_of_each_expert(grid, mesh, kind):
     check(Mixture(kind), quantizing(grid), mesh, MESHES[mesh], 1, (grid, mesh, kind))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
 def test_routing_and_micro_batches(seed):
     """Experts without tokens, experts with all of them; the weights are rounded in each micro-batch."""

@@ -78,7 +78,7 @@ def test_losses_of_all_samples(name, mesh):
         check(name, samples, count, mesh, strategy="expert" if is_stacked and "ep" in mesh else None)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
 def test_numbers_strategies_and_recomputation(seed):
     random = Random(seed)
@@ -89,7 +89,7 @@ def test_numbers_strategies_and_recomputation(seed):
     check(name, samples, count, mesh, f"seed {seed}", strategy=strategy, recompute=recompute)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["siglip", "mixtral"])
 def test_one_micro_batch_has_no_tail(name):
     plan = planned(case_of(name, 6), 1, "dp=2").plan
