@@ -20,7 +20,7 @@ def test_cells_of_the_matrix(cell):
     try:
         assert checked(*cell) <= EXACT
     except StrategyError as refusal:
-        assert "cannot be" in refusal.message
+        assert "cannot be" in refusal.message or "no layout of input_ids follows the pin" in refusal.message
 
 
 ADDED = [("cp=2", "ring", 16), ("cp=3", "ring", 13), ("cp=4", "ring", 15), ("cp=2,up=2", "ring+ulysses", 13)]
