@@ -15,7 +15,7 @@ from autopar.errors import InputError, MicroBatchError, StageError
 from tests.helpers import gloo
 
 from . import tiny
-from .parity import assert_close, device_mesh, full, pair, planned
+from .parity import assert_close, device_mesh, full, pair
 
 
 def _uneven(batch: dict) -> dict:
@@ -171,11 +171,18 @@ def test_adapters_in_stages(mesh, ranks):
     assert min(gloo.run(ranks, _lora, mesh)) > 0
 
 
-def test_what_a_pipeline_refuses():
-    """Say so when it is planned, as each rank would be told."""
+def _refusals(rank: int) -> bool:
     model, batch = tiny.gpt2(n_layer=1)
+    mesh = device_mesh("pp=2")
     without = {"input_ids": batch["input_ids"]}
     with pytest.raises(StageError, match="scalar loss"):
-        planned(model, "pp=2", without)
+        autopar.compile(model, mesh, without)
+    model, batch = tiny.gpt2(n_layer=1)
     with pytest.raises(MicroBatchError, match="a batch of 4"):
-        planned(model, "pp=2", batch, micro_batches=5)
+        autopar.compile(model, mesh, batch, micro_batches=5)
+    return True
+
+
+@pytest.mark.gloo
+def test_what_a_pipeline_refuses():
+    assert gloo.run(2, _refusals) == [True, True]
