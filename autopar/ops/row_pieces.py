@@ -129,20 +129,35 @@ def _added(total: Tensor, target: Callable[..., Tensor], args: Sequence[Any], kw
 @lru_cache(maxsize=256)
 def parsed(text: str) -> Program:
     """Return the program that a text says. Raises ValueError for what is none."""
-    *lines, result = ast.parse(text).body
-    if not isinstance(result, ast.Return) or not isinstance(result.value, ast.Tuple):
-        raise ValueError(f"no program of rows: {text:.80}")
-    rows, sums = (tuple(_value(name).name for name in part.elts) for part in result.value.elts)  # type: ignore
-    calls = [(line.targets[0].id, line.value) for line in lines]  # type: ignore
+    match ast.parse(text).body:
+        case [*lines, ast.Return(ast.Tuple([ast.Tuple(made), ast.Tuple(added)]))]:
+            rows, sums, calls = tuple(map(_id, made)), tuple(map(_id, added)), list(map(_assigned, lines))
+        case _:
+            raise ValueError(f"no program of rows: {text:.80}")
     read = [{n.id for n in ast.walk(call) if isinstance(n, ast.Name)} for _, call in calls]
     kept = {*rows, *sums, *(n for names in read for n in names if n[0] in "rw")}
     steps = []
     for i, (name, call) in enumerate(calls):
         later = kept.union(*read[i + 1 :])
         last = sorted(({name} | {n for n in read[i] if n[0] == "t" and n[1:].isdigit()}) - later)
-        kwargs = {k.arg: _value(k.value) for k in call.keywords}
+        kwargs = {k.arg: _value(k.value) for k in call.keywords if k.arg}
         steps.append(_Step(name, _op(call.func), tuple(map(_value, call.args)), kwargs, tuple(last)))
     return Program(tuple(steps), rows, sums)
+
+
+def _id(item: ast.expr) -> str:
+    """Return the name that stands somewhere."""
+    if isinstance(item, ast.Name):
+        return item.id
+    raise ValueError(f"{ast.unparse(item)} is no name")
+
+
+def _assigned(line: ast.stmt) -> tuple[str, ast.Call]:
+    """Return the name that a line gives to the result of a call, and the call."""
+    match line:
+        case ast.Assign([ast.Name(name)], ast.Call() as call) if all(k.arg for k in call.keywords):  # no **named
+            return name, call
+    raise ValueError(f"{ast.unparse(line)} is no call of an op")
 
 
 def _op(path: ast.expr) -> Callable[..., Tensor]:

@@ -13,6 +13,7 @@ from torch import fx
 
 from ...ir.graph import values_of
 from ...ops import autopar
+from ...rules.reading import bound
 from .emit import Builder
 
 aten = torch.ops.aten
@@ -88,50 +89,14 @@ def _embedding_dw(call, node, grad, index, padding_idx, offset, rows):
         return call(aten.embedding_dense_backward.default, grad, index, rows, padding_idx, False)
 
 
-def _attention(
-    call,
-    node,
-    q,
-    k,
-    v,
-    mask,
-    causal,
-    scale,
-    first=0,
-    head=0,
-    group=0,
-    documents=None,
-    key_documents=None,
-    sinks=None,
-    softcap=0.0,
-    as_softmax=False,
-):
-    if _is_plain(q, k, v, mask) and not (first or group or documents or sinks or softcap):
+def _attention(call, node, q, k, v, mask, causal, scale, *_, **__):
+    if _is_plain(node, q, k, v, mask):
         flash = aten._scaled_dot_product_flash_attention_for_cpu.default
         return call(flash, q, k, v, 0.0, causal, scale=scale)
 
 
-def _attention_bw(
-    call,
-    node,
-    grad,
-    q,
-    k,
-    v,
-    out,
-    lse,
-    mask,
-    causal,
-    scale,
-    first=0,
-    head=0,
-    group=0,
-    documents=None,
-    key_documents=None,
-    of_block=False,
-    softcap=0.0,
-):
-    if _is_plain(q, k, v, mask) and not (first or group or documents or softcap):
+def _attention_bw(call, node, grad, q, k, v, out, lse, mask, causal, scale, *_, **__):
+    if _is_plain(node, q, k, v, mask):
         flash = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
         return call(flash, grad, q, k, v, out, lse, 0.0, causal, scale=scale)
 
@@ -143,11 +108,15 @@ def _slice_backward(call, node, grad, sizes, dim, start, end, step):
         return call(aten.slice_scatter.default, wide, grad, dim, start, end, step)
 
 
-def _is_plain(q, k, v, mask) -> bool:
-    """Return whether the CPU kernel takes these as they are: rows without gaps (it does not look), no heads to repeat
-    or of several sizes, no mask (which the op converts; of a query that it closes the kernel says another
-    log-sum-exp)."""
-    if any(t.meta["val"].stride(-1) != 1 for t in (q, k, v)):
+SPECIAL = ("first", "group", "documents", "sinks", "softcap")  # arguments that the CPU kernel does not take
+
+
+def _is_plain(node, q, k, v, mask) -> bool:
+    """Return whether the CPU kernel takes an attention as it is: rows without gaps (it does not look), no heads to
+    repeat or of several sizes, nothing `SPECIAL`, no mask (which the op converts; of a query that it closes the kernel
+    says another log-sum-exp)."""
+    given = bound(node)
+    if any(given.get(name) for name in SPECIAL) or any(t.meta["val"].stride(-1) != 1 for t in (q, k, v)):
         return False
     equal = _shape(q)[1] == _shape(k)[1] == _shape(v)[1] and _shape(q)[-1] == _shape(v)[-1]
     return q.meta["val"].device.type == "cpu" and equal and mask is None
