@@ -6,9 +6,8 @@ Written for torch >= 2.11, < 2.16.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, cast
 
@@ -20,8 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from .compiling import compiler_errors, in_given_order
+from .fakes import fake_mode, fake_tensor, fake_twin, is_fake
 from .gradient_hooks import total_norm_through, unscale_through
 from .groups import broadcasts, default_store, group_of, set_group_timeout
+from .joint import joint_graph
 from .regions import no_autocast, without_dispatch_modes
 from .sizes import OpenSizes, export_open, open_mode, open_sizes, plain_size, run_open, size_of
 from .tracing import (
@@ -40,6 +41,7 @@ from .tracing import (
 
 __all__ = [
     "total_norm_through", "unscale_through", "broadcasts", "default_store", "group_of", "set_group_timeout",
+    "fake_mode", "fake_tensor", "fake_twin", "is_fake", "joint_graph",
     "compiler_errors", "in_given_order", "TorchDispatchMode", "tree_flatten", "tree_map", "tree_unflatten",
     "no_autocast", "without_dispatch_modes", "OpenSizes", "export_open", "open_mode", "open_sizes", "plain_size",
     "run_open", "size_of", "as_if_eager", "as_if_exported", "functionalized", "hooks_of_all_modules", "lazy_code",
@@ -48,34 +50,6 @@ __all__ = [
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
-
-
-def fake_mode() -> Any:
-    """Return a mode in which tensors have shapes and dtypes but no storage."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-def fake_tensor(mode, shape, stride, offset: int, dtype, device, base: torch.Tensor | None = None) -> torch.Tensor:
-    """Return a fake tensor of a mode, made without asking any op; it is a view of `base`, or in memory of its own."""
-    from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
-
-    with in_kernel_invocation_manager(mode):
-        value = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        if base is not None:
-            value.set_(base.untyped_storage(), offset, shape, stride)
-        return FakeTensor(mode, value, device)
-
-
-def fake_twin(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a fake tensor of the form of another one, in the same memory; of one with open sizes it takes a twentieth
-    of the time of `fake_tensor`."""
-    from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
-
-    mode, device = cast(FakeTensor, tensor).fake_mode, tensor.device
-    with in_kernel_invocation_manager(mode):
-        return FakeTensor(mode, aten.detach.default(tensor), device)
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -135,111 +109,6 @@ def has_no_value(value: object) -> bool:
     if isinstance(value, FunctionalTensor):
         value = torch._from_functional_tensor(value.elem)
     return isinstance(value, FakeTensor) and value.constant is None
-
-
-@contextlib.contextmanager
-def _without_linalg_checks():
-    """Inside, what torch.linalg does to raise for a matrix that cannot be inverted or factored is no effect that a
-    graph keeps: such a matrix then gives what LAPACK leaves behind."""
-    holder = torch._library.simple_registry.singleton.find("aten::_linalg_check_errors").effect
-    before = holder.effect
-    holder.register(None)
-    try:
-        yield
-    finally:
-        holder.register(before)
-
-
-def decomposition_table() -> dict[object, Callable]:
-    """Return the decompositions of ops whose single-node form hides a mean over a dim that should be shardable."""
-    from torch._decomp import get_decompositions
-
-    table = get_decompositions(
-        [
-            aten.mse_loss, aten.mse_loss_backward, aten.smooth_l1_loss, aten.smooth_l1_loss_backward, aten.huber_loss,
-            aten.huber_loss_backward, aten.binary_cross_entropy, aten.binary_cross_entropy_backward,
-            aten.binary_cross_entropy_with_logits, aten.soft_margin_loss, aten.soft_margin_loss_backward,
-            aten.nll_loss_forward, aten.nll_loss_backward, aten.addmm, aten.addcmul, aten.addcdiv, aten.l1_loss,
-        ]
-    )  # fmt: skip
-    return {**table, aten.mean.dim: _mean_dim, aten.mean.default: lambda x, dtype=None: _mean_dim(x, None, dtype=dtype)}
-
-
-def _mean_dim(x, dim, keepdim=False, dtype=None):
-    dims = list(range(x.dim())) if not dim else [d % x.dim() for d in dim]
-    count = 1
-    for d in dims:
-        count *= x.shape[d]
-    return torch.sum(x, dims, keepdim, dtype=dtype) / count
-
-
-def joint_graph(
-    module: fx.GraphModule, inputs: Sequence[torch.Tensor], decompositions: dict[object, Callable]
-) -> tuple[fx.GraphModule, list, list]:
-    """Return the joint forward and backward graph of an exported module, with one descriptor a placeholder and an
-    output. Ops in `decompositions` are traced into what they stand for.
-
-    Descriptors become plain tuples: ("parameter" | "buffer", name), ("input", index), ("tangent", output index),
-    ("zero", "") of the tangent of a mutation, and ("output", index), ("gradient", parameter name), ("input_gradient",
-    input index), ("mutation", name of a parameter or buffer), ("input_mutation", input index)."""
-    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-
-    # with mkldnn an LSTM layer would be one op that takes whole tensors only and is there on CPUs only
-    checks = _without_mkldnn(), _without_linalg_checks()
-    with contextlib.ExitStack() as stack, checks[0], checks[1], torch.enable_grad(), no_autocast():
-        joint = aot_export_joint_with_descriptors(
-            stack, module, tuple(inputs), {}, decompositions=decomposition_table() | decompositions
-        )
-    graph_module = joint.graph_module
-    placeholders = [_describe_input(n.meta["desc"]) for n in graph_module.graph.nodes if n.op == "placeholder"]
-    output = next(iter(reversed(graph_module.graph.nodes)))
-    return graph_module, placeholders, [_describe_output(d) for d in output.meta["desc"]]
-
-
-@contextlib.contextmanager
-def _without_mkldnn():
-    before = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(before)
-
-
-def _describe_input(desc) -> tuple[str, object]:
-    kind = type(desc).__name__
-    if kind == "ParamAOTInput":
-        return "parameter", desc.target
-    if kind == "BufferAOTInput":
-        return "buffer", desc.target
-    if kind == "PlainAOTInput":
-        return "input", desc.idx
-    if kind == "TangentAOTInput":
-        is_mutation = type(desc.output).__name__ == "InputMutationAOTOutput"
-        return ("zero", "") if is_mutation else ("tangent", getattr(desc.output, "idx", 0))
-    raise RuntimeError(f"torch gave the joint graph an input of an unknown kind: {desc!r}")
-
-
-def _describe_output(desc) -> tuple[str, object] | None:
-    kind = type(desc).__name__
-    if kind == "PlainAOTOutput":
-        return "output", desc.idx
-    if kind == "GradAOTOutput":
-        source = desc.grad_of
-        if type(source).__name__ == "ParamAOTInput":
-            return "gradient", source.target
-        return "input_gradient", getattr(source, "idx", 0)
-    if kind == "InputMutationAOTOutput":
-        source = desc.mutated_input
-        return ("mutation", source.target) if hasattr(source, "target") else ("input_mutation", source.idx)
-    return None
-
-
-def is_fake(tensor: object) -> bool:
-    """Return whether a tensor exists only while something is traced."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return isinstance(tensor, FakeTensor)
 
 
 def schema_of(target: Target) -> torch.FunctionSchema:
