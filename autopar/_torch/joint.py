@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
-from .recording import recorded_joint
+from .recording import Leaf, NotRecorded, RecordedForward, Recorder
 from .regions import no_autocast
 
 aten = torch.ops.aten
@@ -33,6 +35,62 @@ def joint_graph(
             return recorded_joint(module, inputs, table)
         except Exception:  # torch's trace takes more, and raises the errors that are told to users
             return traced_joint(module, inputs, table)
+
+
+def recorded_joint(
+    module: fx.GraphModule, inputs: Sequence[torch.Tensor], decompositions: dict[object, Callable]
+) -> tuple[fx.GraphModule, list, list]:
+    """Return what `joint_graph` does, by a recorder, in a third of the time of torch's own trace. Raises NotRecorded
+    for a graph that cannot be recorded, and whatever its ops raise on fake tensors."""
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch._guards import detect_fake_mode
+
+    mode = detect_fake_mode(list(inputs))
+    recorder = Recorder(mode, decompositions)
+    try:
+        with mode, enable_python_dispatcher():
+            return _recorded(recorder, module, inputs)
+    finally:
+        recorder.forget()
+
+
+def _recorded(
+    recorder: Recorder, module: fx.GraphModule, inputs: Sequence[torch.Tensor]
+) -> tuple[fx.GraphModule, list, list]:
+    parameters, buffers = (named(remove_duplicate=False) for named in (module.named_parameters, module.named_buffers))
+    state = {name: recorder.add_leaf(("parameter", name), tensor) for name, tensor in parameters}
+    state |= {name: recorder.add_leaf(("buffer", name), tensor) for name, tensor in buffers}
+    given = [recorder.add_leaf(("input", at), tensor) for at, tensor in enumerate(inputs)]
+    with recorder:
+        outputs = tree_leaves(RecordedForward(module, state, recorder).run(*given))
+    if not all(isinstance(x, torch.Tensor) for x in outputs) or any(map(recorder.is_of_leaf, outputs)):
+        raise NotRecorded("an output is no tensor, or lies in the memory of an input")
+    leaves = [*recorder.leaves]
+    written = [leaf for leaf in leaves if recorder.node(leaf.tensor) is not leaf.placeholder]
+    if any(leaf.has_gradient for leaf in written):
+        raise NotRecorded("a tensor with a gradient is written to")
+    roots = {at: x for at, x in enumerate(outputs) if x.requires_grad}
+    wanted = [leaf for leaf in leaves if leaf.has_gradient] if roots else []
+    tangents = [
+        recorder.add_leaf(("tangent", at), torch.empty(x.shape, dtype=x.dtype, device=x.device))
+        for at, x in roots.items()
+    ]
+    gradients: Sequence[torch.Tensor | None] = ()
+    if wanted:
+        with recorder:
+            gradients = torch.autograd.grad(
+                [*roots.values()], [leaf.tensor for leaf in wanted], tangents, allow_unused=True
+            )
+    placeholders = [leaf.told for leaf in recorder.leaves]
+    graph_module = recorder.finish([*(leaf.tensor for leaf in written), *outputs, *gradients])
+    told = [*(_told("mutation", leaf) for leaf in written), *(("output", at) for at in range(len(outputs)))]
+    return graph_module, placeholders, [*told, *(_told("gradient", leaf) for leaf in wanted)]
+
+
+def _told(what: str, leaf: Leaf) -> tuple[str, Any]:
+    """Return what is told of the gradient of a leaf, or of what was written to it."""
+    kind, name = leaf.told
+    return (f"input_{what}" if kind == "input" else what), name
 
 
 def traced_joint(
