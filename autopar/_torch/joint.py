@@ -45,7 +45,7 @@ def recorded_joint(
     from torch._dispatch.python import enable_python_dispatcher
     from torch._guards import detect_fake_mode
 
-    mode = detect_fake_mode(list(inputs))
+    mode: Any = detect_fake_mode(list(inputs))
     recorder = Recorder(mode, decompositions)
     try:
         with mode, enable_python_dispatcher():
