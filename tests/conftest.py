@@ -9,6 +9,7 @@ import gc
 import logging
 import os
 import re
+import resource
 from collections import defaultdict
 from pathlib import Path
 
@@ -18,6 +19,8 @@ logging.getLogger("torch.__trace").propagate = False  # thousands of lines about
 gc.disable()  # graphs are many small objects that stay: looking for garbage in them took a tenth of the time
 os.environ.setdefault("AUTOPAR_RECORDS", "off")  # of failures that tests are about
 os.environ.setdefault("AUTOPAR_CACHE", "off")  # tests are about what is traced and planned now
+MORE_BYTES = 2**30  # that a process may take before it looks for garbage
+PEAK_BYTES = [0]  # at each look
 FOLDER = Path(__file__).parent / "golden"
 
 
@@ -44,10 +47,13 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True, scope="module")
 def garbage():
-    """Look for garbage once a file, among what its tests have made."""
+    """Look for garbage behind files whose tests took another GiB, among what they have made."""
     yield
-    gc.collect()
-    gc.freeze()
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if peak_bytes > PEAK_BYTES[-1] + MORE_BYTES:
+        PEAK_BYTES.append(peak_bytes)
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture
