@@ -30,7 +30,7 @@ from .frontend.block_lists import repeated_blocks_of
 from .frontend.dtypes import check_types
 from .frontend.equal_blocks import equal_blocks_of
 from .frontend.export import Captured, Exported
-from .frontend.fake_parameters import Form
+from .frontend.fake_parameters import Form, tie_map
 from .frontend.output_gradients import differentiable_outputs
 from .frontend.precision import compute_dtype, reduce_type
 from .frontend.shorten import shorten
@@ -250,7 +250,7 @@ def _joint(exported: Exported, model: nn.Module, call: ModelCall) -> Captured:
     """Return the joint graph of a forward, in less time where it has many equal blocks."""
     if (short := shorten(exported, model)) is not None:
         with contextlib.suppress(CaptureError):  # gradients may tell blocks apart
-            captured = pass_manager.run_all(JOINT, short.exported, call)
+            captured = short.completed(pass_manager.run_all(JOINT, short.exported, call))
             return pass_manager.run(UNROLL, captured, short.blocks, exported.ties)
     return pass_manager.run_all(JOINT, exported, call)
 
@@ -283,7 +283,7 @@ def trace_to_plan(
         with contextlib.suppress(CaptureError):  # a model may count its blocks, or read them all: then all are traced
             with repeated.shortened():
                 short = whole()
-            return pass_manager.run(UNROLL, short, repeated, export.tie_map(model))
+            return pass_manager.run(UNROLL, short, repeated, tie_map(model))
     return whole()
 
 

@@ -21,6 +21,7 @@ from .fake_parameters import Form
 TRACED = 5  # blocks 0, 1, 2 and the last two
 DROPPED_FROM, KEPT_AT_END = 3, 2
 FEWEST = 8  # blocks; of fewer, leaving some out saves too little
+GATHERS = "gathers"  # key of an exported module's meta, see `Captured.gathers`
 
 Modules = nn.ModuleList | nn.Sequential
 Alike = Callable[[int, int], bool]  # of two modules of a list, by their numbers

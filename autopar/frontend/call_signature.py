@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import enum
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -249,6 +249,20 @@ class Returns:
         """Return what a program knows of its outputs: how many there are, which is the loss, which require a
         gradient."""
         return self.count, self.loss, self.differentiable
+
+    def only(self, positions: Sequence[int]) -> Returns:
+        """Return what a forward returns that has but these outputs of the graph; how to rebuild the model's is left
+        out."""
+        new = {position: i for i, position in enumerate(positions)}
+        kept = [position for position in positions if position < self.count]
+        return Returns(
+            count=len(kept),
+            loss=None if self.loss is None else new[self.loss],
+            loss_alone=self.loss_alone,
+            names=[self.names[position] for position in kept],
+            differentiable=[self.differentiable[position] for position in kept],
+            buffers={new[position]: name for position, name in self.buffers.items() if position in new},
+        )
 
     def take_apart(self, output) -> list[torch.Tensor]:
         """Flatten an output while tracing, and remember how to rebuild it."""

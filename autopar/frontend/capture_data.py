@@ -59,6 +59,7 @@ def capture_data(captured: Captured, forms: Forms) -> tuple[str, list[torch.Tens
         "graph": graph,
         "ties": captured.ties,
         "as_eager": captured.as_eager,
+        "gathers": captured.gathers,
         "lasting": lasting.names(reads.model),
         "code": code_hash(reads.reach.functions.values()),
         "classes": places.classes,
@@ -108,7 +109,8 @@ def captured_from(
     returns.own_buffers = {at: (places.objects[number], name) for at, number, name in data["own_buffers"]}
     returns.effects = [_effect(effect, places, guards) for effect in data["effects"]]
     graph = graph_of(data["graph"], constants, DEVICE)
-    return Captured(graph, signature, returns, data["ties"], Guards(guards, reads), as_eager=data["as_eager"])
+    how = {name: data[name] for name in ("as_eager", "gathers")}
+    return Captured(graph, signature, returns, data["ties"], Guards(guards, reads), **how)
 
 
 def _names(code: types.CodeType) -> frozenset[str]:

@@ -23,9 +23,10 @@ from ..ir.compiler_pass import Pass
 from ..ir.graph import RANDOM_STATE, OutputRole, Role, leaf_name, mark_phases, output_node
 from . import expert_loops, moe_in_token_order, refusals
 from .autograd_functions import inline, recorded_backwards
+from .block_lists import GATHERS
 from .call_record import CallRecord
 from .call_signature import CallSignature, Returns, leaf_names, split_example
-from .fake_parameters import Form, Forms, fake, fake_state, forms_of
+from .fake_parameters import Form, Forms, fake, fake_state, forms_of, tie_map
 from .flat_call import ROOT, FlatCall
 from .guards import Guards
 from .hand_written_experts import hand_written_experts
@@ -62,7 +63,8 @@ class Exported:
 class Captured:
     """The joint graph of a call, annotated (see autopar/ir/graph.py), and how to call it. `guards`: the Python state
     that it holds for; `compact`: the same with few of many equal blocks, if it was captured so; `passes`: the user's
-    own that run where this graph is compiled; `as_eager`: the model was not told that it was traced."""
+    own that run where this graph is compiled; `as_eager`: the model was not told that it was traced; `gathers`: what
+    follows the blocks read more of them than the last, and was moved to them (passes/canonicalize/by_block.py)."""
 
     graph_module: fx.GraphModule
     signature: CallSignature
@@ -72,6 +74,7 @@ class Captured:
     compact: Compact | None = None
     passes: tuple[Pass, ...] = ()
     as_eager: bool = False
+    gathers: bool = False
 
     @property
     def graph(self) -> fx.Graph:
@@ -262,16 +265,6 @@ def _program(wrapper: FlatCall, inputs: list[torch.Tensor]):
             raise error from None
 
 
-def tie_map(model: nn.Module) -> dict[str, str]:
-    """Map every qualified name of a parameter or buffer to the first name of the same tensor."""
-    first: dict[int, str] = {}
-    ties = {}
-    for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
-        for name, tensor in named:
-            ties[name] = first.setdefault(id(tensor), name)
-    return ties
-
-
 def differentiate(exported: Exported) -> Captured:
     """Return the joint graph of an exported forward, annotated. Gradients are those of the loss, or of all outputs
     where there is no loss."""
@@ -342,7 +335,7 @@ def differentiate(exported: Exported) -> Captured:
     mark_phases(graph)
     graph_module.recompile()
     return Captured(graph_module, exported.signature, exported.returns, exported.ties, exported.guards,
-                    as_eager=exported.as_eager)  # fmt: skip
+                    as_eager=exported.as_eager, gathers=GATHERS in exported.graph_module.meta)  # fmt: skip
 
 
 def _refuse_sizes_from_values(graph: fx.Graph) -> None:

@@ -301,3 +301,13 @@ class CallRefusal:
                 source=line_now(),
                 fix="call the module that compile returned",
             )
+
+
+def tie_map(model: nn.Module) -> dict[str, str]:
+    """Map every qualified name of a parameter or buffer to the first name of the same tensor."""
+    first: dict[int, str] = {}
+    ties = {}
+    for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
+        for name, tensor in named:
+            ties[name] = first.setdefault(id(tensor), name)
+    return ties

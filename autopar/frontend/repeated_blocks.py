@@ -52,6 +52,11 @@ class Compact:
         """Return the number of a node's block in the small graph."""
         return self.origins[node][1]
 
+    def is_inner(self, block: int) -> bool:
+        """Return whether a block of the small graph lies between the first and the last, which have all that is before
+        and after the blocks."""
+        return 0 < block < BLOCKS - 1
+
     def stands_for(self, block: int, first: int) -> range:
         """Return the numbers in the whole model of the blocks that a block of the small graph stands for; block 2
         stands for `first`."""

@@ -11,18 +11,20 @@ blocks, and each is compared with the next, node by node. What is left out is on
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
+from typing import Any
 
 from torch import Tensor, fx, nn
 
 from .. import _torch
-from ..ir.graph import values_of
+from ..ir.graph import output_node, values_of
 from ..ops.counter_rng import stream_of
 from .block_lists import RepeatedBlocks, candidates, name_if_kept
 from .block_names import BlockNames, by_block
-from .export import Exported, module_path, strip
+from .call_signature import Returns
+from .export import Captured, Exported, module_path, strip
 from .fake_parameters import Form, Forms
 from .unroll import constants_of
 
@@ -31,10 +33,29 @@ Location = tuple[int, int]  # number of a block, and position among its nodes
 
 @dataclass(frozen=True)
 class Short:
-    """A forward with five of the equal blocks of a model."""
+    """A forward with five of the equal blocks of a model, whose own forward has the outputs `returns`. `alike`: by
+    their positions, those of the outputs that stand for them, which are left."""
 
     exported: Exported
     blocks: RepeatedBlocks
+    returns: Returns
+    alike: tuple[int, ...]
+
+    def completed(self, captured: Captured) -> Captured:
+        """Return the capture of the short forward with its outputs named by their positions in the whole one."""
+        positions = sorted(set(self.alike))
+
+        def renamed(role: Any) -> Any:
+            is_numbered = role.kind in ("output", "tangent")
+            return replace(role, name=str(positions[int(role.name)])) if is_numbered else role
+
+        for node in captured.graph.find_nodes(op="placeholder"):
+            node.meta["role"] = renamed(node.meta["role"])
+        output = output_node(captured.graph)
+        output.meta["roles"] = list(map(renamed, output.meta["roles"]))
+        found = dict(zip(positions, captured.returns.differentiable))
+        returns = replace(self.returns, differentiable=[found[at] for at in self.alike[: self.returns.count]])
+        return replace(captured, returns=returns, gathers=False)  # its constants are those of the whole forward
 
 
 def shorten(exported: Exported, model: nn.Module) -> Short | None:
@@ -44,7 +65,8 @@ def shorten(exported: Exported, model: nn.Module) -> Short | None:
     for blocks in candidates(model, forms):
         forward = _Forward.of(exported, blocks.names)
         if forward is not None and forward.is_periodic(forms):
-            return Short(forward.short(), blocks)
+            alike = forward.outputs_alike()
+            return Short(forward.short(sorted(set(alike))), blocks, exported.returns, alike)
     return None
 
 
@@ -96,11 +118,38 @@ class _Forward:
             if not all(map(self._is_next, self.members[block], self.members[block + 1])):
                 return False
         for node in {user for member in self.location for user in member.users} - self.location.keys():
-            if node.op == "output" or node not in self.tail:
+            if node.op == "output":
+                continue
+            if node not in self.tail:
                 return False
             if any(self.location[a][0] != self.count - 2 for a in node.all_input_nodes if a in self.location):
                 return False
-        return True
+        return self._outputs_are_periodic()
+
+    def _outputs_are_periodic(self) -> bool:
+        """Return whether blocks give the same of their values as outputs, those of each at the same distance from those
+        of the one before, and none of them twice."""
+        given = self._given()
+        for at in {at for _, at in given}:
+            places = [given.get((block, at)) for block in range(1, self.count - 1)]
+            numbers = [place for place in places if place is not None]
+            if len(numbers) < len(places) or len({b - a for a, b in zip(numbers, numbers[1:])}) > 1:
+                return False
+        return len(given) == sum(value in self.location for value in self._outputs)
+
+    def outputs_alike(self) -> tuple[int, ...]:
+        """Return for each output, by position, that of the one that stands for it where blocks are left out."""
+        given = self._given()
+        alike = {given[block, at]: given[2, at] for block, at in given if 2 < block < self.count - 2}
+        return tuple(alike.get(position, position) for position in range(len(self._outputs)))
+
+    def _given(self) -> dict[Location, int]:
+        """Return the positions of the outputs that blocks make."""
+        return {self.location[value]: i for i, value in enumerate(self._outputs) if value in self.location}
+
+    @property
+    def _outputs(self) -> Sequence[fx.Node]:
+        return output_node(self.exported.graph_module.graph).args[0]
 
     def _is_next(self, one: fx.Node, two: fx.Node) -> bool:
         """Return whether a node of a block has its like in the next one."""
@@ -136,8 +185,8 @@ class _Forward:
             return not a and b[0] == 1
         return left is right
 
-    def short(self) -> Exported:
-        """Return the forward without the blocks 3 to `count` - 3."""
+    def short(self, positions: list[int]) -> Exported:
+        """Return the forward without the blocks 3 to `count` - 3, with the outputs at these positions."""
         exported, graph = self.exported, fx.Graph()
         made: dict[fx.Node, fx.Node] = {}
         dropped = {node for block in range(3, self.count - 2) for node in self.members[block]}
@@ -147,6 +196,10 @@ class _Forward:
 
         for node in exported.graph_module.graph.nodes:
             if node in dropped:
+                continue
+            if node.op == "output":
+                made[node] = graph.output([read(self._outputs[i]) for i in positions])
+                made[node].meta = dict(node.meta)
                 continue
             made[node] = graph.node_copy(node, read)
             if node.op == "get_attr":
@@ -158,7 +211,8 @@ class _Forward:
                 }
         forms = Forms(self._kept(exported.forms), self._kept(getattr(exported.forms, "buffers", {})), (), ())
         ties = {self._renamed(n): self._renamed(first) for n, first in exported.ties.items() if self._is_kept(n)}
-        return replace(exported, graph_module=self._module(graph), forms=forms, ties=ties)
+        returns = exported.returns.only(positions)
+        return replace(exported, graph_module=self._module(graph), forms=forms, ties=ties, returns=returns)
 
     def _module(self, graph: fx.Graph) -> fx.GraphModule:
         """Return a module for the short graph, with its tensors in the order of the whole one's."""

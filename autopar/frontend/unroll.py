@@ -15,14 +15,15 @@ to a full trace.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable
+import math
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 
 from torch import fx
 
 from .._torch import graph_module
 from ..errors import CaptureError
-from ..ir.graph import leaf_name, mark_phases, op_base_name, values_of
+from ..ir.graph import OutputRole, leaf_name, mark_phases, op_base_name, outputs_of, values_of
 from ..ops.counter_rng import STREAM, stream_of
 from .block_lists import TRACED, RepeatedBlocks
 from .block_names import BlockNames
@@ -30,6 +31,7 @@ from .export import Captured
 from .repeated_blocks import BLOCKS, Compact
 
 HEAD, TEMPLATE, TAIL = 0, 2, 4
+Output = tuple[fx.Node, OutputRole]
 
 
 def unroll(captured: Captured, blocks: RepeatedBlocks, ties: dict[str, str]) -> Captured:
@@ -39,9 +41,10 @@ def unroll(captured: Captured, blocks: RepeatedBlocks, ties: dict[str, str]) -> 
     Raises CaptureError if the blocks are not alike but for a shift."""
     names = blocks.names
     zones = _Zones.of(captured.graph, names.with_count(TRACED))
-    if zones is None or not zones.are_shifted():
+    steps = zones and zones.output_steps(captured.graph, names.count)
+    if zones is None or steps is None or captured.gathers or not zones.are_shifted():
         raise CaptureError(f"the blocks of {names.list_name} are not alike", fix="trace all of them")
-    whole, few = (_Unrolled(captured.graph, zones, more) for more in (names.count - TRACED, BLOCKS - TRACED))
+    whole, few = (_Unrolled(captured.graph, zones, steps, more) for more in (names.count - TRACED, BLOCKS - TRACED))
     modules = [graph_module(captured.graph_module, unrolled.build()) for unrolled in (whole, few)]
     for module in modules:
         mark_phases(module.graph)
@@ -147,6 +150,19 @@ class _Zones:
                 return False
         return True
 
+    def output_steps(self, graph: fx.Graph, count: int) -> dict[fx.Node, int] | None:
+        """Return how far apart the outputs of one of `count` blocks and of the next are, by value of zone 2; None if
+        zones have not the same outputs, as far apart as the blocks that they are."""
+        made = [(v, int(role.name)) for v, role in outputs_of(graph) if role.kind == "output" and v in self.location]
+        numbers = {self.location[value]: number for value, number in made}
+        steps = {}
+        for at in {at for _, at in numbers}:
+            one, two, three = (numbers.get((zone, at)) for zone in (1, TEMPLATE, 3))
+            if one is None or two is None or three is None or three - two != (two - one) * (count - TAIL):
+                return None
+            steps[self.members[TEMPLATE][at]] = two - one
+        return steps if len(numbers) == len(made) else None
+
 
 def _shared_by_zones(
     backward: list[fx.Node], tangents: set[fx.Node], members: dict[int, list[fx.Node]]
@@ -179,10 +195,11 @@ def _arguments(node: fx.Node) -> list[fx.Node]:
 
 
 class _Unrolled:
-    """A graph with `more` copies of zone 2. Blocks of it: 1 and 2, the copies, and zone 3 as the last."""
+    """A graph with `more` copies of zone 2. Blocks of it: 1 and 2, the copies, and zone 3 as the last. `steps`: see
+    `_Zones.output_steps`."""
 
-    def __init__(self, short: fx.Graph, zones: _Zones, more: int):
-        self.short, self.zones, self.more = short, zones, more
+    def __init__(self, short: fx.Graph, zones: _Zones, steps: Mapping[fx.Node, int], more: int):
+        self.short, self.zones, self.steps, self.more = short, zones, steps, more
         self.graph = fx.Graph()
         self.made: dict[tuple[Hashable, int], fx.Node] = {}
 
@@ -243,20 +260,29 @@ class _Unrolled:
         values, roles = [], []
         entries = zip(node.args[0], node.meta["roles"])
         for zone, group in itertools.groupby(entries, lambda entry: self.zones.names.number(entry[1].name)):
-            run, blocks = list(group), [0]
-            if zone is not None:
-                blocks = range(TEMPLATE, TEMPLATE + self.more + 1) if zone == TEMPLATE else [self._block(zone)]
-            for block in blocks:
+            run, blocks = list(group), range(TEMPLATE, TEMPLATE + self.more + 1)
+            if zone is None:
+                for value, role in self._of_no_name(run, blocks):
+                    values.append(value)
+                    roles.append(role)
+                continue
+            for block in blocks if zone == TEMPLATE else [self._block(zone)]:
                 for value, role in run:
-                    values.append(
-                        self._read(value, zone or HEAD, block) if zone is not None else self._read_of_all(value)
-                    )
-                    roles.append(replace(role, name=self._renamed(role.name, zone or HEAD, block)))
+                    values.append(self._read(value, zone, block))
+                    roles.append(replace(role, name=self._renamed(role.name, zone, block)))
         self.graph.output(tuple(values)).meta = dict(node.meta, roles=roles)
 
-    def _read_of_all(self, value: fx.Node) -> fx.Node:
-        """Return the node of an output that belongs to no block, in whichever zone it is made."""
-        return self.made[value, self._block(self.zones.zone(value))]
+    def _of_no_name(self, outputs: list[Output], blocks: range) -> list[Output]:
+        """Return outputs that are not named after a block, wherever they are made; those of zone 2 for each of its
+        copies, in the order of their positions."""
+        found = []
+        for value, role in outputs:
+            if role.kind == "output" and value in self.steps:
+                numbers = range(int(role.name), int(role.name) + self.steps[value] * len(blocks), self.steps[value])
+                found += [(self.made[value, b], replace(role, name=str(at))) for b, at in zip(blocks, numbers)]
+            else:
+                found.append((self.made[value, self._block(self.zones.zone(value))], role))
+        return sorted(found, key=lambda output: int(output[1].name) if output[1].kind == "output" else math.inf)
 
     def _renamed(self, name: str, zone: int, block: int) -> str:
         """Return the name with its block's number in the whole model."""

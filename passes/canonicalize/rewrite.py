@@ -17,6 +17,7 @@ from ...ir.graph import call, operand
 from ...ops import autopar
 from .attention import attention
 from .batch_norm import batch_norm
+from .by_block import by_block
 from .experts import bmm, grouped_mm
 from .loss import cross_entropy, nll_loss
 from .random import has_formula, number_streams, random_op, refuse_the_rest
@@ -54,6 +55,7 @@ def canonicalize(graph_module: fx.GraphModule) -> fx.GraphModule:
             graph.erase_node(node)
     graph.eliminate_dead_code()
     refuse_the_rest(graph_module)
+    by_block(graph_module)
     number_streams(graph)
     graph.lint()
     graph_module.recompile()

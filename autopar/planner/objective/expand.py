@@ -89,18 +89,17 @@ class _Writer:
         self.small, self.evaluation = small, evaluation
         vertices, uses = vertices_of(small.whole)
         by_node = {v.node: v.index for v in vertices if v.kind != "output"}
-        joined = {v.node: v.index for v in vertices if v.is_joined}
+        given = {(v.signature[1], v.node): v.index for v in vertices if v.kind == "output"}
         outputs = {v.name: v.index for v in vertices if v.kind == "output"}
         self.unrolled: dict[
             int, list[int]
         ] = {}  # by vertex of the small graph, those of the whole graph in order of the blocks
         for v in small.vertices:
-            of_nodes = joined if v.is_joined else by_node
-            self.unrolled[v.index] = (
-                [outputs[v.name]]
-                if v.kind == "output" and not v.is_joined
-                else [of_nodes[n] for n in small.whole_nodes(v.node, evaluation.first)]
-            )
+            if v.kind == "output" and v.block is None:
+                self.unrolled[v.index] = [outputs[v.name]]
+            else:
+                nodes = small.whole_nodes(v.node, evaluation.first)
+                self.unrolled[v.index] = [given[v.signature[1], n] if v.kind == "output" else by_node[n] for n in nodes]
             for copy in self.unrolled[v.index]:
                 vertices[copy].cls = v.cls
         self.problem = replace(

@@ -166,7 +166,11 @@ def build(
     graph = compact.graph if compact else captured.graph
     vertices, uses = vertices_of(graph)
     for v in vertices if compact else ():
-        v.block = compact.block(v.node) if v.kind != "output" or v.is_joined else None
+        block = compact.block(v.node)
+        if v.kind != "output" or v.is_joined:
+            v.block = block
+        elif compact.is_inner(block):  # of the same output of every block
+            v.block, v.signature = block, (*v.signature[:2], "")
     part_sets = rules.propagate_parts(graph, zigzag=zigzag)
     rule_of: dict[int, Rule | None] = {}
     unruled = []
