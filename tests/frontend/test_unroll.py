@@ -41,6 +41,11 @@ def huggingface(name: str):
     if name == "mistral":  # a window shorter than the sequence: a mask that is a constant of all blocks
         config = transformers.MistralConfig(**small, num_key_value_heads=2, sliding_window=4)
         return transformers.MistralForCausalLM(config), {"input_ids": ids, "labels": ids}
+    if name == "mixtral":  # its balance of experts is one of all layers
+        config = transformers.MixtralConfig(
+            **small, num_key_value_heads=2, num_local_experts=4, output_router_logits=True, use_cache=False
+        )
+        return transformers.MixtralForCausalLM(config), {"input_ids": ids, "labels": ids}
     config = transformers.LlamaConfig(**small, num_key_value_heads=2, tie_word_embeddings=name == "tied llama")
     return transformers.LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}
 
@@ -50,6 +55,8 @@ def build(name: str):
         return models.build(name, batch=4, seq=16)
     if name == "balances":  # every block adds to a number of the whole batch
         return whole_batch.Layered(DEPTH), (torch.randn(4, 5, 6),)
+    if name == "gathers":  # what comes after the blocks adds up a part of each
+        return whole_batch.Gathered(DEPTH), (torch.randn(4, 5, 6), torch.ones(4, 5))
     return huggingface(name)
 
 
@@ -96,6 +103,17 @@ def test_unrolled_is_whole(name, monkeypatch):
     assert shortened.compact is not None
     assert_same_capture(shortened, whole)
     assert [r.path for r in shortened.guards.reads] == [r.path for r in whole.guards.reads]
+
+
+@pytest.mark.parametrize("name", ["gathered", pytest.param("mixtral", marks=pytest.mark.slow)])
+def test_what_is_summed_up_after_all_blocks_is_unrolled(name):
+    """Every block makes an output as well. Of a trace of few blocks the number of rows would be another."""
+    model, inputs = build(name)
+    whole = traced_in_full(model, inputs)
+    for found in (compiler.trace(model, inputs), compiler.trace_to_plan(model, inputs, None, forms_of(model))):
+        assert found.compact is not None and len(found.compact.graph.nodes) < len(whole.graph.nodes)
+        assert_same_capture(found, whole)
+        assert found.returns.outputs == whole.returns.outputs and found.returns.names == whole.returns.names
 
 
 class Block(nn.Module):

@@ -98,6 +98,28 @@ class Layered(nn.Module):
         return dict(loss=x.square().mean() + 0.3 * extra, last=x)
 
 
+class Gathered(nn.Module):
+    """Several layers with one balance, summed up after the last one as transformers does, and their logits."""
+
+    def __init__(self, layers: int):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 3)]) for _ in range(layers))
+
+    def forward(self, x: Tensor, mask: Tensor) -> dict[str, object]:
+        kept = []
+        for layer, router in self.layers:
+            kept.append(router(x))
+            x = x + layer(x).tanh() * kept[-1].softmax(-1).amax(-1, keepdim=True)
+        count, sums, rows = mask.sum(), torch.zeros(3), 0
+        for logits in kept:
+            shares = logits.softmax(-1) * mask[..., None]
+            chosen = torch.zeros(3).scatter_add_(0, shares.argmax(-1).flatten(), mask.flatten())
+            sums, rows = sums + chosen.detach() / count * shares.sum((0, 1)), rows + len(logits)
+        loss = x.square().mean() + 0.3 * sums.square().sum() / rows
+        return dict(loss=loss, logits=tuple(kept), last=x)
+
+
 def balanced(name: str, samples: int, length: int = 8, weight: float = 0.5) -> tuple[nn.Module, dict[str, Tensor]]:
     """Return a mixture of experts of transformers and a batch, with so much of the loss that balances experts."""
     torch.manual_seed(0)

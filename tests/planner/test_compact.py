@@ -7,6 +7,7 @@ import random
 from dataclasses import replace
 
 import pytest
+import torch
 
 from autopar import compiler
 from autopar.frontend.export import Captured
@@ -21,6 +22,7 @@ from autopar.planner.problem.multipliers import Prices
 from autopar.planner.problem.recipes import Restriction
 from autopar.planner.spmd.plan import search, solvers_of
 from autopar.planner.spmd.plan_options import PlanOptions
+from tests.helpers import whole_batch
 
 from .planning import Instance, toy
 
@@ -33,6 +35,9 @@ MODELS = {
 
 @functools.cache
 def deep(model: str) -> Captured:
+    if model == "gathered":  # a sum after all blocks, and an output of each
+        inputs = torch.randn(8, 5, 6), torch.ones(8, 5)
+        return compiler.trace_to_plan(module := whole_batch.Gathered(11), inputs, None, forms_of(module))
     module, inputs = registry.build(MODELS[model], batch=8, seq=16)
     return compiler.trace_to_plan(module, inputs, None, forms_of(module))
 
@@ -41,11 +46,14 @@ def whole_choice(small: Instance, whole: Instance, choice: dict[int, int], first
     """A choice by vertex of the small problem as one of the whole problem."""
     by_node = {v.node: v for v in whole.problem.vertices if v.kind != "output"}
     outputs = {v.name: v for v in whole.problem.vertices if v.kind == "output"}
+    given = {v.node: v for v in outputs.values() if v.signature[1] == "output"}
     result = {}
     for v in small.problem.vertices:
-        twins = (
-            [outputs[v.name]] if v.kind == "output" else [by_node[n] for n in small.problem.whole_nodes(v.node, first)]
-        )
+        if v.kind == "output" and v.block is None:
+            twins = [outputs[v.name]]
+        else:
+            of_nodes = given if v.kind == "output" else by_node
+            twins = [of_nodes[n] for n in small.problem.whole_nodes(v.node, first)]
         assert len(twins) == small.problem.copies(first)[v.index]
         for twin in twins:
             assert small.problem.choices(v.index).strategies == whole.problem.choices(twin.index).strategies
@@ -56,7 +64,8 @@ def whole_choice(small: Instance, whole: Instance, choice: dict[int, int], first
 
 @pytest.mark.slow
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize(("model", "mesh"), [("gpt", "a=4"), ("gpt", "a=2,b=2"), ("llama", "a=2,b=2"), ("vit", "a=4")])
+@pytest.mark.parametrize(("model", "mesh"), [("gpt", "a=4"), ("gpt", "a=2,b=2"), ("llama", "a=2,b=2"), ("vit", "a=4"),
+                                             ("gathered", "a=2,b=2")])  # fmt: skip
 def test_costs_are_those_of_the_whole_graph(model, mesh):
     """Random choices by class, and the first blocks one way and the last another: seconds, bytes and transfers are
     equal."""
@@ -65,7 +74,7 @@ def test_costs_are_those_of_the_whole_graph(model, mesh):
     rng = random.Random(seed)
     small, whole = Instance(graph, mesh), Instance(replace(graph, compact=None), mesh)
     assert len(small.problem.vertices) < len(whole.problem.vertices)
-    prices = Prices(1e-9, True, 0.5, 0.4, 0.7, 0.5)
+    prices = Prices(1e-9, True, 0.5, 0.4, ((0.7,), (0.5,)))
     found = [small.minimize(p).choice for p in (Prices(), Prices(1e-6, True))]
     for first in rng.sample(range(1, small.problem.compact.most), 2):
         for one, other in ((found[0], found[0]), (found[0], found[1]), (found[1], found[0])):
@@ -125,6 +134,15 @@ def test_plans_are_those_of_the_whole_graph(mesh, limit):
         for a, b in zip(small.collectives, whole.collectives, strict=True):
             assert (a.kind, a.axes, a.phase, a.count) == (b.kind, b.axes, b.phase, b.count)
             assert (a.wire_bytes, a.seconds) == pytest.approx((b.wire_bytes, b.seconds))
+
+
+def test_outputs_of_blocks_are_those_of_the_whole_graph():
+    graph, mesh = deep("gathered"), Mesh.parse("a=2")
+    options = PlanOptions(toy(flops=1e9, memory=1e9, latency=1e-6), baselines=False)
+    small, whole = search(graph, mesh, options).plan, search(replace(graph, compact=None), mesh, options).plan
+    small.check_fits(graph.graph, mesh)
+    assert small.step_seconds == pytest.approx(whole.step_seconds, rel=0.01)
+    assert small.layouts.keys() == whole.layouts.keys() and len(small.outputs) == len(whole.outputs) == 13
 
 
 def test_numbers_of_blocks():
