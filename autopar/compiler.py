@@ -31,6 +31,7 @@ from .frontend.dtypes import check_types
 from .frontend.equal_blocks import equal_blocks_of
 from .frontend.export import Captured, Exported
 from .frontend.fake_parameters import Form, tie_map
+from .frontend.lasting import removed_again
 from .frontend.output_gradients import differentiable_outputs
 from .frontend.precision import compute_dtype, reduce_type
 from .frontend.shorten import shorten
@@ -281,7 +282,7 @@ def trace_to_plan(
     whole = partial(kept, partial(trace, model, example_inputs, loss_fn, forms, precision, adapt, passes=passes))
     if not passes and (repeated := repeated_blocks_of(model)):  # a user's pass sees all blocks
         with contextlib.suppress(CaptureError):  # a model may count its blocks, or read them all: then all are traced
-            with repeated.shortened():
+            with repeated.shortened(), removed_again(model):
                 short = whole()
             return pass_manager.run(UNROLL, short, repeated, tie_map(model))
     return whole()

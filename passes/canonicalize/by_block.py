@@ -5,7 +5,8 @@ each layer's shares of tokens when all layers are through: it moves to the block
     after    block 0, f(block 0) -> sum 0, block 1, f(block 1) + sum 0 -> sum 1, ..., loss
 
 Each op goes to the end of the last block that it reads, and what reads none to the first block that reads it. So blocks
-that add to a sum are alike, with their parts of it (autopar/frontend/shorten.py), and a stage of a pipeline adds its own.
+that add to a sum are alike, with their parts of it (autopar/frontend/shorten.py), and a stage of a pipeline adds its
+own.
 """
 
 from __future__ import annotations

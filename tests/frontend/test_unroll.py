@@ -55,8 +55,8 @@ def build(name: str):
         return models.build(name, batch=4, seq=16)
     if name == "balances":  # every block adds to a number of the whole batch
         return whole_batch.Layered(DEPTH), (torch.randn(4, 5, 6),)
-    if name == "gathers":  # what comes after the blocks adds up a part of each
-        return whole_batch.Gathered(DEPTH), (torch.randn(4, 5, 6), torch.ones(4, 5))
+    if name == "gathered":  # what comes after the blocks adds up a part of each
+        return whole_batch.Gathered(DEPTH), dict(x=torch.randn(4, 5, 6), mask=torch.ones(4, 5))
     return huggingface(name)
 
 
@@ -109,11 +109,14 @@ def test_unrolled_is_whole(name, monkeypatch):
 def test_what_is_summed_up_after_all_blocks_is_unrolled(name):
     """Every block makes an output as well. Of a trace of few blocks the number of rows would be another."""
     model, inputs = build(name)
-    whole = traced_in_full(model, inputs)
-    for found in (compiler.trace(model, inputs), compiler.trace_to_plan(model, inputs, None, forms_of(model))):
+    before = copy.deepcopy(model)(**inputs)
+    whole = traced_in_full(copy.deepcopy(model), inputs)
+    to_plan = compiler.trace_to_plan(model, inputs, None, forms_of(model))
+    for found in (to_plan, compiler.trace(copy.deepcopy(model), inputs)):
         assert found.compact is not None and len(found.compact.graph.nodes) < len(whole.graph.nodes)
         assert_same_capture(found, whole)
         assert found.returns.outputs == whole.returns.outputs and found.returns.names == whole.returns.names
+    assert model(**inputs)["loss"] == before["loss"]  # of all layers, which transformers hooks in the first forward
 
 
 class Block(nn.Module):
