@@ -17,6 +17,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from ...cost.compute import flops_of
 from ..problem.multipliers import Prices
@@ -28,6 +29,7 @@ from .pricer import Pricer
 _BLOCK = re.compile(r"^(.*?\.?\d+)(?:\.|$)")
 
 
+@lru_cache(100_000)
 def block_of(module: str) -> str:
     """Return the block of a module, its name up to the first number: `"model.layers.3.mlp"` -> `"model.layers.3"`; ""
     outside of module lists."""

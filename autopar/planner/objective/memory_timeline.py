@@ -128,6 +128,9 @@ class _Lives:
     def __init__(self, problem: Problem, evaluation: Evaluation, pricer: Pricer, order: StepOrder):
         self.problem, self.evaluation, self.pricer, self.order = problem, evaluation, pricer, order
         self._ends: dict[int, int] = {}
+        self.strategies = [problem.choices(v.index).strategies[evaluation.choice[v.index]] for v in problem.vertices]
+        self.views = {v.index for v in problem.vertices if v.kind == "op" and v.node.target in FREE}
+        self._bases: dict[tuple[int, int], tuple[int, int]] = {}
         inside = {node for region in problem.tiled_rows for node in region.never_made}
         self.in_pieces = {v.index for v in problem.vertices if v.node in inside}
         self.copies = problem.copies(evaluation.first)
@@ -152,7 +155,7 @@ class _Lives:
         self.reads[key] = max(self.reads[key], position)
 
     def _layout(self, vertex: int, output: int):
-        return self._strategy(vertex).outputs[output]
+        return self.strategies[vertex].outputs[output]
 
     def _bytes(self, vertex: int, output: int, layout) -> float:
         whole = self.pricer.bytes_of(self.problem.vertices[vertex].values[output], layout)
@@ -160,18 +163,17 @@ class _Lives:
             return whole
         return whole * share_of_piece(self.problem, vertex, layout) if vertex in self.in_pieces else 0.0
 
-    def _is_view(self, vertex: int) -> bool:
-        v = self.problem.vertices[vertex]
-        return v.kind == "op" and v.node.target in FREE
-
     def _base(self, vertex: int, output: int) -> tuple[int, int]:
         """Return the tensor whose memory this one lies in."""
-        while self._is_view(vertex):
-            producer, of = self.problem.vertices[vertex].inputs[0]
-            if self._layout(producer, of) != self._strategy(vertex).inputs[0]:
-                break
-            vertex, output = producer, of
-        return vertex, output
+        key = vertex, output
+        if key not in self._bases:
+            base = key
+            if vertex in self.views:
+                producer, of = self.problem.vertices[vertex].inputs[0]
+                if self._layout(producer, of) == self.strategies[vertex].inputs[0]:
+                    base = self._base(producer, of)
+            self._bases[key] = base
+        return self._bases[key]
 
     def spans(self):
         """Iterate over (kind, first run, last run, bytes) of everything that does not stay."""
@@ -243,16 +245,13 @@ class _Lives:
         for travel in self.order.travels:
             asked[travel.transfer.producer].append(min(travel.held, len(self.order.runs) - 1))
         for v in self.problem.vertices:
-            if v.kind == "parameter" and 0 in v.casts and asked[v.index] and not self._strategy(v.index).on_host:
+            if v.kind == "parameter" and 0 in v.casts and asked[v.index] and not self.strategies[v.index].on_host:
                 bytes_ = self._bytes(v.index, 0, self._layout(v.index, 0)) * self.copies[v.index]
                 yield from self._of_all_copies(PARAMETERS, min(asked[v.index]), max(asked[v.index]), v, bytes_)
 
-    def _strategy(self, vertex: int):
-        return self.problem.choices(vertex).strategies[self.evaluation.choice[vertex]]
-
     def _keeps_gradient(self, vertex: int) -> bool:
         """Return whether the device holds on to a gradient that is made in the layout of this leaf."""
-        return self.problem.vertices[vertex].kind == "parameter" and not self._strategy(vertex).on_host
+        return self.problem.vertices[vertex].kind == "parameter" and not self.strategies[vertex].on_host
 
     def _gradients(self):
         """Iterate over the spans of gradients as they are left for the optimizer. Those that wait for one reduction are

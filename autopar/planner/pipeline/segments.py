@@ -25,7 +25,6 @@ from torch import fx
 
 from ...cost.compute import flops_of
 from ...errors import StageError
-from ...ir.stage_placement import StagePlacement
 from ..objective.checkpoint_blocks import Blocks, taking
 from ..objective.evaluate import Evaluation
 from ..objective.expand import few_of, recomputes_alike, whole_of
@@ -178,7 +177,7 @@ def cut_positions(
     """Return the forward ops at which a segment may begin, in order, with the bytes of a device that pass a cut there,
     for stages whose forward takes so long in the mean; `copies`: of ops that stand for several. Raise StageError if
     there are fewer than the stages need."""
-    order, crossing = crossing_bytes(problem, e, pricer, StagePlacement(problem.graph, ()).free)
+    order, crossing = crossing_bytes(problem, e, pricer, problem.placement(()).free)
     seconds = {
         v.node: float(problem.choices(v.index).seconds[e.choice[v.index]]) for v in problem.vertices if v.kind == "op"
     }

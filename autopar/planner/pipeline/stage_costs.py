@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from ...ir.graph import bytes_of, is_op, is_tensor, output_node, tensor_of
-from ...ir.stage_placement import StagePlacement, first_of
+from ...ir.stage_placement import first_of
 from ..objective.checkpoint_blocks import recomputed_vertices
 from ..objective.checkpoint_min_cut import key_of
 from ..objective.evaluate import Evaluation, Transfer, unreduced_bytes
@@ -79,7 +79,7 @@ class Parts:
         stretch: float = 1.0,
     ):
         self.problem, self.e, self.pricer, self.repeated = problem, e, pricer, repeated
-        self.placement = StagePlacement(problem.graph, cuts)
+        self.placement = problem.placement(cuts)
         self.found = [Part(no_work(e.streams), e.overlap, stretch) for _ in range(self.placement.count)]
         self.tied: list[SharedParameter] = []
         self.recomputed = recomputed_vertices(e)

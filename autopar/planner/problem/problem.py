@@ -25,6 +25,7 @@ from ...frontend.repeated_blocks import Compact
 from ...ir.graph import bytes_of, output_node, values_of
 from ...ir.layout import Layout
 from ...ir.mesh import Mesh
+from ...ir.stage_placement import StagePlacement
 from ...rules import Rule
 from ...rules.loss_regions import LossRegion
 from ...rules.row_regions import RowRegion
@@ -60,6 +61,7 @@ class Problem:
     expert_load: float = 1.0
     tiled: tuple[LossRegion | RowRegion, ...] = ()  # computed in pieces, see tiled.py
     _copies: dict[int, Sequence[int]] = field(default_factory=dict, init=False, repr=False)
+    _placements: dict[tuple[str, ...], StagePlacement] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def half(self) -> int:
@@ -75,6 +77,12 @@ class Problem:
                 for v in self.vertices
             ]
         return self._copies[first]
+
+    def placement(self, cuts: Sequence[str]) -> StagePlacement:
+        """Return the stages that begin at these forward ops. Raises StageError."""
+        if (key := tuple(cuts)) not in self._placements:
+            self._placements[key] = StagePlacement(self.graph, cuts)
+        return self._placements[key]
 
     @cached_property
     def uses_of(self) -> Mapping[tuple[int, int], Sequence[Use]]:

@@ -53,7 +53,10 @@ class Vertex:
     @property
     def values(self) -> list[torch.Tensor]:
         """Return what the vertex hands on, one tensor an output."""
-        return [self.casts[i].meta["val"] if i in self.casts else value for i, value in enumerate(values_of(self.node))]
+        values = values_of(self.node)
+        for i, cast in self.casts.items():
+            values[i] = cast.meta["val"]
+        return values
 
     def tensor(self, output: int) -> tuple[fx.Node, int]:
         """Return an output as the lowering knows it: its node, and which output of that node it is."""
