@@ -137,17 +137,6 @@ def written(node: fx.Node) -> list[fx.Node]:
     ]
 
 
-def makes_new_tensor(node: fx.Node) -> bool:
-    """Return whether an op returns tensors of its own, neither arguments nor views of them, but for one that it writes
-    to."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.returns:
-        return False
-    is_made_of_others = torch._C._dispatch_has_kernel_for_dispatch_key(node.target.name(), "CompositeImplicitAutograd")
-    is_alias = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-    return not is_alias and (not is_made_of_others or not node.all_input_nodes)
-
-
 def without_dispatch_modes():
     """Return a context in which no TorchDispatchMode that was entered before sees an op."""
     from torch.utils._python_dispatch import _disable_current_modes

@@ -1,5 +1,5 @@
-"""What a model computes of all its blocks after the last one, such as transformers' balance of experts, which adds up
-each layer's shares of tokens when all layers are through: it moves to the blocks.
+"""Move to the blocks of a model what it computes of all of them after the last one, such as transformers' balance of
+experts, which adds up the layers' shares of tokens when all layers are through:
 
     before   block 0, block 1, ..., f(block 0) -> sum 0, f(block 1) + sum 0 -> sum 1, ..., loss
     after    block 0, f(block 0) -> sum 0, block 1, f(block 1) + sum 0 -> sum 1, ..., loss
@@ -15,10 +15,11 @@ import re
 
 from torch import fx
 
-from ..._torch.regions import makes_new_tensor, written
+from ..._torch import storage_key
+from ..._torch.regions import written
 from ...frontend.block_lists import FEWEST, GATHERS
 from ...frontend.export import module_path
-from ...ir.graph import is_op
+from ...ir.graph import is_op, values_of
 
 NONE = -1  # the place of what reads no block
 BLOCK = re.compile(r"(.*?)\.(\d+)(?:\.|$)")  # of the outermost list of a module's path
@@ -37,7 +38,9 @@ def by_block(graph_module: fx.GraphModule) -> None:
     place = _places(nodes, list(starts), end, above)
     last = len(starts) - 1
     moved = [node for node in nodes[end + 1 :] if NONE < place.get(node, last) < last]
-    if moved and all(_may_be_passed(node, place, set(nodes[end + 1 :])) for node in nodes if node in place):
+    makers = {storage_key(value): node for node in reversed(nodes) for value in values_of(node)}
+    after = set(nodes[end + 1 :])
+    if moved and all(_may_be_passed(node, makers, place, after) for node in nodes):
         at = {node: i for i, node in enumerate(nodes)}
         ends = {p: nodes[at[start] - 1] for p, start in enumerate(list(starts)[1:])}
         for node in moved:
@@ -65,22 +68,15 @@ def _list_of(node: fx.Node) -> str | None:
     return match and match[1]
 
 
-def _may_be_passed(node: fx.Node, place: dict[fx.Node, int], after: set[fx.Node]) -> bool:
+def _may_be_passed(node: fx.Node, makers: dict[int, fx.Node], place: dict[fx.Node, int], after: set[fx.Node]) -> bool:
     """Return whether ops of `after` may change places with an op although that may write to its arguments: to what its
-    own block has made, or, in `after`, to what nothing else reads."""
-    makers = [(value, _maker(value)) for value in written(node)]
-    if node in after:
-        return all(maker is value and len(value.users) == 1 for value, maker in makers)
-    return all(maker is not None and place.get(maker) == place[node] for _, maker in makers)
-
-
-def _maker(node: fx.Node) -> fx.Node | None:
-    """Return the op whose result a tensor is or may be a view of, None if that is not known."""
-    while not makes_new_tensor(node):
-        if node.op != "call_function" or len(node.all_input_nodes) != 1:
-            return None
-        node = node.all_input_nodes[0]
-    return node
+    own block has made, or, in `after`, to what nothing else reads. `makers`: what first made a memory."""
+    for value in written(node):
+        maker = next((makers[storage_key(v)] for v in values_of(value)), value)  # a leaf, if its value is not known
+        is_alone = maker is value and len(value.users) == 1
+        if not (is_alone if node in after else is_op(maker) and place[maker] == place[node]):
+            return False
+    return True
 
 
 def _places(nodes: list[fx.Node], starts: list[fx.Node], end: int, above: set[str]) -> dict[fx.Node, int]:
