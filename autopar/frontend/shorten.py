@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, fx, nn
 
@@ -149,7 +149,7 @@ class _Forward:
 
     @property
     def _outputs(self) -> Sequence[fx.Node]:
-        return output_node(self.exported.graph_module.graph).args[0]
+        return cast("Sequence[fx.Node]", output_node(self.exported.graph_module.graph).args[0])
 
     def _is_next(self, one: fx.Node, two: fx.Node) -> bool:
         """Return whether a node of a block has its like in the next one."""

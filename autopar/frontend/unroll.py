@@ -41,7 +41,7 @@ def unroll(captured: Captured, blocks: RepeatedBlocks, ties: dict[str, str]) -> 
     Raises CaptureError if the blocks are not alike but for a shift."""
     names = blocks.names
     zones = _Zones.of(captured.graph, names.with_count(TRACED))
-    steps = zones and zones.output_steps(captured.graph, names.count)
+    steps = zones.output_steps(captured.graph, names.count) if zones else None
     if zones is None or steps is None or captured.gathers or not zones.are_shifted():
         raise CaptureError(f"the blocks of {names.list_name} are not alike", fix="trace all of them")
     whole, few = (_Unrolled(captured.graph, zones, steps, more) for more in (names.count - TRACED, BLOCKS - TRACED))

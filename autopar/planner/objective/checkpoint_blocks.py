@@ -20,6 +20,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from ...cost.compute import flops_of
+from ...ir.layout import Layout
 from ..problem.multipliers import Prices
 from ..problem.problem import Problem
 from .checkpoint_min_cut import FULL, Moves, Recomputation, Rematerialization
@@ -131,7 +132,8 @@ def taking(evaluation: Evaluation, counts: list[tuple[Recomputation, int]]) -> E
     """Return the evaluation with each of these steps taken in as many copies as its count says."""
     taken: dict[str, dict[str, tuple[Recomputation, int]]] = defaultdict(dict)
     alive: dict[str, float] = defaultdict(float)
-    saved, retained, seconds, transfers = dict(evaluation.saved), set(evaluation.retained), 0.0, evaluation.transfers
+    saved, retained, seconds = dict(evaluation.saved), set(evaluation.retained), 0.0
+    kept: set[tuple[int, int, Layout]] = set()
     for step, count in counts:
         taken[step.block][step.level] = (step, count)
         alive[step.block] += step.alive_bytes
@@ -144,10 +146,10 @@ def taking(evaluation: Evaluation, counts: list[tuple[Recomputation, int]]) -> E
             saved[key] = saved.get(key, 0.0) + bytes_ * share
             retained.add(key)
         if evaluation.gathers_once and count == step.copies:
-            transfers = held(transfers, {key for key, _ in step.needed})
+            kept.update(key for key, _ in step.needed)
     return replace(
         evaluation,
-        transfers=transfers,
+        transfers=held(evaluation.transfers, kept) if kept else evaluation.transfers,
         saved={key: bytes_ for key, bytes_ in saved.items() if bytes_ > 0.5},
         retained=retained,
         recomputed=dict(taken),

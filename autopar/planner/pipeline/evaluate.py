@@ -97,6 +97,12 @@ class PipelineCost:
         return sum(part.parameter_seconds for part in self.parts) / self.pipeline.ranks
 
 
+def parts_of(problem: Problem, e: Evaluation, pricer: Pricer, pipeline: Pipeline, live: LiveBytes | None) -> Parts:
+    """Return the costs of the stages of a pipeline; arguments as of `evaluate_pipeline`."""
+    live = live or live_bytes(problem, e, pricer)
+    return Parts(problem, e, pricer, pipeline.cuts, True, live, stretch_of(problem, e, pricer, live.order))
+
+
 def evaluate_pipeline(
     problem: Problem,
     e: Evaluation,
@@ -106,13 +112,13 @@ def evaluate_pipeline(
     live: LiveBytes | None = None,
     keeps_outputs: bool = True,
     tail: TailCost = NO_TAIL,
+    found: Parts | None = None,
 ) -> PipelineCost:
     """Evaluate what a pipeline without costs costs under a plan of one of its micro-batches. `send`: seconds of a
     tensor of so many bytes of a device from one stage to the next; `live`: the memory of the whole plan, if it is
-    known; `keeps_outputs`: of all micro-batches; `tail`: of the step, if it has one. Raise StageError as StagePlacement
-    does."""
-    live = live or live_bytes(problem, e, pricer)
-    found = Parts(problem, e, pricer, pipeline.cuts, True, live, stretch_of(problem, e, pricer, live.order))
+    known; `keeps_outputs`: of all micro-batches; `tail`: of the step, if it has one; `found`: its stages, if they are
+    known. Raise StageError as StagePlacement does."""
+    found = found or parts_of(problem, e, pricer, pipeline, live)
     parts, orders = found.found, pipeline.orders
     rank_of = orders.rank_of_stage
     tied_seconds = [0.0] * pipeline.ranks

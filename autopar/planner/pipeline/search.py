@@ -37,7 +37,7 @@ from ..spmd.planned import Planned
 from .checkpoint import StageRecomputation
 from .cut import cut_stages
 from .cut_interleaved import cut_looped
-from .evaluate import PipelineCost, evaluate_pipeline, timing_of
+from .evaluate import PipelineCost, evaluate_pipeline, parts_of, timing_of
 from .micro_batch_plans import MicroBatchPlans
 from .model import StageCut
 from .part import Part
@@ -338,10 +338,11 @@ class PipelineSearch:
         computed again on each rank as it demands then, or as can be."""
         problem, e = inner.whole
         evaluate = partial(evaluate_pipeline, pricer=inner.pricer, send=self.send, tail=self.plans.tail_cost)
-        evaluated, keeps = evaluate(problem, e, pipeline=pipeline, live=inner.live_bytes), True
+        found = parts_of(problem, e, inner.pricer, pipeline, inner.live_bytes)
+        evaluated, keeps = evaluate(problem, e, pipeline=pipeline, found=found), True
         if evaluated.peak_bytes > self.limit and may_be_unmade(self.plans.captured):
             keeps = False
-            evaluated = evaluate(problem, e, pipeline=pipeline, live=inner.live_bytes, keeps_outputs=keeps)
+            evaluated = evaluate(problem, e, pipeline=pipeline, found=found, keeps_outputs=keeps)
         for _ in range(MOST_RECOMPUTE_ROUNDS if recomputation is not None else 0):
             if evaluated.peak_bytes <= self.limit:
                 break

@@ -151,6 +151,16 @@ class Problem:
         return self.classes[self.vertices[vertex].cls]
 
 
+def _number_blocks(vertices: list[Vertex], compact: Compact) -> None:
+    """Set the blocks of a compact graph's vertices; an output has one if every block makes such a one."""
+    for v in vertices:
+        block = compact.block(v.node)
+        if v.kind != "output" or v.is_joined:
+            v.block = block
+        elif compact.is_inner(block):
+            v.block, v.signature = block, (*v.signature[:2], "")
+
+
 def build(
     captured: Captured,
     mesh: Mesh,
@@ -173,12 +183,8 @@ def build(
     compact = captured.compact
     graph = compact.graph if compact else captured.graph
     vertices, uses = vertices_of(graph)
-    for v in vertices if compact else ():
-        block = compact.block(v.node)
-        if v.kind != "output" or v.is_joined:
-            v.block = block
-        elif compact.is_inner(block):  # of the same output of every block
-            v.block, v.signature = block, (*v.signature[:2], "")
+    if compact:
+        _number_blocks(vertices, compact)
     part_sets = rules.propagate_parts(graph, zigzag=zigzag)
     rule_of: dict[int, Rule | None] = {}
     unruled = []

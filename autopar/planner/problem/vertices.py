@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import fx
@@ -50,7 +51,7 @@ class Vertex:
         """Return whether the vertex is an output that the tail of a step reads."""
         return self.kind == "output" and self.signature[1] == JOINED
 
-    @property
+    @cached_property
     def values(self) -> list[torch.Tensor]:
         """Return what the vertex hands on, one tensor an output."""
         values = values_of(self.node)
