@@ -71,6 +71,12 @@ def test_a_balance_in_every_layer():
     assert {len(tail.cotangents), len(tail.joined)} == {3, 7}
 
 
+def test_a_balance_of_all_layers_is_added_up_by_stages():
+    case = staged.Case.of(whole_batch.Gathered(9), (torch.randn(6, 5, 6), torch.rand(6, 5)))
+    assert case.captured.compact is not None
+    check(case, 3, "gathered")
+
+
 def test_the_tail_of_experts_is_small_and_reads(golden):
     """It has the shares and the mean probabilities of the experts, and the loss without them."""
     torch.manual_seed(0)
