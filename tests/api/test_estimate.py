@@ -10,6 +10,7 @@ import autopar
 from autopar import models
 from autopar.cli.main import main
 from autopar.errors import StrategyError
+from tests.helpers import kept
 from tests.planner.planning import toy
 
 BATCH, SEQ, LAYERS, HIDDEN, VOCAB = 8, 64, 1, 64, 256
@@ -17,7 +18,9 @@ GPT = f"gpt:hidden={HIDDEN},layers={LAYERS},heads=4,vocab={VOCAB},seq={SEQ}"
 
 
 def estimated(model: str = GPT, mesh: str = "dp=2,tp=2", batch: int = BATCH, **options) -> autopar.Estimate:
-    return autopar.estimate(*_ordered(models.build(model, batch=batch, seq=SEQ), mesh), **options)
+    return autopar.estimate(
+        *_ordered(models.build(model, batch=batch, seq=SEQ), mesh), cache=kept.captures(), **options
+    )
 
 
 def _ordered(built, mesh):

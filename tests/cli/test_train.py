@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from autopar.errors import AutoparError
 from autopar.models import build
 from autopar.models.text_data import Packed, tokens_of
 from tests.cli.command import MLP, autopar, left_of
+from tests.helpers import gloo
 from tests.storage.damage import Killed, end_test
 
 USERS = """
@@ -83,37 +84,64 @@ def test_train():
     assert not left_of(process)
 
 
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+LORA = ["train", "--model", "mlp-tiny:layers=1", "--mesh", "pp=2", "--steps", "2", "--lora", "r=2", "--save-adapter"]
+
+
+def _as_torchrun_starts_it(rank: int, port: str, folder: str) -> tuple[int, str]:
+    """Return the exit code of a process of two, and what it prints."""
+    dist.destroy_process_group()
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2",
+                      MASTER_ADDR="127.0.0.1", MASTER_PORT=port)  # fmt: skip
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        code = main([*LORA, folder])
+    return code, printed.getvalue()
+
+
+def _assert_trained(out: str, adapter: Path) -> None:
+    assert (
+        out.count("step 1  loss") == 1 and "; measured " in out and "live tensors" in out
+    )  # the first rank alone speaks
+    assert sorted(p.name for p in adapter.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+
+
+@pytest.mark.gloo
+def test_train_on_two_processes_of_another(tmp_path):
+    (first, said), (second, silent) = gloo.run(2, _as_torchrun_starts_it, free_port(), str(tmp_path / "adapter"))
+    assert first == second == 0 and silent == ""
+    _assert_trained(said, tmp_path / "adapter")
+
+
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_train_under_torchrun(tmp_path):
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "autopar.cli", "train"]
-    process = subprocess.Popen(
-        [sys.executable, *words, "--model", "mlp-tiny:layers=1", "--mesh", "pp=2", "--steps", "2", "--lora", "r=2",
-         "--save-adapter", str(tmp_path / "adapter")], text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-    )  # fmt: skip
+    words = ["--standalone", "--nproc-per-node", "2", "-m", "autopar.cli", *LORA, str(tmp_path / "adapter")]
+    process = autopar(*words, launcher=("-m", "torch.distributed.run"))
     try:
         out, err = process.communicate(timeout=200)
     finally:
         os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
     assert process.returncode == 0, err
-    assert (
-        out.count("step 1  loss") == 1 and "; measured " in out and "live tensors" in out
-    )  # the first rank alone speaks
-    assert sorted(p.name for p in (tmp_path / "adapter").iterdir()) == [
-        "adapter_config.json",
-        "adapter_model.safetensors",
-    ]
+    _assert_trained(out, tmp_path / "adapter")
 
 
 @pytest.fixture
 def alone(monkeypatch) -> None:
     """This process is what torchrun started, and the only one."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+    said = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    for name, value in said.items():
         monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def kept(monkeypatch, tmp_path) -> None:
+    """Later runs of a test read what the first one has traced, as those of a user do."""
+    monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path / "cache"))
 
 
 SENTENCES = [
@@ -149,7 +177,7 @@ def losses_of(out: str) -> list[float]:
     return [float(line.split()[3]) for line in out.splitlines() if line.startswith("step ") and "loss" in line]
 
 
-def test_train_a_folder_on_a_file(folder, tmp_path, alone, capsys):
+def test_train_a_folder_on_a_file(folder, tmp_path, alone, capsys, kept):
     """The first loss is that of the folder's weights on the file's tokens; it falls; a resumed run goes on with the
     batches that come next; what is saved is a folder again."""
     from transformers import AutoModelForCausalLM
@@ -244,7 +272,7 @@ def test_flops_of_a_step_are_those_of_the_mathematics():
         assert flops_of_step(model, inputs, Namespace(lora=lora, qlora=None)) == passes * 2 * weights * 16
 
 
-def test_train_goes_on_after_a_kill(tmp_path, monkeypatch, capsys, alone):
+def test_train_goes_on_after_a_kill(tmp_path, monkeypatch, capsys, alone, kept):
     """The last checkpoint of a run that was killed and resumed is that of one that was not, byte for byte (but for the
     name of the run and the time, which are in the manifest)."""
     from autopar.cli import train_rank

@@ -15,6 +15,7 @@ from autopar.codegen import pass_manager
 from autopar.compiler import lower, lower_stage, stages_of
 from autopar.plans.pipeline import rank_inside
 from autopar.simulate.step import plan_and_capture
+from tests.helpers import kept
 
 GPT = "gpt:hidden=16,layers=2,heads=4,vocab=32,seq=8"
 LLAMA = "llama:hidden=16,layers=1,heads=4,kv_heads=2,ffn=32,vocab=32,seq=8"
@@ -80,7 +81,7 @@ def test_plans(model, golden):
         ("pp=2,dp=2", {}),
     ):
         made, inputs = models.build(model, batch=12, seq=8)
-        plan, _ = plan_and_capture(made, mesh, inputs, hardware="h100", baselines=False, **options)
+        plan = kept.plan(made, mesh, inputs, hardware="h100", baselines=False, **options)
         layouts = "\n".join(f"{name} {layout}" for name, layout in sorted(plan.layouts.items()))
         digest = hashlib.sha256(layouts.encode()).hexdigest()[:12]
         lines.append(f"{model.partition(':')[0]} {mesh} {options}: {digest} {plan.step_seconds:.2e} s")

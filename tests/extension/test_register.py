@@ -3,6 +3,7 @@ whole extension, of at most ten lines."""
 
 from __future__ import annotations
 
+import functools
 import re
 import runpy
 from dataclasses import replace
@@ -25,11 +26,15 @@ from autopar.rules import rule_of
 from autopar.rules.numeric_check import make_node
 from autopar.rules.rule import rule
 from autopar.simulate.compare import verify_model
+from tests.helpers import kept
 
 from .library import gate, gate_backward, gated
 
 HERE = Path(__file__).parent
 FILES = sorted(HERE.glob("a_*.py")) + sorted(HERE.glob("an_*.py"))
+
+
+plan_of = functools.partial(kept.plan, baselines=False)
 
 
 def extend(name: str) -> None:
@@ -39,7 +44,7 @@ def extend(name: str) -> None:
 
 def verified(model, inputs, mesh, **options):
     """One step on the simulator, right against eager torch. Its plan."""
-    found = verify_model(model, inputs, mesh, **options)
+    found = verify_model(model, inputs, mesh, cache=kept.captures(), **options)
     assert found.match, str(found)
     return found.plan
 
@@ -56,7 +61,7 @@ def test_ten_lines(file):
 
 def test_a_rule_takes_effect_in_the_next_plan():
     model, inputs = gated()
-    before = autopar.plan(model, "dp=2,tp=2", inputs, hardware="cpu-gloo", strategy="megatron")
+    before = plan_of(model, "dp=2,tp=2", inputs, hardware="cpu-gloo", strategy="megatron")
     assert "mine.gate.default has no sharding rule" in " ".join(before.warnings)
     extend("a_rule")
     plan = verified(model, inputs, "dp=2,tp=2", strategy="megatron")
@@ -104,7 +109,7 @@ def test_refused_rules(op, text, options, complaint):
 def test_a_rule_against_the_shapes(text, fault):
     autopar.register_rule(gate, text)
     with pytest.raises(RuleError, match="contradicts mine.gate.default") as error:
-        autopar.plan(gated()[0], "tp=2", gated()[1])
+        plan_of(gated()[0], "tp=2", gated()[1])
     assert fault in error.value.message and error.value.source.startswith("library.py")
     assert "_ _ _, _ _ -> _ _ _" in error.value.fix
 
@@ -129,12 +134,12 @@ def test_a_rule_without_an_arrow():
 
 def test_a_pass():
     model, inputs = models.build("mlp-tiny", batch=8, seq=1, device="cpu")
-    before = autopar.plan(model, "dp=2", inputs)
+    before = plan_of(model, "dp=2", inputs)
     step = runpy.run_path(str(HERE / "a_pass.py"))["step"]
     plan = verified(model, inputs, "dp=2", strategy="ddp", passes=[step])
     assert "gelu" in before.sharding.nodes and "erf" in plan.sharding.nodes
     assert not any(name.startswith("gelu") for name in plan.sharding.nodes)
-    assert autopar.plan(model, "dp=2", inputs).sharding == before.sharding  # without it
+    assert plan_of(model, "dp=2", inputs).sharding == before.sharding  # without it
 
 
 # strategies -----------------------------------------------------------------------------------------------------------
@@ -143,7 +148,7 @@ def test_a_pass():
 def test_a_strategy():
     model, inputs = models.build("mlp-tiny", batch=8, seq=1, device="cpu")
     with pytest.raises(StrategyError, match="no strategy 'mine'"):
-        autopar.plan(model, "dp=2,tp=2", inputs, strategy="mine")
+        plan_of(model, "dp=2,tp=2", inputs, strategy="mine")
     extend("a_strategy")
     plan = verified(model, inputs, "dp=2,tp=2", strategy="mine")
     layouts = {name: layout for name, layout in plan.sharding.leaves.items() if name.startswith("p_")}
@@ -153,7 +158,7 @@ def test_a_strategy():
     both = autopar.plan(model, "dp=2,tp=2", inputs)
     assert "mine" in {one.name for one in both.alternatives} or both.strategy == "mine"
     with pytest.raises(StrategyError, match="mine gives no role to the axis x(.|\n)*dp, tp"):
-        autopar.plan(model, "dp=2,x=2", inputs, strategy="mine")
+        plan_of(model, "dp=2,x=2", inputs, strategy="mine")
 
 
 def test_pins_of_a_strategy_tell_equal_blocks_apart():
@@ -174,16 +179,16 @@ def test_globs_of_a_strategy_match_something(kind, strategy, mesh):
     globs = {"*.up.wieght": "R"}
     autopar.register_strategy("mine", autopar.Recipe(data=True, **{kind: globs}))
     with pytest.raises(StrategyError, match=rf"'\*.up.wieght' of strategy {re.escape(strategy)} matches no") as error:
-        autopar.plan(model, mesh, inputs, strategy=strategy)
+        plan_of(model, mesh, inputs, strategy=strategy)
     assert "blocks.0.up.weight" in error.value.fix
     autopar.register_strategy("mine", autopar.Recipe(data=True, optional=list(globs), **{kind: globs}), replace=True)
-    assert autopar.plan(model, mesh, inputs, strategy=strategy).strategy == strategy
+    assert plan_of(model, mesh, inputs, strategy=strategy).strategy == strategy
 
 
 def test_pins_of_both_strategies_count():
     model, inputs = models.build("mlp-tiny", batch=8, seq=1)
     autopar.register_strategy("mine", autopar.Recipe(data=True, pin={"*.bias": "dp:S(0)"}))
-    plan = autopar.plan(model, "dp=2,tp=2", inputs, strategy="megatron+mine")
+    plan = plan_of(model, "dp=2,tp=2", inputs, strategy="megatron+mine")
     assert all("dp:S(0)" in layout for name, layout in plan.layouts.items() if name.endswith("bias"))
 
 
@@ -195,7 +200,7 @@ def test_a_pin_that_a_parameter_cannot_follow_is_named(layout, complaint):
         with pytest.raises(
             AutoparError, match=rf"blocks.\d.up.weight cannot follow the {whose} .*{complaint}"
         ) as error:
-            autopar.plan(model, "dp=2", inputs, **options)
+            plan_of(model, "dp=2", inputs, **options)
         assert error.value.fix
 
 
@@ -244,7 +249,7 @@ class Deep(nn.Module):
 
 def test_a_schedule_by_name():
     with pytest.raises(StrategyError, match="no pipeline schedule 'two_by_two'"):
-        autopar.plan(Deep(), "pp=2", (torch.randn(12, 16),), schedule="two_by_two")
+        plan_of(Deep(), "pp=2", (torch.randn(12, 16),), schedule="two_by_two")
     extend("a_schedule")
     for mesh, m in (("pp=2,dp=2", 4), ("pp=2", 3)):
         plan = verified(Deep(), (torch.randn(12, 16),), mesh, schedule="two_by_two", micro_batches=m)
@@ -260,13 +265,13 @@ def test_a_schedule_as_an_object():
     plan = verified(Deep(), (torch.randn(8, 16),), "pp=2", schedule=schedule)
     assert plan.pipeline.micro_batches == 2 and plan.pipeline.orders.orders == schedule.orders
     with pytest.raises(StrategyError, match="turns is for 2 ranks and 2 micro-batches, not 2 and 4"):
-        autopar.plan(Deep(), "pp=2", (torch.randn(8, 16),), schedule=schedule, micro_batches=4)
+        plan_of(Deep(), "pp=2", (torch.randn(8, 16),), schedule=schedule, micro_batches=4)
     with pytest.raises(StrategyError, match="turns is for 2 ranks(.|\n)*pp=2"):
-        autopar.plan(Deep(), 4, (torch.randn(8, 16),), schedule=schedule)
+        plan_of(Deep(), 4, (torch.randn(8, 16),), schedule=schedule)
     other = autopar.Schedule.parse("turns", [order.replace("B1", "B9").replace("B0", "B1").replace("B9", "B0")
                                              for order in TURNS])  # fmt: skip
     with pytest.raises(StrategyError, match="turns already"):
-        autopar.plan(Deep(), "pp=2", (torch.randn(8, 16),), schedule=replace(other, name="Turns"))
+        plan_of(Deep(), "pp=2", (torch.randn(8, 16),), schedule=replace(other, name="Turns"))
 
 
 def test_a_schedule_with_weight_gradients_put_in():
@@ -304,7 +309,7 @@ def test_refused_schedules(orders, complaint, as_object):
         else:
             schedule = "mine"
             autopar.register_schedule(schedule, lambda stages, m: orders)
-        autopar.plan(Deep(), "pp=2", (torch.randn(4, 16),), schedule=schedule, micro_batches=1)
+        plan_of(Deep(), "pp=2", (torch.randn(4, 16),), schedule=schedule, micro_batches=1)
 
 
 @pytest.mark.sampled(3)
@@ -324,14 +329,14 @@ def test_refused_schedules(orders, complaint, as_object):
 def test_functions_of_schedules_that_fail_are_named(orders, in_flight, complaint):
     autopar.register_schedule("mine", orders, in_flight=in_flight)
     with pytest.raises(ScheduleError, match="^schedule mine ") as error:
-        autopar.plan(Deep(), "pp=2", (torch.randn(4, 16),), schedule="mine", micro_batches=1)
+        plan_of(Deep(), "pp=2", (torch.randn(4, 16),), schedule="mine", micro_batches=1)
     assert complaint in error.value.message and error.value.fix
 
 
 @pytest.mark.parametrize("options", [{"schedule": "1f1b"}, {"stages_per_rank": 2}])
 def test_a_schedule_is_for_stages(options):
     with pytest.raises(PipelineError, match="an axis pp, not dp=2(.|\n)*pp=2,dp=2"):
-        autopar.plan(Deep(), "dp=2", (torch.randn(4, 16),), **options)
+        plan_of(Deep(), "dp=2", (torch.randn(4, 16),), **options)
 
 
 def test_refused_names_of_schedules():
@@ -348,11 +353,11 @@ def test_refused_names_of_schedules():
 def test_an_optimizer():
     model, inputs = models.build("mlp-tiny", batch=8, seq=1)
     with pytest.raises(StrategyError, match="no optimizer 'lion'"):
-        autopar.plan(model, "dp=2", inputs, optimizer="lion")
+        plan_of(model, "dp=2", inputs, optimizer="lion")
     extend("an_optimizer")
     elements = sum(p.numel() for p in model.parameters())
     plans = {
-        name: autopar.plan(model, "dp=2", inputs, strategy="ddp", optimizer=name)
+        name: plan_of(model, "dp=2", inputs, strategy="ddp", optimizer=name)
         for name in ("none", "lion", "adam8bit", "adamw")
     }
     state = {name: plan.memory.get("optimizer", 0.0) for name, plan in plans.items()}
@@ -373,10 +378,10 @@ def test_the_step_of_an_optimizer_on_the_host():
 def test_an_optimizer_that_orthogonalizes():
     model, inputs = models.build("mlp-tiny", batch=8, seq=1)
     autopar.register_optimizer("own_muon", tensors=1, orthogonalizes=True)
-    own, built_in = (autopar.plan(model, "dp=2", inputs, strategy="ddp", optimizer=n) for n in ("own_muon", "muon"))
+    own, built_in = (plan_of(model, "dp=2", inputs, strategy="ddp", optimizer=n) for n in ("own_muon", "muon"))
     assert own.step_seconds == built_in.step_seconds and own.memory == built_in.memory
     with pytest.raises(StrategyError, match="own_muon orthogonalizes"):
-        autopar.plan(model, "dp=2", inputs, optimizer="own_muon", offload="auto")
+        plan_of(model, "dp=2", inputs, optimizer="own_muon", offload="auto")
 
 
 def test_refused_optimizers():
@@ -385,4 +390,4 @@ def test_refused_optimizers():
     with pytest.raises(OptimizerError, match="tensors=-1"):
         autopar.register_optimizer("less", tensors=-1)
     with pytest.raises(StrategyError, match="no optimizer 'lion'(.|\n)*adamw"):
-        autopar.plan(*models.build("mlp-tiny", batch=8, seq=1)[:1], "dp=2", {}, optimizer="lion")
+        plan_of(*models.build("mlp-tiny", batch=8, seq=1)[:1], "dp=2", {}, optimizer="lion")

@@ -28,8 +28,8 @@ from autopar.passes.distribute.by_tier import by_tier
 from autopar.plans.plan import Plan
 from autopar.simulate import step
 from autopar.simulate.collectives import Simulator
-from autopar.simulate.compare import verify_model
-from tests.helpers import gloo
+from autopar.simulate.compare import verify_model, verify_plan
+from tests.helpers import gloo, kept
 from tests.helpers.two_tiers import two_tiers
 
 from .lowering import local_graphs, partial_values, random_layout, redistribution
@@ -172,7 +172,7 @@ def test_too_few_bytes_go_at_once():
 def planned(mesh: str, strategy: str, hardware, model: str = SMALL, batch: int = 8, **options):
     module, inputs = build(model, batch=batch, seq=16, device="cpu")
     plan, captured = step.plan_and_capture(
-        module, mesh, inputs, hardware=hardware, strategy=strategy, baselines=False, **options
+        module, mesh, inputs, hardware=hardware, strategy=strategy, baselines=False, cache=kept.captures(), **options
     )
     return module, inputs, plan, captured
 
@@ -196,7 +196,7 @@ def test_an_axis_that_leaves_its_node_is_cut_in_two():
     graph = lower(captured, plan, 0, check=True).local
     gradient_bytes = 4 * sum(p.numel() for p in module.parameters())
     assert sent_along(graph, "dp//2") == pytest.approx(2 / 2 * gradient_bytes / 2, rel=0.03)
-    assert verify_model(module, inputs, "dp=4", hardware=two_tiers(), strategy="ddp").match
+    assert verify_plan(captured, plan, module, inputs).match
 
 
 @pytest.mark.parametrize(
@@ -349,5 +349,6 @@ def test_on_processes(strategy, tmp_path):
 ])  # fmt: skip
 def test_gradients_are_those_of_one_device(mesh, strategy, options, batch):
     module, inputs = build(SMALL, batch=batch, seq=16, device="cpu")
-    report = verify_model(module, inputs, mesh, hardware=two_tiers(), strategy=strategy, **options)
+    options = dict(hardware=two_tiers(), strategy=strategy, cache=kept.captures()) | options
+    report = verify_model(module, inputs, mesh, **options)
     assert report.match, str(report)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from random import Random
 
 import pytest
@@ -170,12 +171,17 @@ def test_weights_and_random_numbers_are_not_in_a_tail(model):
     assert caught.value.fix == "use one micro-batch"
 
 
+@cache
+def tail_of_pairs(count: int):
+    captured = compiler.trace(whole_batch.Pairs("clip"), whole_batch.pairs(6))
+    return micro_batch(captured, count).tail
+
+
 @pytest.mark.parametrize("schedule", KINDS)
 def test_schedules_that_end_their_forwards_first(schedule):
-    captured = compiler.trace(whole_batch.Pairs("clip"), whole_batch.pairs(6))
     orders = make(schedule, 2, 4)
     assert orders.ends_forwards_first == (schedule == "gpipe") and make(schedule, 2, 1).ends_forwards_first
-    tail = micro_batch(captured, 4 if schedule != "gpipe" else 2).tail
+    tail = tail_of_pairs(4 if schedule != "gpipe" else 2)
     if schedule == "gpipe":
         check_waits(tail, orders)
         return
@@ -220,7 +226,7 @@ class Mixed(nn.Module):
         return dict(loss=first * second + first + self.third(x).square().mean(), a=a, second=second)
 
 
-@pytest.mark.parametrize("samples", [6, 7])
+@pytest.mark.parametrize("samples", [pytest.param(6, marks=pytest.mark.slow), 7])  # 7: two sizes of micro-batches
 def test_blocks_of_a_deep_model_stand_for_those_of_its_micro_batch(samples):
     """Blocks have what they hand to the tail and get of it, in smaller micro-batches too."""
     torch.manual_seed(0)

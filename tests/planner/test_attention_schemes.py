@@ -18,6 +18,7 @@ from autopar.ops import autopar as ops
 from autopar.planner.spmd.attention_schemes import pairs
 from autopar.view.report import report_page
 
+from ..helpers import kept
 from ..helpers.attention_kinds import HEADS as KINDS_HEADS
 from ..helpers.attention_kinds import Model, inputs_of
 from ..helpers.sequences import Decoder, Mixed, batch
@@ -126,7 +127,8 @@ def test_attention_that_stays_written_out_is_listed(strategy):
 
 @pytest.fixture(scope="module")
 def searched():
-    return api.search(*built(), hardware="h100", strategy="ring+zero1", name="llama", baselines=True)
+    return api.search(*built(), hardware="h100", strategy="ring+zero1", name="llama", baselines=True,
+                      cache=kept.captures())  # fmt: skip
 
 
 def built():
@@ -146,7 +148,7 @@ def test_explanations_price_the_other_schemes(searched, golden):
     rows = {row.text.split()[0]: row.step_seconds for row in explanation.schemes}
     assert set(rows) == {"all_gather_kv", "ulysses"}
     for name, seconds in rows.items():
-        alone = autopar.plan(*built(), hardware="h100", baselines=False, strategy=f"{name}+zero1")
+        alone = kept.plan(*built(), hardware="h100", baselines=False, strategy=f"{name}+zero1")
         assert seconds == pytest.approx(alone.step_seconds, rel=0.02)
 
 

@@ -12,6 +12,7 @@ from autopar.ir.mesh import Mesh
 from autopar.planner.problem.recipes import Restriction, may_cut_sequence
 from autopar.rules.layers import QUERY_HEADS
 
+from ..helpers import kept
 from ..helpers.sequences import batch
 from ..runtime.parity import planned
 
@@ -93,8 +94,8 @@ def test_long_sequences_are_cut_without_a_strategy(kv_heads, size):
     made, tokens = models.build(model, batch=1, seq=16384, device="meta")
 
     def plan(strategy):
-        return autopar.plan(made, f"cp={size}", tokens, strategy=strategy, hardware="h100", precision="bf16",
-                            baselines=False)  # fmt: skip
+        return kept.plan(made, f"cp={size}", tokens, strategy=strategy, hardware="h100", precision="bf16",
+                         baselines=False)  # fmt: skip
 
     free, gathered, ring = plan(None), plan("all_gather_kv"), plan("ring")
     values = [node.outputs[0].dims for node in free.sharding.nodes.values() if node.outputs]

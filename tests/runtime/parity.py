@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar.ir.mesh import Mesh
+from tests.helpers import kept
 
 
 def device_mesh(text: str):
@@ -17,8 +18,8 @@ def device_mesh(text: str):
 
 
 def planned(model, mesh: str, inputs, **options) -> autopar.Plan:
-    """A plan without the expert strategies, which take most of the time."""
-    return autopar.plan(model, mesh, inputs, hardware="cpu-gloo", baselines=False, **options)
+    """A plan without the expert strategies, which take most of the time, of a call that is traced once."""
+    return kept.plan(model, mesh, inputs, hardware="cpu-gloo", baselines=False, **options)
 
 
 def pair(model, mesh, example, /, **options):
