@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -21,11 +22,20 @@ TOP = ("__init__", "compiler", "errors")  # the files beside the folders
 FILES = [f for folder in ("autopar", "passes", "models") for f in sorted((ROOT / folder).rglob("*.py"))]
 
 
+@cache
 def module_of(file: Path) -> str:
     parts = list(file.relative_to(ROOT).with_suffix("").parts)
     if parts[0] in ("passes", "models"):
         parts = ["autopar", *parts]
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_of(file) for file in FILES}
+
+
+@cache
+def tree_of(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
 
 
 def place(module: str) -> int:
@@ -38,15 +48,15 @@ def imports_of(file: Path, tree: ast.AST | None = None) -> list[tuple[int, str]]
     """(line, module of autopar) of every import, or those of a part of the file."""
     module = module_of(file)
     package = module if file.name == "__init__.py" else module.rpartition(".")[0]
-    modules, found = {module_of(f) for f in FILES}, []
-    for node in ast.walk(tree or ast.parse(file.read_text())):
+    found = []
+    for node in ast.walk(tree or tree_of(file)):
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
             name = ".".join([*base, *([node.module] if node.module else [])])
             names = (f"{name}.{alias.name}" for alias in node.names)
-            found += [(node.lineno, n if n in modules else name) for n in names]
+            found += [(node.lineno, n if n in MODULES else name) for n in names]
     return [(line, name) for line, name in found if name.partition(".")[0] == "autopar"]
 
 
@@ -67,9 +77,8 @@ def test_imports_go_down():
 
 def without_types(file: Path) -> ast.Module:
     """Return the tree of a file without the imports that only say a type."""
-    tree = ast.parse(file.read_text())
-    tree.body = [n for n in tree.body if not (isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")]
-    return tree
+    body = [n for n in tree_of(file).body if not (isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")]
+    return ast.Module(body, type_ignores=[])
 
 
 def floor(module: str) -> tuple[str, int] | None:
@@ -135,7 +144,7 @@ def test_private_torch_stays_in_one_folder():
     for file in FILES:
         if file.parent.name == "_torch":
             continue
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(tree_of(file)):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
             wrong += [

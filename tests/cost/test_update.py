@@ -2,11 +2,11 @@
 
 import pytest
 
-from autopar.api import entry as api
 from autopar.cost.memory import Optimizer, StateBytes
 from autopar.cost.update import UpdateCost
 from autopar.hardware.profile import load
 from autopar.models import registry
+from tests.helpers import kept
 
 
 @pytest.mark.parametrize("optimizer, bytes_", [("adamw", 28), ("sgd", 12), ("sgd_momentum", 20), ("none", 0)])
@@ -29,9 +29,8 @@ def test_bytes_of_narrow_state(optimizer, held, moved):
 
 def update_seconds(strategy: str, micro_batches: int = 1, **options) -> float:
     model, inputs = registry.build("gpt2-tiny:layers=1", batch=8, seq=64, device="meta")
-    found = api.search(model, "dp=4", inputs, strategy=strategy, micro_batches=micro_batches, hardware="h100",
-                       baselines=False, **options)  # fmt: skip
-    return found.plan.update_seconds
+    options |= dict(strategy=strategy, micro_batches=micro_batches, hardware="h100", baselines=False)
+    return kept.plan(model, "dp=4", inputs, **options).update_seconds
 
 
 def test_zero_shares_the_update():

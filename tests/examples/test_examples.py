@@ -25,6 +25,7 @@ def _run(rank: int, name: str, folder: Path, arguments: tuple[str, ...]) -> str:
     world = str(torch.distributed.get_world_size())
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=world, LOCAL_WORLD_SIZE=world,
                       MASTER_ADDR="localhost", MASTER_PORT="1")  # fmt: skip
+    os.environ["AUTOPAR_CACHE"] = str(folder / "cache")  # as it is for users, but for what is in it
     os.chdir(folder)
     sys.argv = [name, *arguments]
     with contextlib.redirect_stdout(io.StringIO()) as printed:

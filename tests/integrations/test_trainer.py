@@ -138,6 +138,7 @@ def _on_autopar_with(rank, mesh, parts, folder, options):
 def _resumed(rank: int, folder) -> None:
     """Compare six steps at once with three that another run takes up: the order of the data, and the optimizer."""
     options = dict(save_strategy="steps", save_steps=3, max_steps=6, eval_strategy="no")
+    os.environ["AUTOPAR_CACHE"] = str(folder / "cache")  # the second run finds what the first one has traced
     whole = _on_autopar(rank, "dp=2", 2, folder / "whole", **options)
     found = _on_autopar(rank, "dp=2", 2, folder / "again", resume=folder / "whole/checkpoint-3", **options)
     assert [entry["loss"] for entry in found] == [entry["loss"] for entry in whole]

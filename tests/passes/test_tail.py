@@ -41,7 +41,7 @@ def test_losses_of_all_samples(loss, samples):
         check(case, count, loss, seed)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow  # a mask is the harder case; simulate/test_tail.py has Mixtral on ranks
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "olmoe", "phimoe"])
 def test_balance_of_experts(name):
     model, inputs = whole_batch.balanced(name, 5)

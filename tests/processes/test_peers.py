@@ -59,10 +59,10 @@ def _rendezvous(rank: int, fault: str) -> str:
     from autopar.processes import agree, watch
     from autopar.processes.meeting import Meeting
 
-    os.environ["AUTOPAR_TIMEOUT_S"] = "0.2"
+    os.environ["AUTOPAR_TIMEOUT_S"] = "0.1"
     watch.start()
     if rank == 1 and fault == "late":
-        time.sleep(2.5)
+        time.sleep(1.5)
     if rank == 1 and fault == "killed worker":  # where torch's handler of signals finds the rank
         code = compile("def handler():\n    raise RuntimeError('DataLoader worker is killed')",
                        signal_handling.__file__, "exec")  # fmt: skip

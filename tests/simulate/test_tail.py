@@ -64,12 +64,12 @@ def check(name: str, samples: int, count: int, mesh: str, schedule: str, note: o
 
 
 @pytest.mark.sampled(1)
+@pytest.mark.parametrize("samples, count", [(7, 3), (8, 4)])
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", MODELS)
-def test_gpipe_on_every_mesh(name, mesh):
+def test_gpipe_on_every_mesh(name, mesh, samples, count):
     strategy = "auto" if "ep" not in mesh or name in whole_batch.LOSSES else "expert"
-    for samples, count in ((8, 4), (7, 3)):
-        check(name, samples, count, mesh, "gpipe", strategy=strategy)
+    check(name, samples, count, mesh, "gpipe", strategy=strategy)
 
 
 @pytest.mark.sampled(2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import json
+import os
 
 import pytest
 import torch
@@ -67,6 +68,7 @@ class Reads:
 
 def _between_meshes(rank: int, root: str, wanted: list[float], texts: tuple[str, ...]) -> dict:
     (_, batch), runs = gpt2(), {}
+    os.environ["AUTOPAR_CACHE"] = f"{root}/cache"  # meshes share the capture
     with pytest.MonkeyPatch.context() as patch:
         reads = Reads(patch)
         for text in texts:
