@@ -12,6 +12,17 @@ from autopar.models import build
 MLP = ["--model", "mlp-tiny:layers=1", "--mesh", "dp=2,tp=2", "--batch", "4", "--seq", "4"]
 
 
+@pytest.fixture(scope="module")
+def kept_here(tmp_path_factory):
+    return tmp_path_factory.mktemp("kept")
+
+
+@pytest.fixture(autouse=True)
+def kept(kept_here, monkeypatch) -> None:
+    """Commands find what others have traced, as those of a user do."""
+    monkeypatch.setenv("AUTOPAR_CACHE", str(kept_here))
+
+
 def plan(*words: str) -> list[str]:
     return ["plan", *MLP, "--no-baselines", "--hardware", "cpu-gloo", *words]
 

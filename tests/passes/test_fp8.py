@@ -4,6 +4,7 @@ In fp64, as a number that rounds to another code is no rounding error of a sum."
 
 from __future__ import annotations
 
+from functools import cache
 from random import Random
 
 import pytest
@@ -29,7 +30,8 @@ from tests.runtime import tiny
 from .adapted import OTHER_OPS, assert_refused_of_other_ops, assert_the_same_again, traced
 from .eager_fp8 import eager_fp8
 
-MESHES = {"dp=2": "fsdp", "dp=2,tp=2": "megatron", "tp=4": "megatron_sp", "dp=4": "ddp", "x=2,y=2": None}
+MESHES = {"dp=2": "fsdp", "dp=2,tp=2": "megatron", "x=2,y=2": None}
+MORE = {"tp=4": "megatron_sp", "dp=4": "ddp"}  # by default below, with sequences of several blocks
 
 
 def _planned(captured, mesh: str, strategy: str | None):
@@ -73,15 +75,25 @@ def llama(**options):
     return tiny.llama(**(sizes | options))
 
 
+@cache
+def by_recipe(recipe: str):
+    """(a small Llama in FP8, its batch, the capture)"""
+    model, batch = llama()
+    adapt = order.checked(autopar.FP8(recipe))
+    order.attach(model, adapt, "cpu")
+    return model, batch, traced(model, batch, adapt)
+
+
 def gpt2(**options):
     return tiny.gpt2(n_layer=1, n_embd=128, **options)
 
 
 @pytest.mark.sampled(1)
+@pytest.mark.parametrize("meshes", [MESHES, MORE], ids=" ".join)
 @pytest.mark.parametrize("recipe", ["block", "tensor"])
 @pytest.mark.parametrize("build", [gpt2, llama])
-def test_models(build, recipe):
-    _check(*build(), autopar.FP8(recipe))
+def test_models(build, recipe, meshes):
+    _check(*build(), autopar.FP8(recipe), meshes=meshes)
 
 
 def test_sequences_of_several_blocks_and_uneven_batches():
@@ -122,11 +134,9 @@ def test_random_layers(seed):
 
 def test_what_is_in_the_graph():
     """One quantization of what three layers read, a weight's again in the backward, and no maximum in blocks."""
-    model, batch = llama()
     counts = {}
     for recipe in ("block", "tensor"):
-        with order.attached(model, adapt := order.checked(autopar.FP8(recipe))):
-            targets = _targets(traced(model, batch, adapt).graph)
+        targets = _targets(by_recipe(recipe)[2].graph)
         counts[recipe] = {name: targets.count(name) for name in sorted(set(targets))}
     # 7 layers; q, k, v read one tensor, gate and up another, o and down one each: 4
     products = {"fp8_linear": 7, "fp8_linear_dx": 7, "fp8_linear_dw": 7}
@@ -136,10 +146,7 @@ def test_what_is_in_the_graph():
 
 
 def test_a_largest_value_is_that_of_all_parts():
-    model, batch = llama()
-    adapt = order.checked(autopar.FP8("tensor"))
-    order.attach(model, adapt, "cpu")
-    captured = traced(model, batch, adapt)
+    model, batch, captured = by_recipe("tensor")
     step = simulate_step(captured, _planned(captured, "dp=2", "ddp"), global_values(captured, model, batch))
     parts = step.programs[0].parts
     found = [
@@ -168,16 +175,13 @@ def test_mixed_precision_lora_and_a_second_run():
 
 def test_stages_and_micro_batches():
     """Blocks lie within samples, so micro-batches have those of the whole batch; a scale of all of it is not known."""
-    adapted = {}
-    for recipe in ("block", "tensor"):
-        model, batch = llama(num_hidden_layers=2)
-        order.attach(model.double(), adapt := order.checked(autopar.FP8(recipe)), "cpu")
-        adapted[recipe] = staged.Case.of(model, batch, wide=False, adapt=adapt)
-    case = adapted["block"]
+    model, batch = llama(num_hidden_layers=2)
+    order.attach(model.double(), adapt := order.checked(autopar.FP8()), "cpu")
+    case = staged.Case.of(model, batch, wide=False, adapt=adapt)
     plan = staged.plan_of(micro_batch(case.captured, 4), mesh="pp=2,dp=2", schedule="zb_h1", strategy="fsdp")
     case.check(simulate_pipeline(case.captured, plan, case.values), "pp=2,dp=2", 1e-6)
     with pytest.raises(MicroBatchError, match="fp8_tensor needs fp8_amax"):
-        micro_batch(adapted["tensor"].captured, 2)
+        micro_batch(by_recipe("tensor")[2], 2)
 
 
 @pytest.mark.parametrize("target, words", OTHER_OPS)

@@ -14,7 +14,7 @@ from autopar.planner.solver.minimize import BeyondCutoff, Search
 from autopar.planner.spmd import mesh_search as meshes
 from autopar.planner.spmd.plan_options import PlanOptions
 from tests.planner.planning import captured, toy
-from tests.planner.test_pipeline import GPT, SMALL, check_step, trace_of
+from tests.planner.test_pipeline import GPT, check_step, trace_of
 
 # nodes of two devices; what leaves them is slow, so that gradients of all parameters cost more than a stage's
 # activations
@@ -80,7 +80,7 @@ def test_what_has_no_stages_gets_none(options):
 
 def test_what_fits_nowhere_is_refused():
     with pytest.raises(StageError, match="fit") as refused:
-        found(memory_bytes=1e5, schedule="1f1b", graph=trace_of(SMALL))
+        found(memory_bytes=1e3, schedule="1f1b", graph=captured("mlp:hidden=32,layers=4"))
     assert "more devices" in refused.value.fix
 
 

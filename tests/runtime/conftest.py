@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,3 +16,15 @@ def alone(tmp_path_factory):
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     yield init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
     dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def kept_here(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("kept")
+
+
+@pytest.fixture
+def kept(request, monkeypatch, kept_here) -> None:
+    """What a file compiles in one process is traced and lowered once, as at a user's second start."""
+    if request.node.get_closest_marker("gloo") is None:  # the server of processes would hand the folder on to them all
+        monkeypatch.setenv("AUTOPAR_CACHE", str(kept_here))

@@ -16,6 +16,8 @@ from tests.helpers import gloo
 from . import tiny
 from .parity import assert_close, device_mesh, full, planned, train
 
+pytestmark = pytest.mark.usefixtures("kept")
+
 CONFIG = dict(
     r=4, lora_alpha=12, target_modules=["q_proj", "o_proj", "down_proj", "embed_tokens"], modules_to_save=["lm_head"]
 )

@@ -17,6 +17,8 @@ from . import tiny
 from .parity import assert_close, assert_same_gradients, device_mesh, pair, planned
 from .test_outputs import Normalized
 
+pytestmark = pytest.mark.usefixtures("kept")
+
 X, Y = tiny.Regressor.batch()
 
 

@@ -24,6 +24,8 @@ from tests.helpers import gloo
 from . import tiny
 from .parity import assert_close, assert_same_gradients, device_mesh, full, pair
 
+pytestmark = pytest.mark.usefixtures("kept")
+
 
 class TwoHeads(nn.Module):
     """A loss from one head, scores from another; `also` reads a part of the parameters that the loss does not."""

@@ -16,6 +16,8 @@ from tests.helpers import gloo
 
 from .parity import assert_close, assert_same_gradients, device_mesh
 
+pytestmark = pytest.mark.usefixtures("kept")
+
 
 class Autoencoder(nn.Module):
     """x (B, 6) -> x, with methods for its halves."""

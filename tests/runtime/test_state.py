@@ -17,6 +17,8 @@ from tests.helpers import gloo
 
 from .parity import assert_close, assert_same_gradients, assert_same_values, device_mesh, pair
 
+pytestmark = pytest.mark.usefixtures("kept")
+
 
 class Stateful(nn.Module):
     """Reads attributes, a config, a global list, and leaves tensors, counters and buffers behind."""
