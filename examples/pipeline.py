@@ -21,7 +21,7 @@ SEQ, BATCH, STEPS = 64, 16, 20
 
 mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))  # (2, 4) and ("pp", "dp") for stages that are sharded
 stream = batches(BATCH, SEQ)
-source, _ = models.build("gpt:hidden=64,layers=4,heads=4,vocab=256,seq=64", batch=BATCH, seq=SEQ, device="cpu")
+source, _ = models.build("gpt:hidden=64,layers=2,heads=4,vocab=256,seq=64", batch=BATCH, seq=SEQ, device="cpu")
 model = autopar.compile(source, mesh, next(stream), schedule="1f1b", micro_batches=4)
 
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)  # of this rank's stage

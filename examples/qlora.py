@@ -23,7 +23,7 @@ SEQ, BATCH, STEPS = 32, 4, 12
 def make_folder(folder: Path) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=256, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=8,
+        vocab_size=256, hidden_size=256, intermediate_size=1024, num_hidden_layers=1, num_attention_heads=8,
         num_key_value_heads=4, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)

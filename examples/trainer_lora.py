@@ -19,7 +19,7 @@ SAMPLES, SEQ, BATCH_OF_A_RANK = 256, 64, 4
 
 torch.manual_seed(0)
 config = LlamaConfig(
-    vocab_size=256, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4, use_cache=False,
+    vocab_size=256, hidden_size=64, intermediate_size=160, num_hidden_layers=1, num_attention_heads=4, use_cache=False,
     bos_token_id=0, eos_token_id=0,
 )  # fmt: skip
 model = LlamaForCausalLM(config)
