@@ -35,6 +35,7 @@ from tests.helpers.two_tiers import two_tiers
 from .lowering import local_graphs, partial_values, random_layout, redistribution
 
 SMALL = "gpt:hidden=32,layers=2,heads=4,vocab=64,seq=16"
+SHALLOW = SMALL.replace("layers=2", "layers=1")
 LARGEST = 2**40
 aten = torch.ops.aten
 
@@ -203,7 +204,7 @@ def test_an_axis_that_leaves_its_node_is_cut_in_two():
     ("mesh", "micro_batches"), [("dp=2,tp=2", 1), ("dp=4", 1), ("pp=2,dp=2,tp=2", 2), ("pp=2,dp=4", 2)]
 )
 def test_a_plan_file_says_what_goes_by_tier(tmp_path, mesh, micro_batches):
-    *_, plan, _ = planned(mesh, "ddp", two_tiers(), micro_batches=micro_batches)
+    *_, plan, _ = planned(mesh, "ddp", two_tiers(), SHALLOW, micro_batches=micro_batches)
     axes = ("dp", "tp") if "tp" in mesh else ("dp",)
     assert [*plan.sharding.hierarchy] == [(kind, axes) for kind in STEPS]
     plan.save(tmp_path / "plan.json")
@@ -348,7 +349,7 @@ def test_on_processes(strategy, tmp_path):
     ("pp=2,dp=4", "fsdp", {"micro_batches": 2}),
 ])  # fmt: skip
 def test_gradients_are_those_of_one_device(mesh, strategy, options, batch):
-    module, inputs = build(SMALL, batch=batch, seq=16, device="cpu")
+    module, inputs = build(SHALLOW, batch=batch, seq=16, device="cpu")
     options = dict(hardware=two_tiers(), strategy=strategy, cache=kept.captures()) | options
     report = verify_model(module, inputs, mesh, **options)
     assert report.match, str(report)

@@ -16,7 +16,7 @@ from autopar.simulate.oracle import global_values
 
 from .planning import captured, make, toy
 
-GPT = "gpt:hidden=32,layers=2,heads=4,vocab=64,seq=16"
+GPT = "gpt:hidden=32,layers=1,heads=4,vocab=64,seq=16"
 LLAMA = "llama:hidden=32,layers=2,heads=4,kv_heads=4,ffn=64,vocab=64"
 MACHINE = toy(flops=1e9, memory=1e10, latency=1e-6)
 
@@ -61,7 +61,7 @@ def test_predicted_is_emitted(model, mesh, strategy, recompute):
 @pytest.mark.parametrize("shares", [(0.1, 0.5), pytest.param((0.3, 0.8), marks=pytest.mark.slow)])
 def test_what_some_blocks_recompute_is_predicted(shares, mesh="dp=2,tp=2"):
     """Limits between the plan without one and the smallest: some blocks recompute, some keep what they gathered."""
-    deep = GPT.replace("layers=2", "layers=3")
+    deep = GPT.replace("layers=1", "layers=3")
     graph, free = captured(deep, 64), make(deep, mesh, MACHINE, batch=64)
     least = make(deep, mesh, MACHINE, batch=64, strategy="fsdp", recompute="full").peak_bytes
     recomputing = 0

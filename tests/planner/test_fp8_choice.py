@@ -13,6 +13,7 @@ from autopar.errors import MicroBatchError
 from autopar.hardware.profile import load
 from autopar.models import registry
 from autopar.plans.plan import Plan
+from tests.helpers import kept
 
 AUTO = [autopar.FP8("auto")]
 H100 = load("h100")
@@ -24,7 +25,7 @@ MLP = "mlp:hidden=8192,ffn=8192,layers=2"
 def _planned(hardware, adapt=AUTO, model: str = MLP, batch: int = 512, mesh: str = "dp=2") -> Plan:
     model, inputs = registry.build(model, batch=batch, seq=16, device="meta")
     options = dict(hardware=hardware, precision="bf16", strategy="fsdp", baselines=False)
-    return api.search(model, mesh, inputs, adapt=adapt, **options).plan
+    return kept.plan(model, mesh, inputs, adapt=adapt, **options)
 
 
 def test_a_device_that_does_not_multiply_in_fp8():

@@ -11,6 +11,7 @@ from autopar.errors import InputError, MemoryInfeasibleError
 from autopar.models.registry import build
 from autopar.planner.free_batch import samples_and_tokens, with_samples
 from autopar.plans.plan import Plan
+from tests.helpers import kept
 
 MODEL = "gpt:hidden=256,layers=1,heads=4,vocab=512,seq=64"
 OPTIONS = dict(hardware="h100", precision="bf16", baselines=False, fixes=False)
@@ -18,7 +19,7 @@ OPTIONS = dict(hardware="h100", precision="bf16", baselines=False, fixes=False)
 
 def of_batch(samples: int, **options):
     model, inputs = build(MODEL, batch=samples, seq=64, device="meta")
-    return api.search(model, "dp=4", inputs, **OPTIONS, **options)
+    return api.search(model, "dp=4", inputs, cache=kept.captures(), **OPTIONS, **options)
 
 
 def test_a_call_of_other_samples_has_the_same_inputs():

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-import autopar
 from autopar import models
 from autopar.errors import StrategyError
 from autopar.hardware import load
 from autopar.plans.entries import Flops
 from autopar.plans.plan import Plan
 from autopar.utils.format import percent
+from tests.helpers import kept
 
 HIDDEN, LAYERS, VOCAB, SEQ, BATCH = 64, 3, 512, 32, 8
 MODEL = f"gpt:hidden={HIDDEN},layers={LAYERS},heads=4,vocab={VOCAB},seq={SEQ}"
@@ -26,7 +26,7 @@ FLOPS = 72 * BATCH * SEQ * LAYERS * HIDDEN**2 * (1 + SEQ / (6 * HIDDEN) + VOCAB 
 ])  # fmt: skip
 def test_model_flops_are_those_of_the_paper(mesh, options):
     model, inputs = models.build(MODEL, batch=BATCH, seq=SEQ, device="meta")
-    plan = autopar.plan(model, mesh, inputs, hardware="h100", precision="auto", baselines=False, **options)
+    plan = kept.plan(model, mesh, inputs, hardware="h100", precision="auto", baselines=False, **options)
     assert plan.precision == plan.flops.dtype == "bf16" and plan.flops.model == pytest.approx(FLOPS)
     peak = load("h100").flops_per_second["bf16"]
     assert plan.utilization == pytest.approx(FLOPS / (plan.mesh.devices * plan.step_seconds * peak))
@@ -37,14 +37,14 @@ def test_model_flops_are_those_of_the_paper(mesh, options):
 def test_a_plan_above_what_is_published_says_so():
     model, inputs = models.build(MODEL.replace("layers=3", "layers=1"), batch=BATCH, seq=SEQ, device="meta")
     hardware = replace(load("h100"), published_utilization={"bf16": 1e-9})
-    plan = autopar.plan(model, "dp=2", inputs, hardware=hardware, precision="auto", baselines=False)
+    plan = kept.plan(model, "dp=2", inputs, hardware=hardware, precision="auto", baselines=False)
     assert "above the <0.1% that is published of h100: expect less" in str(plan)
     assert "MFU" not in str(replace(plan, flops=Flops()))
 
 
 def test_auto_is_the_models_own_types_where_nothing_is_faster():
     model, inputs = models.build(MODEL.replace("layers=3", "layers=1"), batch=BATCH, seq=SEQ, device="meta")
-    plan = autopar.plan(model, "dp=2", inputs, hardware="cpu-gloo", precision="auto", baselines=False)
+    plan = kept.plan(model, "dp=2", inputs, hardware="cpu-gloo", precision="auto", baselines=False)
     assert plan.precision == plan.flops.dtype == "fp32"
     with pytest.raises(StrategyError, match="no precision 'fast' is known"):
-        autopar.plan(model, "dp=2", inputs, precision="fast")
+        kept.plan(model, "dp=2", inputs, precision="fast")

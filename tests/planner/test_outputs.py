@@ -12,6 +12,7 @@ from torch import nn
 import autopar
 from autopar.errors import MemoryInfeasibleError
 from autopar.models.output import Output
+from tests.helpers import kept
 
 ROWS, WORDS, MANY = 8, 4000, 4
 
@@ -33,7 +34,7 @@ class Words(nn.Module):
 def plan(mesh: str, memory: float | None = None, has_norm: bool = False, **options) -> autopar.Plan:
     batch = dict(x=torch.randn(ROWS * MANY, 16), labels=torch.zeros(ROWS * MANY, dtype=torch.long))
     options = dict(micro_batches=MANY, baselines=False, tile="none") | options
-    return autopar.plan(Words(has_norm), mesh, batch, hardware="cpu-gloo", memory=memory, **options)
+    return kept.plan(Words(has_norm), mesh, batch, hardware="cpu-gloo", memory=memory, **options)
 
 
 @pytest.mark.parametrize("mesh, ways", [("dp=2", 2), ("pp=2", 1), ("pp=2,dp=2", 2)])

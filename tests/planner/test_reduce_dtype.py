@@ -8,12 +8,12 @@ import math
 import pytest
 import torch
 
-import autopar
 from autopar import compiler
 from autopar.api import entry as api
 from autopar.errors import StrategyError
 from autopar.models import registry
 from autopar.simulate.compare import verify_model
+from tests.helpers import kept
 
 from ..runtime import tiny
 from .planning import make, toy
@@ -72,7 +72,8 @@ def test_predicted_is_emitted(mesh, strategy, precision):
 @pytest.mark.parametrize("options", [dict(solver="ilp"), {}])
 def test_the_search_pays_what_the_plan_says(options):
     model, inputs = tiny.own(LLAMA.replace("layers=2", "layers=1"))
-    planned = api.search(model, "dp=4", inputs, reduce_dtype="bf16", hardware="cpu-gloo", baselines=False, **options)
+    planned = api.search(model, "dp=4", inputs, reduce_dtype="bf16", hardware="cpu-gloo", baselines=False,
+                         cache=kept.captures(), **options)  # fmt: skip
     assert math.isclose(planned.plan.step_seconds, planned.evaluation.seconds) and planned.plan.gap < 0.01
 
 
@@ -99,9 +100,9 @@ def test_a_simulated_step_is_that_of_one_device_but_for_rounding(mesh, options, 
 def test_names():
     model, inputs = tiny.own("mlp:hidden=16,layers=1")
     call = dict(mesh="dp=2", example_inputs=inputs, baselines=False)
-    plans = [autopar.plan(model, reduce_dtype=d, **call) for d in (None, torch.bfloat16, "bfloat16", "fp16")]
+    plans = [kept.plan(model, reduce_dtype=d, **call) for d in (None, torch.bfloat16, "bfloat16", "fp16")]
     assert [p.reduce_dtype for p in plans] == [None, "bf16", "bf16", "fp16"]
     assert [f"gradients reduced in {p.reduce_dtype}, " in str(p) for p in plans] == [False, True, True, True]
     for wrong in ("fp32", torch.float32, "fp8"):
         with pytest.raises(StrategyError, match="fp8|cannot be reduced in(.|\n)*use bf16 or fp16"):
-            autopar.plan(model, reduce_dtype=wrong, **call)
+            kept.plan(model, reduce_dtype=wrong, **call)

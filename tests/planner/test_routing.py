@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 from autopar import compiler
@@ -20,8 +22,13 @@ from tests.planner.planning import toy
 from tests.simulate.test_experts import HIDDEN, Mixture, inputs
 
 
+@cache
+def captured_of(active: int):
+    return compiler.trace(Mixture(8, active), inputs(64))
+
+
 def planned(load: float, mesh: str = "ep=4", active: int = 2) -> Plan:
-    captured = compiler.trace(Mixture(8, active), inputs(64))
+    captured = captured_of(active)
     options = PlanOptions(toy(link=1e8), strategy="expert", baselines=False, expert_load=load)
     return make_plan(captured, Mesh.parse(mesh), options)
 
@@ -57,7 +64,7 @@ def test_what_the_text_says_and_the_file_keeps():
 
 
 def test_plans_without_owners_say_nothing():
-    captured = compiler.trace(Mixture(8, 2), inputs(64))
+    captured = captured_of(2)
     plan = make_plan(captured, Mesh.parse("dp=4"), PlanOptions(toy(), strategy="ddp", baselines=False))
     assert plan.routing is None and "experts:" not in str(plan)
     assert load_of_rows(Layout((("dp",), ())), plan.mesh, 2.0) == 1.0

@@ -10,13 +10,14 @@ import torch
 import autopar
 from autopar.cli.main import main
 from autopar.models import registry
+from tests.helpers import kept
 
 MODEL = "gpt:hidden=32,layers=1,heads=4,vocab=64,seq=16"
 
 
 def plan(mesh: str, dtype, **options) -> autopar.Plan:
     model, inputs = registry.build(MODEL, batch=8, seq=16, device="meta")
-    return autopar.plan(model, mesh, inputs, hardware="h100", baselines=False, state_dtype=dtype, **options)
+    return kept.plan(model, mesh, inputs, hardware="h100", baselines=False, state_dtype=dtype, **options)
 
 
 @pytest.mark.sampled(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -21,8 +22,13 @@ from autopar.planner.spmd.plan_options import PlanOptions
 from tests.helpers import whole_batch
 
 
+@cache
+def captured_of(loss: str, samples: int):
+    return compiler.trace(whole_batch.Pairs(loss), whole_batch.pairs(samples))
+
+
 def _planned(loss: str, samples: int, **asked):
-    captured = compiler.trace(whole_batch.Pairs(loss), whole_batch.pairs(samples))
+    captured = captured_of(loss, samples)
     options = PlanOptions(load("cpu-gloo"), baselines=False)
     return plan_pipeline(captured, Mesh.parse("pp=2,dp=2"), options, **asked)
 
@@ -30,7 +36,7 @@ def _planned(loss: str, samples: int, **asked):
 @pytest.mark.parametrize("samples", [8, 64, 256])
 def test_the_bytes_of_a_tail_of_pairs(samples):
     """It reads two embeddings of four numbers a sample, and holds three or four matrices of all pairs at once."""
-    captured = compiler.trace(whole_batch.Pairs("clip"), whole_batch.pairs(samples))
+    captured = captured_of("clip", samples)
     tail = micro_batch(captured, 2).tail
     cost = tail_cost(tail, ComputeCost(load("cpu-gloo")), Mesh.parse("dp=2"))
     matrix, read = 4 * samples**2, 3 * 4 * 4 * samples + 4
@@ -40,7 +46,7 @@ def test_the_bytes_of_a_tail_of_pairs(samples):
 
 def test_the_seconds_of_a_tail_grow_with_its_pairs():
     def seconds(samples: int) -> float:
-        captured = compiler.trace(whole_batch.Pairs("siglip"), whole_batch.pairs(samples))
+        captured = captured_of("siglip", samples)
         tail = micro_batch(captured, 2).tail
         return tail_cost(tail, ComputeCost(load("cpu-gloo")), Mesh.parse("dp=2")).seconds
 
@@ -67,7 +73,7 @@ def test_every_rank_waits_for_the_tail_and_the_last_one_holds_it():
 
 def test_the_planner_chooses_among_schedules_that_can():
     """Without a number of micro-batches too; with one of them, each schedule can."""
-    captured = compiler.trace(whole_batch.Pairs("siglip"), whole_batch.pairs(16))
+    captured = captured_of("siglip", 16)
     mesh, options, kinds = Mesh.parse("pp=2,dp=2"), PlanOptions(load("cpu-gloo")), kinds_of("auto", None)
     tried = {n: PipelineSearch(captured, n, mesh, options, "pairs", kinds, lambda text: None) for n in (1, 4)}
     assert tried[1].kinds == kinds and tried[4].kinds == [("gpipe", 1)]

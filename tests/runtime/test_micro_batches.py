@@ -72,7 +72,7 @@ def device_count(mesh: str) -> int:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("model, mesh, many, strategy", [
-    ("gpt2-tiny", "dp=2,tp=2", 4, None), ("gpt2-tiny", "dp=2", 3, "zero2"), ("llama-tiny", "dp=4", 2, "fsdp"),
+    ("gpt2-tiny:layers=1", "dp=2,tp=2", 4, None), ("gpt2-tiny", "dp=2", 3, "zero2"), ("llama-tiny", "dp=4", 2, "fsdp"),
     ("moe-tiny", "dp=2", 2, None), ("vit-tiny", "dp=2", 2, "ddp"),
 ])  # fmt: skip
 def test_what_is_priced_is_sent(model, mesh, many, strategy):
