@@ -6,6 +6,7 @@ The tests need `pip install lightning`, and are skipped without it.
 from __future__ import annotations
 
 import importlib.util
+import os
 
 import pytest
 import torch
@@ -78,6 +79,7 @@ def _on_autopar(rank: int, mesh: str, inputs: str, options: dict, folder) -> tup
     sampler = DistributedSampler(data, parts, devices.get_local_rank(0), shuffle=False) if parts > 1 else None
     loader = DataLoader(data, BATCH // parts, sampler=sampler)
     found = []
+    os.environ["AUTOPAR_CACHE"] = str(folder.parent / "cache")  # the second run finds what the first one has traced
     for checkpoint, epochs in ((None, EPOCHS), (folder / "last.ckpt", EPOCHS + 1)):  # the second one goes on
         model = autopar.compile(_net(), devices, data[: BATCH // parts][0], inputs=inputs, **options)
         module = _module(model)

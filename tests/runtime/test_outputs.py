@@ -19,6 +19,8 @@ from tests.helpers import gloo
 from . import tiny
 from .parity import assert_close, assert_same_gradients, device_mesh, full, pair, planned
 
+pytestmark = pytest.mark.usefixtures("kept")
+
 Point = namedtuple("Point", "y total")
 
 

@@ -172,14 +172,11 @@ def test_adapters_in_stages(mesh, ranks):
 
 
 def _refusals(rank: int) -> bool:
-    model, batch = tiny.gpt2(n_layer=1)
-    mesh = device_mesh("pp=2")
-    without = {"input_ids": batch["input_ids"]}
+    mesh, (x, target) = device_mesh("pp=2"), tiny.Regressor.batch(4)
     with pytest.raises(StageError, match="scalar loss"):
-        autopar.compile(model, mesh, without)
-    model, batch = tiny.gpt2(n_layer=1)
+        autopar.compile(tiny.Regressor(), mesh, (x,))
     with pytest.raises(MicroBatchError, match="a batch of 4"):
-        autopar.compile(model, mesh, batch, micro_batches=5)
+        autopar.compile(tiny.Regressor(loss=True), mesh, dict(x=x, target=target), micro_batches=5)
     return True
 
 

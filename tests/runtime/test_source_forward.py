@@ -20,6 +20,8 @@ from tests.helpers import gloo
 
 from .parity import assert_close, assert_same_gradients, device_mesh
 
+pytestmark = pytest.mark.usefixtures("kept")
+
 SCALE = 1.0
 
 
