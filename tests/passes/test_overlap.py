@@ -22,8 +22,8 @@ from autopar.simulate.oracle import global_values
 from tests.helpers import gloo
 from tests.helpers.allocations import training_step
 
-GPT = "gpt:hidden=32,layers=3,heads=2,vocab=64,seq=16"
-LLAMA = "llama:hidden=32,layers=3,heads=4,kv_heads=2,ffn=48,vocab=60"
+GPT = "gpt:hidden=32,layers=2,heads=2,vocab=64,seq=16"
+LLAMA = "llama:hidden=32,layers=2,heads=4,kv_heads=2,ffn=48,vocab=60"
 CASES = [
     (GPT, "dp=2", "ddp", {}), (GPT, "dp=2,tp=2", "fsdp", {}), (LLAMA, "dp=2,tp=2", "megatron_sp", {}),
     (LLAMA, "dp=2", "zero1", {"precision": "bf16"}), (LLAMA, "dp=2", "fsdp", {"recompute": "full"}),

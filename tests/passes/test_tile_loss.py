@@ -19,6 +19,7 @@ from autopar.plans.tiled import TiledRegion
 from autopar.rules.loss_regions import loss_regions, unmade_outputs
 from autopar.simulate.oracle import global_values
 from autopar.simulate.step import plan_and_capture, simulate_step
+from tests.helpers import kept
 
 CPU = dict(hardware="cpu-gloo", baselines=False)
 
@@ -144,7 +145,7 @@ def large():
 
 
 def large_plan(large, **options) -> Plan:
-    return api.plan(large[0], "dp=2", large[1], hardware="h100", precision="bf16", baselines=False, **options)
+    return kept.plan(large[0], "dp=2", large[1], hardware="h100", precision="bf16", baselines=False, **options)
 
 
 def test_it_is_chosen_where_memory_is_short(large):

@@ -10,14 +10,15 @@ import pytest
 import autopar
 from autopar import models
 from autopar.errors import PlanFormatError, StrategyError
+from tests.helpers import kept
 
-MODEL = "llama:hidden=1024,layers=2,heads=8,kv_heads=8,ffn=2048,vocab=512"
+MODEL = "llama:hidden=1024,layers=1,heads=8,kv_heads=8,ffn=2048,vocab=512"
 
 
 @functools.cache
 def planned(execution: str) -> autopar.Plan:
     model, inputs = models.build(MODEL, batch=8, seq=1024)
-    return autopar.plan(model, "dp=2,tp=2", inputs, execution=execution, baselines=False, strategy="megatron")
+    return kept.plan(model, "dp=2,tp=2", inputs, execution=execution, baselines=False, strategy="megatron")
 
 
 def test_compiled_graphs_fuse_and_hide_launches():
