@@ -46,15 +46,14 @@ def _check(model, batch, *adapt, meshes=MESHES):
     expected = gradients(eager)
     captured = traced(model, batch, adapt)
     values = global_values(captured, model, batch)
+    ranges, one = observed(eager), one_device_step(captured, values).buffers
     for mesh, strategy in meshes.items():
         step = simulate_step(captured, _planned(captured, mesh, strategy), values)
         assert _error(step.loss, loss) < 1e-6
         assert step.gradients.keys() == expected.keys()
         assert max(_error(step.gradients[n], expected[n]) for n in expected) < 1e-5, mesh
-        ranges = observed(eager)
         assert step.buffers.keys() == ranges.keys()
         assert all(_error(step.buffers[n], ranges[n]) < 1e-6 for n in ranges)
-        one = one_device_step(captured, values).buffers
         assert all(torch.equal(step.buffers[n].float(), one[n].float()) for n in ranges)
     return step
 

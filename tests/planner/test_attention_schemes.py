@@ -154,7 +154,7 @@ def test_explanations_price_the_other_schemes(searched, golden):
 
 def test_schemes_without_a_plan_say_why():
     explanation = autopar.explain(llama(), "attention", "cp=16", inputs(), strategy="all_gather_kv", alternatives=1,
-                                  hardware="cpu-gloo")  # fmt: skip
+                                  hardware="cpu-gloo", cache=kept.captures())  # fmt: skip
     (without,) = [row for row in explanation.schemes if row.note]
     assert "8 of queries and 2 of keys" in without.note and f"  {without.text}: " in str(explanation)
 

@@ -14,6 +14,8 @@ from tests.helpers.mixture import Mixture
 from . import tiny
 from .parity import device_mesh, full, planned, train
 
+pytestmark = pytest.mark.usefixtures("kept")
+
 STATIC = dict(activations="int8", activation_granularity="per_tensor")
 
 
