@@ -27,4 +27,5 @@ def captures() -> CompileCache:
 
 
 def plan(model, mesh, example_inputs, **options) -> Plan:
+    """Plan as `autopar.plan` does."""
     return api.search(model, mesh, example_inputs, cache=captures(), **options).plan

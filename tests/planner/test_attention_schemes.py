@@ -127,8 +127,8 @@ def test_attention_that_stays_written_out_is_listed(strategy):
 
 @pytest.fixture(scope="module")
 def searched():
-    return api.search(*built(), hardware="h100", strategy="ring+zero1", name="llama", baselines=True,
-                      cache=kept.captures())  # fmt: skip
+    options = dict(hardware="h100", strategy="ring+zero1", name="llama", baselines=True)
+    return api.search(*built(), **options, cache=kept.captures())
 
 
 def built():

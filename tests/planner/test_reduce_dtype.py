@@ -72,8 +72,8 @@ def test_predicted_is_emitted(mesh, strategy, precision):
 @pytest.mark.parametrize("options", [dict(solver="ilp"), {}])
 def test_the_search_pays_what_the_plan_says(options):
     model, inputs = tiny.own(LLAMA.replace("layers=2", "layers=1"))
-    planned = api.search(model, "dp=4", inputs, reduce_dtype="bf16", hardware="cpu-gloo", baselines=False,
-                         cache=kept.captures(), **options)  # fmt: skip
+    options = options | dict(reduce_dtype="bf16", hardware="cpu-gloo", baselines=False, cache=kept.captures())
+    planned = api.search(model, "dp=4", inputs, **options)
     assert math.isclose(planned.plan.step_seconds, planned.evaluation.seconds) and planned.plan.gap < 0.01
 
 

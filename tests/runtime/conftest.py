@@ -25,6 +25,6 @@ def kept_here(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def kept(request, monkeypatch, kept_here) -> None:
-    """What a file compiles in one process is traced and lowered once, as at a user's second start."""
+    """Trace and lower once what a file compiles several times in one process, as at a user's second start."""
     if request.node.get_closest_marker("gloo") is None:  # the server of processes would hand the folder on to them all
         monkeypatch.setenv("AUTOPAR_CACHE", str(kept_here))

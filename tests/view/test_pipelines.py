@@ -29,8 +29,8 @@ MODEL = "gpt:hidden=32,layers=2,heads=4,vocab=64,seq=16"
 @pytest.fixture(scope="module")
 def planned():
     model, inputs = build(MODEL, batch=8, seq=16)
-    return api.search(model, "pp=2,dp=2", inputs, hardware="cpu-gloo", name="gpt <2>", schedule="1f1b", micro_batches=4,
-                      baselines=False)  # fmt: skip
+    options = dict(hardware="cpu-gloo", name="gpt <2>", schedule="1f1b", micro_batches=4, baselines=False)
+    return api.search(model, "pp=2,dp=2", inputs, **options)
 
 
 @pytest.fixture(scope="module")
