@@ -14,7 +14,7 @@ from autopar.frontend.fake_parameters import forms_of
 from autopar.ir.graph import fingerprint, output_node
 from tests.helpers import whole_batch
 
-DEPTH = 8
+DEPTH = 9
 
 
 def huggingface(name: str):
