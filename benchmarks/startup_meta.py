@@ -47,7 +47,7 @@ def start(args) -> None:
     else:
         options = ASKED | dict(
             optimizer="adamw", reduce_dtype=None, state_dtype=None, strategy=None, pin=None, strict=False,
-            micro_batches=None, offload="none", schedule="auto", stages_per_rank=None, baselines=False, tile="loss",
+            micro_batches=None, offload="none", schedule="auto", stages_per_rank=None, baselines=False, tile="auto",
         )  # fmt: skip
         device_mesh = init_device_mesh("cpu", mesh.sizes, mesh_dim_names=mesh.names)
         times = [time.process_time()]
