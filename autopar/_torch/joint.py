@@ -30,10 +30,11 @@ def joint_graph(
     input index), ("mutation", name of a parameter or buffer), ("input_mutation", input index)."""
     table = decomposition_table() | decompositions
     # with mkldnn an LSTM layer would be one op that takes whole tensors only and is there on CPUs only
-    with _without_mkldnn(), _without_linalg_checks(), torch.enable_grad(), no_autocast():
-        try:
+    with _without_mkldnn(), _without_linalg_checks(), no_autocast():
+        # torch's trace takes more, and raises the errors that are told to users
+        with contextlib.suppress(Exception), torch.enable_grad():
             return recorded_joint(module, inputs, table)
-        except Exception:  # torch's trace takes more, and raises the errors that are told to users
+        with torch.enable_grad():  # a forward that could not be recorded to its end may have switched gradients off
             return traced_joint(module, inputs, table)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from autopar import models
 from autopar._torch import joint, recording
 from autopar.compiler import trace
-from autopar.ir.graph import renumbered
+from autopar.ir.graph import output_node, renumbered
 from tests.runtime import tiny
 
 MODELS = {
@@ -79,6 +79,37 @@ def test_a_write_is_in_the_gradients(part, monkeypatch):
     assert bool(traced) == part
     loss, gradient = captured.graph_module(model.weight.detach(), x, torch.ones(()))
     torch.testing.assert_close((loss, gradient), (model(x).detach(), model.weight.grad))
+
+
+class WritesWithoutGradients(nn.Module):
+    """Ends where gradients are off, with a write to a part of a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.register_buffer("seen", torch.zeros(3, 4))
+
+    def forward(self, x):
+        y = x @ self.weight.t()
+        loss = (y * self.seen.clone()).sum() + y.sin().sum()
+        with torch.no_grad():
+            self.seen[:, ::2] = y[:, ::2]
+        return loss
+
+
+def test_gradients_are_on_again_where_a_recording_ended():
+    """A recording that ends inside of `no_grad` leaves torch's trace as it was."""
+    torch.manual_seed(0)
+    model, x = WritesWithoutGradients(), torch.randn(3, 4)
+    captured = trace(model, (x,))
+    seen = model.seen.clone()
+    model(x).backward()
+    given = {"parameter": model.weight.detach(), "buffer": seen, "input": x, "tangent": torch.ones(())}
+    leaves = [node.meta["role"].kind for node in captured.graph.nodes if node.op == "placeholder"]
+    found = captured.graph_module(*(given[kind] for kind in leaves))
+    roles = output_node(captured.graph).meta["roles"]
+    gradients = [value for value, role in zip(found, roles) if role.kind == "gradient"]
+    torch.testing.assert_close(gradients, [model.weight.grad])
 
 
 def test_a_recorder_is_freed(monkeypatch):
