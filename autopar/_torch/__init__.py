@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from .compiling import compiler_errors, in_given_order
-from .fakes import fake_mode, fake_tensor, fake_twin, is_fake
+from .fakes import fake_mode, fake_tensor, fake_twin, is_fake, storage_key, weak_storage
 from .gradient_hooks import total_norm_through, unscale_through
 from .groups import broadcasts, default_store, group_of, set_group_timeout
 from .joint import joint_graph
@@ -41,7 +41,7 @@ from .tracing import (
 
 __all__ = [
     "total_norm_through", "unscale_through", "broadcasts", "default_store", "group_of", "set_group_timeout",
-    "fake_mode", "fake_tensor", "fake_twin", "is_fake", "joint_graph",
+    "fake_mode", "fake_tensor", "fake_twin", "is_fake", "storage_key", "weak_storage", "joint_graph",
     "compiler_errors", "in_given_order", "TorchDispatchMode", "tree_flatten", "tree_map", "tree_unflatten",
     "no_autocast", "without_dispatch_modes", "OpenSizes", "export_open", "open_mode", "open_sizes", "plain_size",
     "run_open", "size_of", "as_if_eager", "as_if_exported", "functionalized", "hooks_of_all_modules", "lazy_code",
@@ -50,18 +50,6 @@ __all__ = [
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
-
-
-def storage_key(tensor: torch.Tensor) -> int:
-    """Return a number that is equal for tensors in the same memory, while they live."""
-    return tensor.untyped_storage()._cdata
-
-
-def weak_storage(tensor: torch.Tensor) -> object:
-    """Return what keeps the `storage_key` of a tensor from being given to another, and does not keep its memory."""
-    from torch.multiprocessing.reductions import StorageWeakRef
-
-    return StorageWeakRef(tensor.untyped_storage())
 
 
 def graph_module(root, graph: fx.Graph, name: str = "GraphModule") -> fx.GraphModule:

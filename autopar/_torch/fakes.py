@@ -1,4 +1,5 @@
-"""Torch's private interfaces to fake tensors: those that have shapes and dtypes but no storage.
+"""Torch's private interfaces to fake tensors, which have shapes and dtypes but no values, and to the memory that
+tensors share.
 
 Written for torch >= 2.11, < 2.16.
 """
@@ -45,3 +46,15 @@ def is_fake(tensor: object) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(tensor, FakeTensor)
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return a number that is equal for tensors in the same memory, while they live."""
+    return tensor.untyped_storage()._cdata
+
+
+def weak_storage(tensor: torch.Tensor) -> object:
+    """Return what keeps the `storage_key` of a tensor from being given to another, and does not keep its memory."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    return StorageWeakRef(tensor.untyped_storage())

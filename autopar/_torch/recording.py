@@ -17,7 +17,7 @@ from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from .fakes import fake_twin, is_fake
+from .fakes import fake_twin, is_fake, storage_key
 
 aten = torch.ops.aten
 _META = ("stack_trace", "nn_module_stack")
@@ -68,7 +68,7 @@ class Recorder(TorchDispatchMode):
 
     def is_of_leaf(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor lies in the memory of a leaf."""
-        return any(id(leaf.tensor) in self._in_storage[_storage(tensor)] for leaf in self.leaves)
+        return any(id(leaf.tensor) in self._in_storage[storage_key(tensor)] for leaf in self.leaves)
 
     def node(self, tensor: torch.Tensor) -> fx.Node:
         """Return the node of a tensor that was seen; a plain tensor is a constant. Raises NotRecorded for others."""
@@ -141,7 +141,7 @@ class Recorder(TorchDispatchMode):
         plain, written = _without_write(function), args[0] if args else None
         if plain is None or not isinstance(written, torch.Tensor) or id(written) not in self._nodes:
             raise NotRecorded(f"there is no op without a write for {function}")
-        if len(self._in_storage[_storage(written)]) > 1:
+        if len(self._in_storage[storage_key(written)]) > 1:
             raise NotRecorded(f"{function} writes to a tensor of which there are views")
         value = self._call(plain, args, kwargs)
         if (value.shape, value.dtype) != (written.shape, written.dtype):
@@ -166,7 +166,7 @@ class Recorder(TorchDispatchMode):
         node.meta.update(self.meta, val=_detached(tensor))
         self._nodes[id(tensor)] = node
         self._seen.append(tensor)
-        self._in_storage[_storage(tensor)].add(id(tensor))
+        self._in_storage[storage_key(tensor)].add(id(tensor))
         return node
 
 
@@ -190,10 +190,6 @@ class RecordedForward(fx.Interpreter):
             if isinstance(value, torch.Tensor) and value.grad_fn is not None:
                 self.recorder.mark(value.grad_fn)
         return found
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def _detached(value: object) -> object:
