@@ -1,13 +1,15 @@
 """Train for hours on processes of which one has a fault every minute, and count what was not as it should be.
 
-    OMP_NUM_THREADS=1 python benchmarks/soak.py [--minutes 120] [--every 60] [--seed 0]
+    OMP_NUM_THREADS=1 python benchmarks/soak.py [--minutes 120] [--every 60] [--pause 0] [--nodes 1] [--seed 0]
 
 Four ranks train a GPT on dp=2,tp=2 and save every 20 steps, every other time while the training goes on. Kinds of
 faults take turns, each of a random rank at a random moment: what ends a run is started again from the newest whole
 checkpoint. A fault is "right" if every survivor raised the right error about the right rank (or none where the run
 goes on), all processes ended, and every loss has the bits that the first run through that step gave it. "ended":
 seconds from the fault until the last process was gone, at the most; the limit of a collective is 5 s. Memory and file
-descriptors are those of the processes after 30 steps and at the end of their lives.
+descriptors are those of the processes after 30 steps and at the end of their lives. --pause: seconds that each step
+waits, as for data, so that the machine does other work beside. --nodes 2: two ranks in each of two network namespaces
+(which needs root and iproute2), and two kinds of faults more.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import tempfile
 import time
 import warnings
 from collections import defaultdict
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +40,7 @@ import autopar
 from autopar import models
 from autopar.errors import CheckpointError
 from tests.helpers import gloo
+from tests.helpers.two_nodes import TwoNodes
 
 MESH, WORLD, MODEL = "dp=2,tp=2", 4, "gpt2-tiny"
 SAVED_EVERY, CHECKED_EVERY, SETTLED = 20, 5, 30  # steps
@@ -53,11 +57,14 @@ KINDS = {  # the error of all survivors, "" where the run goes on; whether it na
     "differ": (APART, True, "a parameter of one rank changes"),
     "nan": ("NotFiniteError", False, "a parameter becomes NaN"),
     "disk": ("", False, "no room on the disk for two saves"),
+    "node": (DIED, True, "SIGKILL of both ranks of a node"),
+    "cable": (LATE, True, "the link between the nodes is cut"),
 }
 DEADLY = ("kill", "save", "damage", "raise")  # to the rank itself
+OF_NODES = ("node", "cable")
 
 
-def _train(rank: int, folder: str, life: int, plan: autopar.Plan) -> None:
+def _train(rank: int, folder: str, life: int, plan: autopar.Plan, pause: float, nodes: TwoNodes | None) -> None:
     """Run one rank from the newest checkpoint until something goes wrong."""
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -68,7 +75,8 @@ def _train(rank: int, folder: str, life: int, plan: autopar.Plan) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     os.dup2(os.open(f"{folder}/stderr-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store-{life}", rank=rank, world_size=WORLD)
+    store = f"file://{folder}/store-{life}" if nodes is None else nodes.enter(rank, life)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     source, batch = models.build(MODEL, batch=4, seq=16, device="cpu", seed=0)
@@ -81,6 +89,7 @@ def _train(rank: int, folder: str, life: int, plan: autopar.Plan) -> None:
             step = autopar.load_checkpoint(root, model, optimizer).step
         while True:
             step += 1
+            time.sleep(pause)
             ids = torch.randint(0, vocab, batch["input_ids"].shape, generator=torch.Generator().manual_seed(step))
             if files.before(step):
                 model(input_ids=ids, labels=ids)  # without a backward
@@ -172,6 +181,10 @@ class Faults:
             (self.folder / f"held-{self.rank}").write_text(repr((*self.settled, *_held())))
 
 
+def _node(rank: int) -> int:
+    return rank // (WORLD // 2)
+
+
 def _held() -> tuple[int, int]:
     """Return the resident bytes and open file descriptors of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -190,8 +203,9 @@ class Fault:
 class Soak:
     """Holds a run that is started again and again in one folder."""
 
-    def __init__(self, folder: Path, seed: int):
+    def __init__(self, folder: Path, seed: int, pause: float, nodes: TwoNodes | None):
         self.folder, self.rng, self.life = folder, random.Random(seed), 0
+        self.pause, self.nodes = pause, nodes
         source, batch = models.build(MODEL, batch=4, seq=16, device="cpu", seed=0)
         self.plan = autopar.plan(source, MESH, batch, hardware="cpu-gloo", strategy="megatron", baselines=False)
         self.context = multiprocessing.get_context("forkserver")
@@ -204,8 +218,8 @@ class Soak:
         self.life += 1
         for order in self.folder.glob("fault-*"):
             order.unlink()
-        arguments = [(rank, str(self.folder), self.life, self.plan) for rank in range(WORLD)]
-        self.processes = [self.context.Process(target=_train, args=a, daemon=True) for a in arguments]
+        arguments = (str(self.folder), self.life, self.plan, self.pause, self.nodes)
+        self.processes = [self.context.Process(target=_train, args=(r, *arguments), daemon=True) for r in range(WORLD)]
         for process in self.processes:
             process.start()
 
@@ -229,11 +243,17 @@ class Soak:
     def fault(self, kind: str) -> Fault:
         """Let a random rank have a fault, and see what comes of it."""
         victim, (error, names_it, _) = self.rng.randrange(WORLD), KINDS[kind]
-        unequal, process = self.unequal, self.processes[victim]
+        unequal, process, named = self.unequal, self.processes[victim], {victim}
         if kind == "pause":
             os.kill(process.pid, signal.SIGSTOP)
             time.sleep(2)
             os.kill(process.pid, signal.SIGCONT)
+        elif kind in OF_NODES:
+            named = {rank for rank in range(WORLD) if _node(rank) == _node(victim)}
+            if kind == "cable":
+                self.nodes.link("down")
+            for rank in named if kind == "node" else ():
+                self.processes[rank].kill()
         else:
             word = "kill" if kind == "damage" else kind
             (self.folder / "order").write_text(word)
@@ -243,7 +263,8 @@ class Soak:
             if kind == "disk" and not wrong:
                 wrong = self._after_full_disk()
             return Fault(kind, 0.0, wrong or self._unequal_since(unequal))
-        survivors = [p for rank, p in enumerate(self.processes) if rank != victim or kind in ("differ", "nan", "skip")]
+        of_all = kind in ("differ", "nan", "skip", "cable")  # who says something
+        survivors = [p for rank, p in enumerate(self.processes) if of_all or rank not in (named if names_it else ())]
         end, order = time.monotonic() + END_SECONDS + 60, self.folder / f"fault-{victim}"
         while time.monotonic() < end and (order.exists() or (kind in DEADLY and process.is_alive())):
             time.sleep(0.02)
@@ -254,7 +275,8 @@ class Soak:
         wrong = "a survivor did not end" if any(p.is_alive() for p in survivors) else ""
         for rank, process in enumerate(self.processes):
             if process in survivors and not wrong:
-                wrong = self._said_wrong(rank, error, victim if names_it else None)
+                apart = {r for r in range(WORLD) if _node(r) != _node(rank)}
+                wrong = self._said_wrong(rank, error, apart if kind == "cable" else named if names_it else None)
         self.stop()
         if kind in ("differ", "nan"):  # steps after it and before a check had wrong numbers
             self.read = len(Path(self.folder, "losses").read_text().splitlines())
@@ -267,13 +289,13 @@ class Soak:
             wrong = wrong or "the run did not start again"
         return Fault(kind, seconds, wrong or self._unequal_since(unequal))
 
-    def _said_wrong(self, rank: int, error: str, victim: int | None) -> str:
+    def _said_wrong(self, rank: int, error: str, named: set[int] | None) -> str:
         file = self.folder / f"error-{self.life}-{rank}"
         if not file.exists():
             return f"rank {rank} said nothing"
         kind, ranks, text = ast.literal_eval(file.read_text())
-        if kind != error or (victim is not None and tuple(ranks) != (victim,)):
-            return f"of rank {victim}, rank {rank} said {kind}: {text.splitlines()[0]}"
+        if kind != error or (named is not None and not {*ranks} <= named):
+            return f"of {named}, rank {rank} said {kind}: {text.splitlines()[0]}"
         return ""
 
     def _after_full_disk(self) -> str:
@@ -292,9 +314,27 @@ class Soak:
             process.join()
             process.close()
         self.processes = []
+        if self.nodes is not None:
+            self.nodes.link("up")
         for file in self.folder.glob("held-*"):
             self.held.append(ast.literal_eval(file.read_text()))
             file.unlink()
+
+
+def _run(soak: Soak, kinds: list[str], rows: dict[str, list[Fault]], seconds: float, every: float) -> None:
+    end = time.monotonic() + seconds
+    soak.start()
+    assert soak.wait_for_steps(SETTLED), (soak.folder / "stderr-0").read_text()[-2000:]
+    while time.monotonic() < end:
+        start = time.monotonic()
+        kind = kinds[sum(map(len, rows.values())) % len(kinds)]
+        rows[kind].append(fault := soak.fault(kind))
+        print(f"{kind}: {fault.wrong or 'right'}, {fault.seconds:.1f} s", file=sys.stderr, flush=True)
+        if fault.wrong == "the run did not go on":
+            soak.stop()
+            soak.start()
+            soak.wait_for_steps(SETTLED)
+        time.sleep(max(0.0, min(start + every, end) - time.monotonic()))
 
 
 def main() -> None:
@@ -302,28 +342,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=120)
     parser.add_argument("--every", type=float, default=60, help="seconds from one fault to the next")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds that each step waits before")
+    parser.add_argument("--nodes", type=int, choices=(1, 2), default=1)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     warnings.simplefilter("ignore")
-    folder = Path(tempfile.mkdtemp(prefix="autopar-soak-"))
-    soak, rows, kinds = Soak(folder, args.seed), defaultdict(list), [*KINDS]
-    before, end = _held(), time.monotonic() + 60 * args.minutes
-    try:
-        soak.start()
-        assert soak.wait_for_steps(SETTLED), (folder / "stderr-0").read_text()[-2000:]
-        while time.monotonic() < end:
-            start = time.monotonic()
-            kind = kinds[sum(map(len, rows.values())) % len(kinds)]
-            rows[kind].append(fault := soak.fault(kind))
-            print(f"{kind}: {fault.wrong or 'right'}, {fault.seconds:.1f} s", file=sys.stderr, flush=True)
-            if fault.wrong == "the run did not go on":
-                soak.stop()
-                soak.start()
-                soak.wait_for_steps(SETTLED)
-            time.sleep(max(0.0, min(start + args.every, end) - time.monotonic()))
-    finally:
-        soak.stop()
-        shutil.rmtree(folder, ignore_errors=True)
+    kinds = [kind for kind in KINDS if kind not in OF_NODES or args.nodes == 2]
+    folder, before, rows = Path(tempfile.mkdtemp(prefix="autopar-soak-")), _held(), defaultdict(list)
+    with TwoNodes(WORLD) if args.nodes == 2 else nullcontext() as nodes:
+        soak = Soak(folder, args.seed, args.pause, nodes)
+        try:
+            _run(soak, kinds, rows, 60 * args.minutes, args.every)
+        finally:
+            soak.stop()
+            shutil.rmtree(folder, ignore_errors=True)
     print(f"{args.minutes:g} minutes, a fault every {args.every:g} s at least, {soak.read} steps in {soak.life} lives")
     print(f"{'fault':8s}{'number':>7s}{'right':>7s}{'ended':>9s}   what happens")
     for kind, found in rows.items():
