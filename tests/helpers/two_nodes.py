@@ -8,7 +8,7 @@ import subprocess
 
 
 class TwoNodes:
-    """Holds two network namespaces with a link between, each of which has half of the `ranks`. Needs root and iproute2."""
+    """Holds two network namespaces with a link between, half of the `ranks` in each. Needs root and iproute2."""
 
     ADDRESSES = ("10.78.0.1", "10.78.0.2")
 
