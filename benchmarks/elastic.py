@@ -29,6 +29,7 @@ from safetensors.torch import load_file
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from autopar import models
+from tests.cli.command import ranks_of
 
 MODEL, STEPS, EVERY = "gpt2-tiny", 40, 15
 CASES = [("dp=8", "ddp"), ("dp=4,tp=2", "megatron"), ("inter=2,dp=4", "hsdp"), ("dp=8", "zero1"), ("pp=2,dp=4", None)]
@@ -83,12 +84,6 @@ def train(mesh: str, strategy: str | None, folder: Path, kill: int = 0, at: int 
     if process.returncode:
         raise RuntimeError(f"{mesh} {strategy} ended with {process.returncode}: {run.said[-2000:]}")
     return run
-
-
-def ranks_of(process: subprocess.Popen) -> list[int]:
-    """Return the processes of the ranks."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    return [int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def loss_of(folder: Path) -> float:

@@ -26,6 +26,7 @@ from .joint import joint_graph
 from .regions import no_autocast, without_dispatch_modes
 from .sizes import OpenSizes, export_open, open_mode, open_sizes, plain_size, run_open, size_of
 from .tracing import (
+    LATE_IMPORTS,
     as_if_eager,
     as_if_exported,
     functionalized,
@@ -45,7 +46,8 @@ __all__ = [
     "compiler_errors", "in_given_order", "TorchDispatchMode", "tree_flatten", "tree_map", "tree_unflatten",
     "no_autocast", "without_dispatch_modes", "OpenSizes", "export_open", "open_mode", "open_sizes", "plain_size",
     "run_open", "size_of", "as_if_eager", "as_if_exported", "functionalized", "hooks_of_all_modules", "lazy_code",
-    "move_hooks", "moves_of_modules", "plain_checkpoints", "transforms", "without_prints", "without_torch_functions",
+    "LATE_IMPORTS", "move_hooks", "moves_of_modules", "plain_checkpoints", "transforms", "without_prints",
+    "without_torch_functions",
 ]  # fmt: skip
 
 aten = torch.ops.aten

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+LATE_IMPORTS = ("torch._dynamo", "torch.export._trace")  # what torch imports when it traces for the first time
+
 
 @contextlib.contextmanager
 def as_if_eager(active: bool = True):

@@ -4,6 +4,7 @@ every task of a step."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -51,12 +52,17 @@ class StopSignals:
             raise SystemExit(self.code)
 
 
-def end_with(parent: int) -> None:
-    """Let this process end within a second or two when its parent, of this number, is gone in whatever way."""
-    threading.Thread(target=_end_after, args=(parent,), name="autopar parent", daemon=True).start()
+def end_with_parent() -> None:
+    """Let this process end within a second or two when the one that started it is gone in whatever way."""
+    started, by = multiprocessing.parent_process(), os.getppid()  # a server may have forked it for another one
+
+    def is_orphan() -> bool:
+        return os.getppid() != by or (started is not None and not started.is_alive())
+
+    threading.Thread(target=_end_when, args=(is_orphan,), name="autopar parent", daemon=True).start()
 
 
-def _end_after(parent: int) -> None:
-    while os.getppid() == parent:
+def _end_when(is_orphan: Callable[[], bool]) -> None:
+    while not is_orphan():
         time.sleep(SECONDS_BETWEEN_LOOKS)
     os._exit(128 + signal.SIGHUP)  # at once: this process may be waiting for others in a collective

@@ -5,25 +5,22 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import models
-from ..errors import AdaptError, AutoparError, CheckpointError, InputError, MeshError, PipelineError
+from ..errors import AdaptError, CheckpointError, InputError, MeshError, PipelineError
 from ..ir.mesh import Mesh
 from ..plans.pipeline import axis_of
 from ..schedule import files
 from . import common, elastic
-from .stop_signals import StopSignals, end_with
+from .stop_signals import end_with_parent
 
 if TYPE_CHECKING:
     from torch import nn
 
 EXAMPLE = "autopar train --model gpt2-tiny --mesh dp=2,tp=2 --steps 20"
-GRACE_SECONDS = 4  # for processes to end by themselves when another one failed
-LEAVING_SECONDS = 60  # with --elastic, where they write what they hold
 
 
 def add(subparsers) -> None:
@@ -91,7 +88,10 @@ def run(args: argparse.Namespace) -> int:
     settings = {k: v for k, v in vars(args).items() if k != "run"} | {"pin": common.pins(args), "adapt": adapt}
     settings["flops"] = flops_of_step(module, inputs, args) if sys.stdout.isatty() else 0.0
     if "RANK" not in os.environ or world is None:
-        return elastic.train(settings, devices, _spawn) if args.elastic else _spawn(settings, devices)
+        from . import own_processes
+
+        run_all = own_processes.run
+        return elastic.train(settings, devices, run_all) if args.elastic else run_all(settings, devices)
     if args.elastic:
         raise MeshError(
             "--elastic is for processes that autopar train starts by itself",
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
         )
     from .train_rank import train
 
-    end_with(os.getppid())
+    end_with_parent()
     return train(int(os.environ["RANK"]), devices, "env://", settings)
 
 
@@ -151,61 +151,3 @@ def _check_pipeline(args: argparse.Namespace) -> None:
         raise PipelineError("--trace is for a mesh with an axis pp", fix="name one: --mesh pp=2,dp=2")
     if args.trace is not None:
         files.check_name(args.trace)
-
-
-def _spawn(settings: dict, devices: int) -> int:
-    """Run one process a device. All have ended when this returns (the exit code) or raises, however it does."""
-    import logging
-    import tempfile
-
-    import torch.multiprocessing as mp
-
-    from .train_rank import in_process
-
-    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it tells of every process that it stops
-    with tempfile.TemporaryDirectory(prefix="autopar-") as folder:
-        arguments = (devices, folder, settings)
-        processes = mp.start_processes(in_process, arguments, devices, join=False, daemon=True, start_method="spawn")
-
-        def stop_all(number: int) -> None:
-            for process in processes.processes:
-                process.terminate()
-
-        with StopSignals(stop_all) as stop:
-            try:
-                # one that fails raises here, when the others had time to say what they saw, and are ended
-                grace_seconds = LEAVING_SECONDS if settings["elastic"] else GRACE_SECONDS
-                while not processes.join(timeout=1, grace_period=grace_seconds):
-                    pass
-            except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-                if stop.received:
-                    return stop.code
-                lost = [rank for rank, process in enumerate(processes.processes) if _is_lost(process)]
-                if settings["elastic"] and lost:
-                    raise elastic.LostRanks(lost, _reason(folder)) from None
-                if reason := _reason(folder):
-                    raise reason from None
-                print(f"autopar: {str(error).strip()}", file=sys.stderr)
-                return 1
-            finally:
-                for process in processes.processes:
-                    if process.is_alive():
-                        process.kill()
-                    process.join()
-    return 0
-
-
-def _is_lost(process) -> bool:
-    """Return whether a process was ended by a signal but that which ends those that remain."""
-    return process.exitcode is not None and process.exitcode < 0 and process.exitcode != -signal.SIGTERM
-
-
-def _reason(folder: str) -> AutoparError | None:
-    """Return the AutoparError that a process wrote down before it ended, None if none did."""
-    import json
-    from pathlib import Path
-
-    for file in sorted(Path(folder).glob("error-*.json")):
-        message, fix = json.loads(file.read_text())
-        return AutoparError(message, fix=fix)
-    return None

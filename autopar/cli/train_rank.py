@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import multiprocessing
 import os
 import signal
 import statistics
@@ -44,17 +43,20 @@ from ..utils.format import fit, ms, size
 from . import common
 from .remaining import Remaining
 from .shown_steps import shown_steps
-from .stop_signals import StopSignals, end_with
+from .stop_signals import SIGNALS, StopSignals, end_with_parent
 
 WARM_UP = 2  # steps that are not timed
 OF_A_RUN = ("model", "batch", "seq", "seed", "lr", "data")  # settings that stay when a run goes on
 
 
-def in_process(rank: int, devices: int, folder: str, settings: dict) -> None:
-    """Run `train` in a spawned process; an AutoparError is written down for the parent."""
+def in_process(rank: int, devices: int, folder: str, settings: dict, environment: dict[str, str]) -> None:
+    """Run `train` in a process of its own; an AutoparError is written down for the one that wanted it, whose
+    environment this is."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # which a terminal sends to all: the parent says what happens
-    parent = multiprocessing.parent_process()
-    end_with(parent.pid if parent is not None and parent.pid is not None else os.getppid())
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    os.environ.clear()
+    os.environ.update(environment)
+    end_with_parent()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // devices))
     try:
         sys.exit(train(rank, devices, f"file://{folder}/rendezvous", settings))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 MLP = ["--model", "mlp-tiny:layers=1", "--mesh", "dp=2,tp=2", "--batch", "4", "--seq", "4"]
 
@@ -23,6 +24,16 @@ def autopar(
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, interrupt),
     )  # fmt: skip
+
+
+def ranks_of(process: subprocess.Popen) -> list[int]:
+    """Return the processes of the ranks of `autopar train`, in their order."""
+    server = next(pid for pid in _children(process.pid) if b"forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    return sorted(_children(server))
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def left_of(process: subprocess.Popen) -> bool:

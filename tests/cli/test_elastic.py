@@ -18,7 +18,7 @@ from autopar.cli.main import main
 from autopar.errors import RankFailure
 from autopar.ir.mesh import Mesh
 
-from .test_train import MLP, autopar, left_of
+from .command import MLP, autopar, left_of, ranks_of
 
 
 @pytest.mark.parametrize(("mesh", "devices", "expected"), [
@@ -80,9 +80,7 @@ def test_losses_are_those_of_a_run_without_the_accident(strategy, options, sourc
     process = autopar("train", *words, "--checkpoint", str(tmp_path / "cut"), *options, "--elastic")
     try:
         assert any(re.match("step +12 ", line) for line in process.stdout)
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        ranks = [int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-        os.kill(ranks[-1], signal.SIGKILL)
+        os.kill(ranks_of(process)[-1], signal.SIGKILL)
         out, err = process.communicate(timeout=200)
     finally:
         if left_of(process):

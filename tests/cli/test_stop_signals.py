@@ -10,7 +10,7 @@ import time
 import pytest
 
 from autopar.cli import stop_signals
-from autopar.cli.stop_signals import StopSignals, end_with
+from autopar.cli.stop_signals import StopSignals, end_with_parent
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def _middle(pipe) -> None:
 
 
 def _child(pipe) -> None:
-    end_with(os.getppid())
+    end_with_parent()
     pipe.send(os.getpid())
     time.sleep(60)
 
