@@ -1,9 +1,10 @@
 """`autopar train --elastic`: when processes are lost, the run goes on with as many as remain.
 
-Those that remain leave what they hold behind the last step that all of them took, and the run goes on from there where
-that is all of the model and of the optimizer's state, else from the newest checkpoint. The mesh shrinks, its axis of
-data first, and the model is planned for it. The global batch and the place in the data stay, and random numbers do not
-depend on the mesh, so that losses are those of a run without the accident but for the order of sums.
+Those that remain leave what they hold behind the last step that all of them took, and the copies that they have of each
+other's shares. The run goes on from the newest step of which that is all, or from the newest checkpoint if that is
+newer. The mesh shrinks, its axis of data first, and the model is planned for it. The global batch and the place in the
+data stay, and random numbers do not depend on the mesh, so that losses are those of a run without the accident but for
+the order of sums.
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ class LostRanks(RankFailure):
 def train(settings: dict, devices: int, spawn: Callable[[dict, int], int]) -> int:
     """Call `spawn` with the settings of a run and its number of processes, on fewer as long as some are lost, and
     return its exit code. Raises LostRanks when none is left."""
+    from ..storage.checkpoint import latest_checkpoint
+
     root = Path(settings["checkpoint"]).expanduser()
-    left = root / LEFT
+    left, of_others = root / LEFT, None if settings["resume"] else latest_checkpoint(root)
     while True:
         shutil.rmtree(left, ignore_errors=True)
         try:
@@ -41,26 +44,30 @@ def train(settings: dict, devices: int, spawn: Callable[[dict, int], int]) -> in
         except LostRanks as lost:
             if devices == len(lost.ranks):
                 raise
-            mesh = smaller(Mesh.parse(settings["mesh"]), devices - len(lost.ranks))
+            mesh, newest = smaller(Mesh.parse(settings["mesh"]), devices - len(lost.ranks)), latest_checkpoint(root)
+            source, resume = _source(left, root, settings["keep"], None if newest == of_others else newest)
             print(
                 f"autopar: {len(lost.ranks)} of {devices} processes lost ({lost.message}): going on with mesh {mesh}, "
-                f"{_from_where(left, root, settings['keep'])}",
+                f"{source}",
                 file=sys.stderr,
                 flush=True,
             )
-            settings, devices = settings | {"mesh": str(mesh), "resume": True}, mesh.devices
+            settings, devices = settings | {"mesh": str(mesh), "resume": resume}, mesh.devices
         finally:
             shutil.rmtree(left, ignore_errors=True)
 
 
-def _from_where(left: Path, root: Path, keep: int | None) -> str:
-    """Make a checkpoint of what processes have left, if that is whole, and return what the run goes on from."""
-    from ..storage import remains
+def _source(left: Path, root: Path, keep: int | None, newest: Path | None) -> tuple[str, bool]:
+    """Make a checkpoint of what processes have left, if that is whole and behind the run's `newest` one, and return
+    what the run goes on from, and whether that is a checkpoint."""
+    from ..storage.remains import put_together
 
     try:
-        return f"from what those that remain hold, {remains.put_together(left, root, keep).name}"
+        step = -1 if newest is None else int(newest.name.partition("-")[2])
+        return f"from what those that remain hold, {put_together(left, root, keep, step).name}", True
     except CheckpointError as error:
-        return f"from the newest checkpoint ({error.message})"
+        there = f"from the newest checkpoint, {newest.name}" if newest is not None else "from the first step"
+        return f"{there} ({error.message})", newest is not None
 
 
 def smaller(mesh: Mesh, devices: int) -> Mesh:

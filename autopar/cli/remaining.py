@@ -8,22 +8,32 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..errors import CollectiveTimeout, RankFailure
-from ..storage import checkpoint, remains
+from ..storage import checkpoint
+from ..storage.copies import Copies
+from ..storage.held_parts import HeldParts, Noted, noted
 
 
 class Remaining:
-    """Follows a run step by step. `folder`: where to leave what this rank holds, None if nobody wants it."""
+    """Follows a run step by step. `folder`: where to leave what this rank holds, None if nobody wants it;
+    `copied_every`: steps from one copy in another rank's memory to the next, 0 for none."""
 
-    def __init__(self, folder: Path | None, model, optimizer: torch.optim.Optimizer, scaler):
+    def __init__(self, folder: Path | None, model, optimizer: torch.optim.Optimizer, scaler, copied_every: int):
         self.folder, self.model, self.optimizer, self.scaler = folder, model, optimizer, scaler
-        self.noted: remains.Noted | None = None
+        self.noted: Noted | None = None
+        self.copied_every = copied_every if folder is not None and dist.get_world_size() > 1 else 0
+        self.copies = Copies(model, optimizer) if self.copied_every else None
 
     def is_whole(self, step: int, data: Any) -> None:
-        """Note that a step is done. `data`: as the run saves it."""
+        """Note that a step is done. `data`: as the run saves it. Collective where there are copies."""
         if self.folder is not None:
-            self.noted = remains.noted(self.model, step, data, self.scaler, checkpoint.run_of(self.model))
+            self.noted = noted(self.model, step, data, self.scaler, checkpoint.run_of(self.model))
+        if self.copies is not None and self.noted is not None:
+            self.copies.look()
+            if step % self.copied_every == 0:
+                self.copies.take(self.noted)
 
     def changes(self) -> None:
         """Note that the optimizer begins to change what there is."""
@@ -31,10 +41,12 @@ class Remaining:
 
     @contextmanager
     def left_behind(self) -> Iterator[None]:
-        """Leave the state behind the last whole step if a rank is lost inside."""
+        """Leave the state behind the last whole step, and copies, if a rank is lost inside."""
         try:
             yield
         except (RankFailure, CollectiveTimeout):
             if self.folder is not None and self.noted is not None:
-                remains.leave(self.folder, self.model, self.optimizer, self.noted)
+                HeldParts.of(self.model, self.optimizer, self.noted).leave(self.folder, self.model)
+            if self.folder is not None and self.copies is not None:
+                self.copies.leave(self.folder, but=-1 if self.noted is None else self.noted.step)
             raise

@@ -60,8 +60,10 @@ def add(subparsers) -> None:
     )
     parser.add_argument("--async-save", action="store_true", help="write them while the training goes on")
     parser.add_argument(
-        "--elastic", action="store_true", help="go on with the processes that remain, from the last checkpoint"
+        "--elastic", action="store_true", help="go on with the processes that remain when others are lost"
     )
+    copies = "with --elastic, after every N steps copy each process's share into another's memory (default 10)"
+    parser.add_argument("--copy-every", type=common.count, default=10, metavar="N", help=copies)
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in FOLDER that was saved last")
 
 

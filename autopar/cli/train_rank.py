@@ -127,7 +127,7 @@ def _run(device_mesh, settings: dict, stop: StopSignals, say) -> int:
     seconds, peak = [], 0
     stop.waits = True
     left = Path(settings["left"]) if settings.get("left") else None
-    remaining = Remaining(left, model, optimizer, scaler)
+    remaining = Remaining(left, model, optimizer, scaler, settings["copy_every"])
     remaining.is_whole(done, _data(stream, settings))
     with remaining.left_behind(), shown_steps(steps, done, batch * seq, settings["flops"] / peak_flops, say) as show:
         for step in range(done + 1, steps + 1):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -100,12 +101,12 @@ def _add_group(result: Names, group: Group, stored: Mapping[str, Form], wanted: 
 def _rules(model: nn.Module) -> tuple[list, list]:
     """Return transformers' renamings and converters for a model; none before its version 5, and none for models of
     others."""
+    if not _is_pretrained(model):
+        return [], []
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter
     except ImportError:
-        return [], []
-    if not _is_pretrained(model):
         return [], []
     rules = get_model_conversion_mapping(model)
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
@@ -113,11 +114,8 @@ def _rules(model: nn.Module) -> tuple[list, list]:
 
 
 def _is_pretrained(model: nn.Module) -> bool:
-    try:
-        from transformers import PreTrainedModel
-    except ImportError:
-        return False
-    return isinstance(model, PreTrainedModel)
+    known = sys.modules.get("transformers.modeling_utils")  # whoever made such a model has imported it, for seconds
+    return known is not None and isinstance(model, known.PreTrainedModel)
 
 
 def _with_prefix(name: str, prefix: str, wanted: Mapping) -> str:

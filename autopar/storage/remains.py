@@ -1,123 +1,74 @@
 """A checkpoint out of what the ranks that remain hold of a run, when others are lost.
 
-Behind each step a rank notes what a later forward changes though no step follows: buffers, random numbers, the place
-in the data. When a rank is lost no group of processes works any more, so each of the others leaves its parts of
-parameters, buffers and the optimizer's state in a folder of its own, without a word to the others, and one process
-puts them together. They are whole where the lost parts have copies: what ranks of data parallelism hold alike does,
-what ZeRO shards over them does not.
+When a rank is lost no group of processes works any more, so each of the others leaves what it holds in a folder of its
+own, without a word to the others: its parts behind the last step (held_parts.py), and copies that ranks have of each
+other's (copies.py). One process puts them together. They are whole where the lost parts have copies: what ranks of data
+parallelism hold alike does by itself, what ZeRO shards over them in a neighbour's memory.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import CheckpointError
-from ..ir.layout import local_ranges
-from . import generators, optimizer_state
+from . import optimizer_state
 from .checkpoint_folder import Place
 from .durable import Digest, disk_errors, write_file
 from .gather import copy_into
-from .model_folder import local, tensors_of, write_config
+from .held_parts import CONFIG, NOTES, PARTS
 from .opened import MODEL, OPTIMIZER, RNG, STATE, rng_name
-from .plain import canonical, encode
+from .plain import canonical
 from .shards import file_names
 from .tensor_file import Form, Ranges, TensorFile, TensorFileWriter, in_order
-from .weights import STEM, persistent_buffers
-
-PARTS, NOTES, CONFIG = "parts.safetensors", "notes.json", "config"
+from .weights import STEM
 
 
-@dataclass(frozen=True)
-class Noted:
-    """Keeps what a rank notes behind a step, besides parameters and the optimizer's state, which only steps change."""
-
-    step: int
-    values: dict[str, object]  # of a checkpoint's state.json
-    buffers: Mapping[str, Tensor]
-    generators: Mapping[str, Tensor]
-    run: str | None = None
-
-
-def noted(model: nn.Module, step: int, data: object, scaler, run: str | None) -> Noted:
-    """Return what is to be noted of a compiled model behind `step`. `data`, `scaler`: as in save_checkpoint."""
-    random = getattr(model, "random", None)
-    values = {
-        "data": encode(data, "data"), "scheduler": None, "scaler": encode(scaler.state_dict(), "scaler"),
-        "dropout": None if random is None else {"seed": int(random.seed), "offset": int(random.offset)},
-    }  # fmt: skip
-    buffers = {name: local(buffer).clone() for name, buffer in persistent_buffers(model)}
-    return Noted(step, values, buffers, generators.states(), run)
+def put_together(folder: Path, root: Path, keep: int | None = None, newer_than: int = -1) -> Path:
+    """Make the newest checkpoint under `root` of what ranks have left in `folder`, of the last step of which they hold
+    all, and return its path; `keep` as in save_checkpoint. Raises CheckpointError if that is nowhere, or not behind the
+    step `newer_than`."""
+    why = "no rank has left what it holds"
+    for step in sorted((int(path.name.partition("-")[2]) for path in folder.glob("step-*")), reverse=True):
+        if step <= newer_than:
+            why = f"what else remains is of step {step}"
+            break
+        with _left_in(folder / f"step-{step:08d}") as ranks:
+            try:
+                return _checkpoint_of(ranks, step, root, keep)
+            except _Lost as lost:
+                why = lost.message
+    raise CheckpointError(why)
 
 
-def leave(folder: Path, model: Any, optimizer: torch.optim.Optimizer, noted: Noted) -> None:
-    """Write what this rank holds into a folder of its own in `folder`. Raises CheckpointError if it cannot be written,
-    or the optimizer has state that only all ranks together can give."""
-    mine, stage = folder / f"rank-{dist.get_rank():05d}", model.stage_mesh
-    of_optimizer, plain = optimizer_state.describe(model, optimizer)
-    if optimizer_state.is_collective(plain):
-        raise CheckpointError(f"{type(optimizer).__name__} has state that no rank alone can give")
-    held = {f"{MODEL}/{name}": one for name, one in tensors_of(model, adapters=True).items()}
-    held |= {f"{OPTIMIZER}/{name}": one for name, one in of_optimizer.items()}
-    parts = {f"{RNG}/{name}": state for name, state in noted.generators.items()}
-    for key, one in held.items():
-        part = noted.buffers.get(key.removeprefix(f"{MODEL}/"))
-        if part is None and one.part is not None:
-            part = one.part()
-        if part is not None:
-            parts[key] = part
-    notes = {
-        "step": noted.step, "values": noted.values, "optimizer": plain, "run": noted.run,
-        "elsewhere": [*model.elsewhere],
-        "tensors": {
-            key: [one.form.shape, local_ranges(one.form.shape, one.layout, stage.mesh, stage.coordinate)]
-            for key, one in held.items()
-        },
-    }  # fmt: skip
-    with disk_errors(mine):
-        (mine / CONFIG).mkdir(parents=True)
-        write_config(model, mine / CONFIG)
-        writer = TensorFileWriter(mine / PARTS, _forms(parts))
-        for key in in_order(writer.forms):
-            writer.append(parts[key])
-        writer.close()
-        write_file(mine / "unfinished", canonical(notes))
-        os.replace(mine / "unfinished", mine / NOTES)
+class _Lost(CheckpointError):
+    """Something is with no rank that remains."""
 
 
-def put_together(folder: Path, root: Path, keep: int | None = None) -> Path:
-    """Make the newest checkpoint under `root` of what ranks have left in `folder`, and return its path; `keep` as in
-    save_checkpoint. Raises CheckpointError if they stood at different steps, or a part of a tensor is with none."""
-    with _left_in(folder) as ranks:
-        steps = sorted({rank.notes["step"] for rank in ranks})
-        if len(steps) != 1:
-            stand = f"the ranks that remain stand behind steps {' and '.join(map(str, steps))}"
-            raise CheckpointError(stand if steps else "no rank has left what it holds")
-        places = _places(ranks)
-        place = Place(root, steps[0])
-        bytes_ = sum(math.prod(shape) * form.dtype.itemsize for shape, form, _ in places.values())
-        with disk_errors(root):
-            root.mkdir(parents=True, exist_ok=True)
-        place.begin(bytes_, MODEL)
-        try:
-            files = _write(ranks, places, place.unfinished)
-            run = next((rank.notes["run"] for rank in ranks if rank.notes["run"]), uuid.uuid4().hex[:8])
-            place.commit(files, run, keep)
-        except BaseException:
-            place.remove_unfinished()
-            raise
+def _checkpoint_of(ranks: list[_Left], step: int, root: Path, keep: int | None) -> Path:
+    """Make a checkpoint of what ranks have left of a step. Raises _Lost if that is not whole."""
+    places = _places(ranks)
+    place = Place(root, step)
+    bytes_ = sum(math.prod(shape) * form.dtype.itemsize for shape, form, _ in places.values())
+    with disk_errors(root):
+        root.mkdir(parents=True, exist_ok=True)
+    place.begin(bytes_, MODEL)
+    try:
+        files = _write(ranks, places, place.unfinished)
+        run = next((rank.notes["run"] for rank in ranks if rank.notes["run"]), uuid.uuid4().hex[:8])
+        place.commit(files, run, keep)
+    except BaseException:
+        place.remove_unfinished()
+        raise
     return place.final
 
 
@@ -132,9 +83,12 @@ class _Left:
 
 @contextmanager
 def _left_in(folder: Path) -> Iterator[list[_Left]]:
-    """Yield what ranks have left in a folder, in their order; what one has not finished is left out."""
-    found = sorted(path.parent for path in folder.glob(f"rank-*/{NOTES}"))
-    ranks = [_Left(mine, json.loads((mine / NOTES).read_text()), TensorFile(mine / PARTS)) for mine in found]
+    """Yield what there is of ranks in a folder, in their order, left by themselves or by one that had a copy; what one
+    has not finished is left out."""
+    found = {path.parent.name[: len("rank-00000")]: path.parent
+             for path in sorted(folder.glob(f"rank-*/{NOTES}"), reverse=True)}  # fmt: skip
+    ranks = [_Left(mine, json.loads((mine / NOTES).read_text()), TensorFile(mine / PARTS))
+             for _, mine in sorted(found.items())]  # fmt: skip
     try:
         yield ranks
     finally:
@@ -146,7 +100,9 @@ Parts = dict[tuple, _Left]  # by the ranges that a rank has of a tensor, one ran
 
 
 def _places(ranks: list[_Left]) -> dict[str, tuple[list[int], Form, Parts]]:
-    """Return of each tensor its shape, the form of a part and who has which. Raises CheckpointError if some is lost."""
+    """Return of each tensor its shape, the form of a part and who has which. Raises _Lost if some is with nobody."""
+    if not ranks:
+        raise _Lost("no rank has left what it holds")
     found: dict[str, tuple[list[int], Form, Parts]] = {}
     for rank in ranks:
         for key, (shape, ranges) in rank.notes["tensors"].items():
@@ -154,10 +110,9 @@ def _places(ranks: list[_Left]) -> dict[str, tuple[list[int], Form, Parts]]:
             parts.setdefault(tuple(tuple(map(tuple, dim)) for dim in ranges), rank)
     for key, (shape, _, parts) in found.items():
         if sum(_elements(ranges) for ranges in parts) != math.prod(shape):
-            raise CheckpointError(f"parts of {key.partition('/')[2]} were with lost ranks alone")
-    for name in sorted({name for rank in ranks for name in rank.notes["elsewhere"]}):
-        if f"{MODEL}/{name}" not in found:
-            raise CheckpointError(f"{name} was with lost ranks alone")
+            raise _Lost(f"parts of {key.partition('/')[2]} were with lost ranks alone")
+    for name in sorted({name for rank in ranks for name in rank.notes["names"]} - {*found}):
+        raise _Lost(f"{name.partition('/')[2]} was with lost ranks alone")
     return found
 
 

@@ -17,7 +17,10 @@ import autopar
 from autopar.errors import CheckpointError
 from autopar.storage import remains
 from autopar.storage.checkpoint import load_checkpoint, run_of, save_checkpoint
-from autopar.storage.tensor_file import TensorFile
+from autopar.storage.copies import Copies
+from autopar.storage.held_parts import NOTES, PARTS, HeldParts, noted
+from autopar.storage.opened import RNG
+from autopar.storage.tensor_file import Form, TensorFile, TensorFileWriter
 from tests.helpers import gloo
 from tests.runtime.parity import device_mesh, full
 
@@ -44,7 +47,8 @@ DATA = {"position": 5}
 
 
 def _leave(rank: int, mesh: str, options: dict, folder: Path) -> dict[str, torch.Tensor]:
-    """Take a step, save it, begin the next one and leave what there is; return the tensors that the step has made."""
+    """Take a step, save and copy it, begin the next one, leave what there is, and copies; return the tensors that the
+    step has made."""
     x = torch.randn(12, 7, generator=torch.Generator().manual_seed(1))
     model = autopar.compile(Net(), device_mesh(mesh), (x,), **options)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
@@ -52,12 +56,29 @@ def _leave(rank: int, mesh: str, options: dict, folder: Path) -> dict[str, torch
     model(x).backward()
     optimizer.step()
     optimizer.zero_grad()
-    noted = remains.noted(model, 1, DATA, scaler, run_of(model))
+    behind = noted(model, 1, DATA, scaler, run_of(model))
+    copies = Copies(model, optimizer)
+    copies.take(behind)
     save_checkpoint(folder / "saved", model, optimizer, step=1, data=DATA, scaler=scaler)
     torch.rand(3)
     model(x).backward()
-    remains.leave(folder / "left", model, optimizer, noted)
+    HeldParts.of(model, optimizer, behind).leave(folder / "left", model)
+    copies.look()
+    copies.leave(folder / "copies", but=-1)
+    _take_more(copies, optimizer, model, x, scaler)
     return {} if "pp" in mesh else {name: full(p).detach() for name, p in model.named_parameters()}
+
+
+def _take_more(copies: Copies, optimizer, model, x, scaler) -> None:
+    """Check that shares of an earlier step are kept until all ranks have those of the last."""
+    (before,) = copies.held
+    optimizer.step()
+    copies.take(noted(model, 2, DATA, scaler, None))
+    assert [shares is before for shares in copies.held] == [True]
+    copies.look()
+    assert [HeldParts.unpacked(mine).notes["step"] for mine, _ in copies.held] == [2, 1]
+    copies.look()
+    assert [HeldParts.unpacked(mine).notes["step"] for mine, _ in copies.held] == [2]
 
 
 def _tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -68,13 +89,10 @@ def _tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def _is_whole(folders: tuple[Path, ...]) -> bool:
+def _is_whole(folders: list[Path]) -> bool:
     """Return whether every element of every tensor is with one of some ranks."""
-    notes = [json.loads((folder / remains.NOTES).read_text()) for folder in folders]
-    names = {key for note in notes for key in note["tensors"]} | {
-        f"model/{n}" for note in notes for n in note["elsewhere"]
-    }
-    for name in names:
+    notes = [json.loads((folder / NOTES).read_text()) for folder in folders]
+    for name in {name for note in notes for name in note["names"]}:
         found = None
         for shape, ranges in (note["tensors"][name] for note in notes if name in note["tensors"]):
             found = np.zeros(shape, bool) if found is None else found
@@ -85,6 +103,15 @@ def _is_whole(folders: tuple[Path, ...]) -> bool:
     return True
 
 
+def _left_by(rank: int, step: Path) -> list[Path]:
+    return [step / f"rank-{rank:05d}", *step.glob(f"rank-*-of-{rank:05d}")]
+
+
+def _numbers_in(left: Path) -> int:
+    file = TensorFile(left / PARTS)
+    return sum(math.prod(form.shape) for name, form in file.forms.items() if not name.startswith(RNG))
+
+
 @pytest.mark.gloo
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("mesh, options", CASES, ids=str)
@@ -92,12 +119,13 @@ def test_any_ranks_that_remain(mesh, options, tmp_path):
     world = math.prod(int(part.partition("=")[2]) for part in mesh.split(","))
     gloo.run(world, _leave, mesh, options, tmp_path)
     saved, [first] = _tensors(tmp_path / "saved/step-00000001"), (tmp_path / "saved").glob("step-*")
-    left, whole = sorted((tmp_path / "left").iterdir()), 0
-    for count in range(1, world + 1):
-        for some in itertools.combinations(left, count):
+    whole = {"left": 0, "copies": 0}
+    for kind, count in itertools.product(whole, range(1, world + 1)):
+        for ranks in itertools.combinations(range(world), count):
+            some = [folder for rank in ranks for folder in _left_by(rank, tmp_path / kind / "step-00000001")]
             shutil.rmtree(tmp_path / "some", ignore_errors=True)
             for folder in some:
-                shutil.copytree(folder, tmp_path / "some" / folder.name)
+                shutil.copytree(folder, tmp_path / "some" / "step-00000001" / folder.name)
             if not _is_whole(some):
                 with pytest.raises(CheckpointError, match="with lost ranks alone"):
                     remains.put_together(tmp_path / "some", tmp_path / "made")
@@ -106,9 +134,13 @@ def test_any_ranks_that_remain(mesh, options, tmp_path):
             found = _tensors(made)
             assert found.keys() == saved.keys() and all(torch.equal(found[key], saved[key]) for key in saved), some
             states = [json.loads((path / "state.json").read_text()) for path in (made, first)]
-            assert states[0].pop("ranks") == count and states[1].pop("ranks") == world and states[0] == states[1]
-            whole += 1
-    assert whole >= (2**world - 1 if options.get("strategy") == "ddp" else 1)
+            assert states[0].pop("ranks") == len({folder.name[:10] for folder in some})
+            assert states[1].pop("ranks") == world and states[0] == states[1]
+            whole[kind] += 1
+    assert whole["left"] >= (2**world - 1 if options.get("strategy") == "ddp" else 1)
+    shares = [_numbers_in(tmp_path / f"copies/step-00000001/rank-{rank:05d}") for rank in range(world)]
+    assert max(shares) < sum(shares) == sum(t.numel() for t in saved.values())  # none of them twice
+    assert whole["copies"] >= world + 1  # all, and all but any one
 
 
 @pytest.mark.gloo
@@ -132,10 +164,16 @@ def test_what_cannot_be_put_together(tmp_path):
     with pytest.raises(CheckpointError, match="no rank has left"):
         remains.put_together(tmp_path / "left", tmp_path / "made")
     assert not (tmp_path / "made").exists()
-    for rank, step in enumerate((3, 4)):
-        folder = tmp_path / "left" / f"rank-{rank:05d}"
+    for rank, (step, ranges) in enumerate([(3, [0, 3]), (3, [3, 5]), (4, [0, 3]), (4, [3, 4])]):
+        folder = tmp_path / f"left/step-{step:08d}/rank-{rank:05d}"
         folder.mkdir(parents=True)
-        remains.TensorFileWriter(folder / remains.PARTS, {}).close()
-        (folder / remains.NOTES).write_text(json.dumps({"step": step}))
-    with pytest.raises(CheckpointError, match="behind steps 3 and 4"):
+        file = TensorFileWriter(folder / PARTS, {"model/w": Form((ranges[1] - ranges[0],), torch.float32)})
+        file.append(torch.ones(ranges[1] - ranges[0]))
+        file.close()
+        notes = {"step": step, "names": ["model/w"], "tensors": {"model/w": [[5], [[ranges]]]}}
+        (folder / NOTES).write_text(json.dumps(notes))
+    with pytest.raises(CheckpointError, match="what else remains is of step 3"):  # all of step 3, not of step 4
+        remains.put_together(tmp_path / "left", tmp_path / "made", newer_than=3)
+    (tmp_path / "left/step-00000003/rank-00001" / NOTES).unlink()  # unfinished
+    with pytest.raises(CheckpointError, match="parts of w were with lost ranks alone"):
         remains.put_together(tmp_path / "left", tmp_path / "made")
