@@ -34,6 +34,7 @@ from .tracing import (
     lazy_code,
     move_hooks,
     moves_of_modules,
+    own_progress_lock,
     plain_checkpoints,
     transforms,
     without_prints,
@@ -46,8 +47,8 @@ __all__ = [
     "compiler_errors", "in_given_order", "TorchDispatchMode", "tree_flatten", "tree_map", "tree_unflatten",
     "no_autocast", "without_dispatch_modes", "OpenSizes", "export_open", "open_mode", "open_sizes", "plain_size",
     "run_open", "size_of", "as_if_eager", "as_if_exported", "functionalized", "hooks_of_all_modules", "lazy_code",
-    "LATE_IMPORTS", "move_hooks", "moves_of_modules", "plain_checkpoints", "transforms", "without_prints",
-    "without_torch_functions",
+    "LATE_IMPORTS", "move_hooks", "moves_of_modules", "own_progress_lock", "plain_checkpoints", "transforms",
+    "without_prints", "without_torch_functions",
 ]  # fmt: skip
 
 aten = torch.ops.aten

@@ -4,12 +4,22 @@ hooks."""
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 LATE_IMPORTS = ("torch._dynamo", "torch.export._trace")  # what torch imports when it traces for the first time
+
+
+def own_progress_lock() -> None:
+    """Give the progress bar of torch's interpreters, which is not shown, a lock of this process alone: it would make
+    one for several, which a process that is killed leaves behind."""
+    from torch.fx.interpreter import tqdm
+
+    if hasattr(tqdm, "set_lock"):  # else torch has none
+        tqdm.set_lock(threading.RLock())
 
 
 @contextlib.contextmanager

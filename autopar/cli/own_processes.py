@@ -20,7 +20,7 @@ import torch.multiprocessing as mp
 
 from .. import _torch
 from ..errors import AutoparError
-from .elastic import LostRanks
+from .elastic import GROWS, LostRanks
 from .stop_signals import SIGNALS, StopSignals
 from .train_rank import in_process
 
@@ -33,14 +33,14 @@ def run(settings: dict, devices: int) -> int:
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it tells of every process that it stops
     with tempfile.TemporaryDirectory(prefix="autopar-") as folder:
         arguments = (devices, folder, settings, dict(os.environ))
-        method = _start_method()
+        method = start_method()
         processes = mp.start_processes(in_process, arguments, devices, join=False, daemon=True, start_method=method)
 
         def stop_all(number: int) -> None:
             for process in processes.processes:
                 process.terminate()
 
-        with StopSignals(stop_all) as stop:
+        with StopSignals(stop_all, numbers=(*SIGNALS, GROWS) if settings["elastic"] else SIGNALS) as stop:
             try:
                 # one that fails raises here, when the others had time to say what they saw, and are ended
                 grace_seconds = LEAVING_SECONDS if settings["elastic"] else GRACE_SECONDS
@@ -64,7 +64,7 @@ def run(settings: dict, devices: int) -> int:
     return 0
 
 
-def _start_method() -> str:
+def start_method() -> str:
     """Return how processes are started: from a server, which runs when this returns, where there is such a thing."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return "spawn"

@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -22,11 +22,16 @@ class StopSignals:
     ends it at once, as does the first where nothing is worth waiting for (`waits` is False). `told`: called with the
     first."""
 
-    def __init__(self, told: Callable[[int], None] = lambda number: None, waits: bool = True):
-        self.received, self.told, self.waits, self.first = 0, told, waits, 0.0
+    def __init__(
+        self,
+        told: Callable[[int], None] = lambda number: None,
+        waits: bool = True,
+        numbers: Sequence[signal.Signals] = SIGNALS,
+    ):
+        self.received, self.told, self.waits, self.numbers, self.first = 0, told, waits, numbers, 0.0
 
     def __enter__(self) -> StopSignals:
-        self.before = {number: signal.getsignal(number) for number in SIGNALS}
+        self.before = {number: signal.getsignal(number) for number in self.numbers}
         for number, handler in self.before.items():
             if handler is not signal.SIG_IGN:  # as shells say of SIGINT to background jobs
                 signal.signal(number, self._handle)

@@ -90,15 +90,14 @@ def run(args: argparse.Namespace) -> int:
     settings = {k: v for k, v in vars(args).items() if k != "run"} | {"pin": common.pins(args), "adapt": adapt}
     settings["flops"] = flops_of_step(module, inputs, args) if sys.stdout.isatty() else 0.0
     if "RANK" not in os.environ or world is None:
-        from . import own_processes
+        from . import own_processes, templates
 
-        run_all = own_processes.run
-        return elastic.train(settings, devices, run_all) if args.elastic else run_all(settings, devices)
+        if args.elastic:
+            return elastic.train(settings, devices, own_processes.run, templates.planning)
+        return own_processes.run(settings, devices)
     if args.elastic:
-        raise MeshError(
-            "--elastic is for processes that autopar train starts by itself",
-            fix="leave it out, and let torchrun start again with --max-restarts and --resume",
-        )
+        settings = elastic.under_torchrun(settings, int(world), int(os.environ["RANK"]))
+        devices = Mesh.parse(settings["mesh"]).devices
     if int(world) != devices:
         nodes = max(1, int(world) // int(os.environ.get("LOCAL_WORLD_SIZE", world)))
         raise MeshError(

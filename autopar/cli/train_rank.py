@@ -22,11 +22,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from .. import models, schedule
-from .._torch import tree_flatten, tree_map
+from .._torch import own_progress_lock, tree_flatten, tree_map
 from ..api import entry
 from ..calibrate import stale
 from ..cost.compute import DTYPE_NAMES
-from ..errors import AutoparError, CheckpointMismatch, InputError, ModelError
+from ..errors import AutoparError, CheckpointMismatch, CollectiveTimeout, InputError, ModelError, RankFailure
 from ..frontend.call_signature import split_example
 from ..hardware import profile
 from ..ir.mesh import Mesh
@@ -42,10 +42,15 @@ from ..utils.allocation_tracker import Allocations
 from ..utils.format import fit, ms, size
 from . import common
 from .remaining import Remaining
+from .rendezvous import store_of
 from .shown_steps import shown_steps
 from .stop_signals import SIGNALS, StopSignals, end_with_parent
 
 WARM_UP = 2  # steps that are not timed
+OF_A_PLAN = (
+    "hardware", "precision", "reduce_dtype", "state_dtype", "execution", "strategy", "memory", "offload", "pin",
+    "adapt", "micro_batches", "stages_per_rank",
+)  # fmt: skip
 OF_A_RUN = ("model", "batch", "seq", "seed", "lr", "data")  # settings that stay when a run goes on
 
 
@@ -56,6 +61,7 @@ def in_process(rank: int, devices: int, folder: str, settings: dict, environment
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     os.environ.clear()
     os.environ.update(environment)
+    own_progress_lock()
     end_with_parent()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // devices))
     try:
@@ -75,7 +81,8 @@ def train(rank: int, devices: int, rendezvous: str, settings: dict) -> int:
     if is_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
     backend = "cpu:gloo,cuda:nccl" if is_gpu else "gloo"  # parameters may be offloaded to the processor
-    dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=devices)
+    store = store_of(rendezvous, rank, devices)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=devices)
     try:
         mesh = Mesh.parse(settings["mesh"])
         device_mesh = init_device_mesh(settings["device"], mesh.sizes, mesh_dim_names=mesh.names)
@@ -83,6 +90,8 @@ def train(rank: int, devices: int, rendezvous: str, settings: dict) -> int:
             return _run(device_mesh, settings, stop, say=print if rank == 0 else _silent)
     except Exception as error:
         watch.fail(error)  # before the groups end, which others wait in
+        if isinstance(error, (RankFailure, CollectiveTimeout)):
+            time.sleep(settings.get("settle_seconds", 0.0))  # which a signal ends
         raise
     finally:
         process_groups.end()
@@ -95,8 +104,7 @@ def _run(device_mesh, settings: dict, stop: StopSignals, say) -> int:
     weights = folder if folder is not None and any(folder.glob("*.safetensors")) else None
     if folder is not None:
         say(f"weights of {folder}" if weights else f"{folder} has no *.safetensors: weights are random")
-    sizes = {"batch": batch, "seq": seq, "seed": settings["seed"]}
-    source, inputs = models.build(settings["model"], device="meta" if weights else "cpu", **sizes)
+    source, inputs = models.build(settings["model"], device="meta" if weights else "cpu", **sizes(settings))
     inputs = tree_map(partial(_on, torch.device(settings["device"])), inputs)
     stream = _stream(source, inputs, folder, settings, say)
     hardware = profile.load(settings["hardware"])
@@ -104,17 +112,10 @@ def _run(device_mesh, settings: dict, stop: StopSignals, say) -> int:
         say(f"warning: {warning}")
     if settings["checkpoint"]:
         check_shared(Path(settings["checkpoint"]).expanduser())  # before anything takes long
-    say("planning ...", flush=True)
-    names = (
-        "hardware", "precision", "reduce_dtype", "state_dtype", "execution", "strategy", "memory", "offload", "pin",
-        "adapt",
-    )  # fmt: skip
-    planning = {k: settings[k] for k in names}
-    staged = {"schedule": settings["schedule"] or "auto"} | {
-        k: settings[k] for k in ("micro_batches", "stages_per_rank")
-    }
+    template = settings.get("template")
+    say(f"taking the plan that was made for mesh {settings['mesh']}" if template else "planning ...", flush=True)
     dtype = DTYPE_NAMES.get(next((p.dtype for p in source.parameters()), torch.float32), "fp32")
-    model: Any = entry.compile(source, device_mesh, inputs, weights=weights, **planning, **staged)
+    model: Any = entry.compile(source, device_mesh, inputs, weights=weights, plan=template, **asked(settings))
     trained = [p for p in model.parameters() if p.requires_grad] or [
         torch.zeros(0, requires_grad=True)
     ]  # stages may be frozen
@@ -140,7 +141,7 @@ def _run(device_mesh, settings: dict, stop: StopSignals, say) -> int:
                 scaler.scale(loss).backward()
                 seconds.append(_now() - start)
                 # every rank has its gradients before any changes its parameters: all that remain are at one step
-                asked = agree.extremes([stop.received], "whether to stop")[1][0]
+                told = agree.extremes([stop.received], "whether to stop")[1][0]
                 remaining.changes()
                 scaler.step(optimizer)
                 scaler.update()
@@ -148,7 +149,7 @@ def _run(device_mesh, settings: dict, stop: StopSignals, say) -> int:
             peak = max(peak, most())
             optimizer.zero_grad()
             show(step, loss.item(), _now() - start)
-            stopped = asked if step < steps else 0
+            stopped = told if step < steps else 0
             _save(step, model, optimizer, scaler, stream, settings, bool(stopped))
             if stopped:
                 break
@@ -180,6 +181,17 @@ def _run(device_mesh, settings: dict, stop: StopSignals, say) -> int:
     if settings["trace"]:
         _trace(model, settings, say)
     return 0
+
+
+def sizes(settings: dict) -> dict:
+    """Return what the settings say to models.build."""
+    return {name: settings[name] for name in ("batch", "seq", "seed")}
+
+
+def asked(settings: dict) -> dict:
+    """Return what the settings ask of a plan."""
+    staged = {"schedule": settings["schedule"] or "auto"}
+    return staged | {name: settings[name] for name in OF_A_PLAN}
 
 
 def _trace(model, settings: dict, say) -> None:

@@ -7,6 +7,7 @@ while training goes on: each holds two shares of one step, for a moment of two.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ class Copies:
         self.model, self.optimizer = model, optimizer
         self.held: list[Shares] = []  # of the last step, behind another one until all ranks have those of the last
         self.coming: tuple[Shares, list[dist.Work]] | None = None
-        ranks, here = dist.get_world_size(), watch.machines().count(watch.machines()[0])
+        ranks, machines = dist.get_world_size(), watch.machines()
+        here = int(os.environ.get("LOCAL_WORLD_SIZE") or machines.count(machines[0]))  # ranks on a node
         self.apart = here if here < ranks else 1  # ranks from one to the next that has a copy
 
     def take(self, noted: Noted) -> None:

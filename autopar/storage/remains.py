@@ -37,17 +37,17 @@ def put_together(folder: Path, root: Path, keep: int | None = None, newer_than: 
     """Make the newest checkpoint under `root` of what ranks have left in `folder`, of the last step of which they hold
     all, and return its path; `keep` as in save_checkpoint. Raises CheckpointError if that is nowhere, or not behind the
     step `newer_than`."""
-    why = "no rank has left what it holds"
+    why = []
     for step in sorted((int(path.name.partition("-")[2]) for path in folder.glob("step-*")), reverse=True):
         if step <= newer_than:
-            why = f"what else remains is of step {step}"
+            why.append(f"what else remains is of step {step}")
             break
         with _left_in(folder / f"step-{step:08d}") as ranks:
             try:
                 return _checkpoint_of(ranks, step, root, keep)
             except _Lost as lost:
-                why = lost.message
-    raise CheckpointError(why)
+                why.append(f"step {step}: {lost.message}")
+    raise CheckpointError("; ".join(why) or "no rank has left what it holds")
 
 
 class _Lost(CheckpointError):

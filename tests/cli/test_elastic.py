@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,10 @@ from safetensors.torch import load_file
 from autopar import models
 from autopar.cli import elastic
 from autopar.cli.elastic import LostRanks, smaller
-from autopar.cli.main import main
-from autopar.errors import RankFailure
+from autopar.errors import MeshError, RankFailure
 from autopar.ir.mesh import Mesh
 
-from .command import MLP, autopar, left_of, ranks_of
+from .command import autopar, left_of, ranks_of
 
 
 @pytest.mark.parametrize(("mesh", "devices", "expected"), [
@@ -30,27 +30,46 @@ def test_the_axis_of_data_is_cut_first(mesh, devices, expected):
 
 
 def test_as_long_as_some_are_left(capsys, tmp_path):
-    runs, lost = [], [[3], [1, 0]]
+    runs, planned, lost = [], [], [[3], None, [0], [1, 0]]
     settings = {"mesh": "dp=2,tp=2", "resume": False, "checkpoint": str(tmp_path), "keep": None}
 
     def spawn(settings: dict, devices: int) -> int:
-        runs.append((settings["mesh"], settings["resume"], devices))
-        if lost:
-            raise LostRanks(lost.pop(0), RankFailure("rank 3 died"))
-        return 0
+        runs.append((settings["mesh"], settings["resume"], devices, bool(settings["template"])))
+        if (ranks := lost.pop(0)) is None:
+            return 128 + signal.SIGUSR2
+        raise LostRanks(ranks, RankFailure("rank 3 died"))
+
+    @contextmanager
+    def planning(settings: dict, meshes: list[Mesh], folder: Path):
+        planned.append([str(mesh) for mesh in meshes])
+        (folder / f"{meshes[0]}.json").touch()
+        yield
 
     with pytest.raises(LostRanks):
-        elastic.train(settings, 4, spawn)
-    assert runs == [("dp=2,tp=2", False, 4), ("dp=1,tp=2", False, 2)]
+        elastic.train(settings, 4, spawn, planning)
+    two, four = ("dp=1,tp=2", 2), ("dp=2,tp=2", 4)
+    assert [(mesh, devices) for mesh, _, devices, _ in runs] == [four, two, four, two]
+    assert [resume for _, resume, _, _ in runs] == [False, False, False, False]  # nothing was saved
+    assert [template for _, _, _, template in runs] == [False, True, False, True]
+    assert planned[:2] == [["dp=1,tp=2", "dp=1,tp=1", "dp=2,tp=2"], ["dp=1,tp=1", "dp=2,tp=2"]]
     err = capsys.readouterr().err
     assert "rank 3 died): going on with mesh dp=1,tp=2, from the first step (no rank has left" in err
 
 
-def test_not_under_torchrun(monkeypatch, tmp_path, capsys):
-    for name, value in {"RANK": 0, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4}.items():
-        monkeypatch.setenv(name, str(value))
-    assert main(["train", *MLP, "--checkpoint", str(tmp_path), "--elastic"]) == 2
-    assert "--max-restarts" in capsys.readouterr().err
+def test_under_torchrun_the_mesh_is_of_as_many_as_there_are(tmp_path, capsys):
+    settings = {"mesh": "dp=4,tp=2", "resume": False, "checkpoint": str(tmp_path), "keep": None}
+    found = [elastic.under_torchrun(settings, world, rank) for world, rank in ((8, 0), (6, 0), (2, 1))]
+    assert [(words["mesh"], words["resume"]) for words in found] == [
+        (mesh, True) for mesh in ("dp=4,tp=2", "dp=3,tp=2", "dp=1,tp=2")
+    ]
+    assert capsys.readouterr().err == ""
+    for world in (7, 9):
+        with pytest.raises(MeshError, match=f"{world} processes for mesh dp=4,tp=2"):
+            elastic.under_torchrun(settings, world, 0)
+    (tmp_path / elastic.LEFT).mkdir()
+    elastic.under_torchrun(settings, 6, 0)
+    assert "with mesh dp=3,tp=2, from the first step (no rank has left" in capsys.readouterr().err
+    assert not (tmp_path / elastic.LEFT).exists()
 
 
 def _losses(out: str) -> dict[int, float]:
