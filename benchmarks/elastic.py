@@ -63,7 +63,7 @@ def train(mesh: str, strategy: str | None, folder: Path, kill: int = 0, at: int 
                 now = time.monotonic()
                 if now > end:
                     raise TimeoutError(f"{mesh} {strategy}: {SECONDS} s")
-                if line.startswith("planning"):
+                if line.startswith(("planning", "taking the plan")):
                     run.planned.append((now, now))
                 elif line.startswith("plan of"):
                     run.planned[-1] = run.planned[-1][0], now
@@ -101,6 +101,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     generator, undisturbed, memory, differ, planning = random.Random(args.seed), {}, 0, [], []
+    cache = tempfile.TemporaryDirectory()
+    os.environ["AUTOPAR_CACHE"] = cache.name  # as users have one
     print(f"seed {args.seed}, torch {torch.__version__}, {os.cpu_count()} cores\n")
     print(f"{'mesh':13} {'strategy':9} {'killed':6} {'after':5}  {'went on from':12} {'again':>5} {'seconds':>7} "
           f"{'planning':>8} {'loss':>8} {'model':>8}", flush=True)  # fmt: skip

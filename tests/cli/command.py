@@ -9,18 +9,23 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 MLP = ["--model", "mlp-tiny:layers=1", "--mesh", "dp=2,tp=2", "--batch", "4", "--seq", "4"]
 
 
 def autopar(
-    *words: str, background: bool = False, launcher: Sequence[str] = ("-m", "autopar.cli"), **environment: str
+    *words: str,
+    background: bool = False,
+    launcher: Sequence[str] = ("-m", "autopar.cli"),
+    stderr: IO | int = subprocess.PIPE,
+    **environment: str,
 ) -> subprocess.Popen:
     """Start the command in a process group of its own, which an interrupt reaches even where this one ignores it, as
     shells make background jobs do; `background`: it ignores interrupts."""
     interrupt = signal.SIG_IGN if background else signal.SIG_DFL
     return subprocess.Popen(
-        [sys.executable, *launcher, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [sys.executable, *launcher, *words], stdout=subprocess.PIPE, stderr=stderr, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, interrupt),
     )  # fmt: skip
@@ -28,11 +33,12 @@ def autopar(
 
 def ranks_of(process: subprocess.Popen) -> list[int]:
     """Return the processes of the ranks of `autopar train`, in their order."""
-    server = next(pid for pid in _children(process.pid) if b"forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes())
-    return sorted(_children(server))
+    server = next(pid for pid in children_of(process.pid) if b"forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    return sorted(children_of(server))
 
 
-def _children(pid: int) -> list[int]:
+def children_of(pid: int) -> list[int]:
+    """Return the processes that a process has started, but for those that have ended."""
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
+import socket
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import pytest
 import torch
@@ -18,7 +21,7 @@ from autopar.cli.elastic import LostRanks, smaller
 from autopar.errors import MeshError, RankFailure
 from autopar.ir.mesh import Mesh
 
-from .command import autopar, left_of, ranks_of
+from .command import autopar, children_of, left_of, ranks_of
 
 
 @pytest.mark.parametrize(("mesh", "devices", "expected"), [
@@ -100,12 +103,16 @@ def test_losses_are_those_of_a_run_without_the_accident(strategy, options, sourc
     try:
         assert any(re.match("step +12 ", line) for line in process.stdout)
         os.kill(ranks_of(process)[-1], signal.SIGKILL)
+        smaller = list(itertools.takewhile(lambda line: not line.startswith("step 30 "), process.stdout))
+        process.send_signal(signal.SIGUSR2)
         out, err = process.communicate(timeout=200)
     finally:
         if left_of(process):
             os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 0 and "1 of 4 processes lost (rank 3 died" in err, err
-    assert f"going on with mesh dp=1,tp=2, {source}" in err and "resumed from" in out
+    assert f"going on with mesh dp=1,tp=2, {source}" in err and "going on with mesh dp=2,tp=2" in err
+    out = "".join(smaller) + out
+    assert out.count("taking the plan that was made for mesh") >= 1 and out.count("resumed from") == 2
     alone, _ = autopar("train", *words, "--checkpoint", str(tmp_path / "whole")).communicate(timeout=200)
     found, expected = _losses(out), _losses(alone)
     differ = {step: loss - expected[step] for step, loss in found.items() if abs(loss - expected[step]) > 1.5e-4}
@@ -113,3 +120,48 @@ def test_losses_are_those_of_a_run_without_the_accident(strategy, options, sourc
     cut, whole = (_loss_of(tmp_path / name / "step-00000060") for name in ("cut", "whole"))
     assert abs(cut - whole) <= 1e-6
     print(f"losses of the two models at the end differ by {abs(cut - whole):.1e}")
+
+
+def _agent(host: str, port: int, folder: Path, log: IO):
+    """Start what torchrun is on a node of two processes. What it says, which is more than a pipe takes, goes to log."""
+    conf = f"last_call_timeout=8,keep_alive_interval=1,keep_alive_max_attempt=3,is_host={host}"
+    launcher = ["-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "5",
+                "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "elastic",
+                "--rdzv-conf", conf, "-m", "autopar.cli"]  # fmt: skip
+    words = ["--model", "gpt2-tiny", "--mesh", "dp=4", "--batch", "8", "--seq", "16", "--steps", "100000",
+             "--strategy", "zero1", "--checkpoint", str(folder), "--elastic"]  # fmt: skip
+    return autopar("train", *words, launcher=launcher, stderr=log, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_node_goes_and_another_one_comes(tmp_path):
+    """ZeRO's shards of the one that went were with the other node, too."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log = open(tmp_path / "log", "w+")
+    here, other = (_agent(host, port, tmp_path, log) for host in ("true", "false"))
+    nodes, seen = [here, other], []
+
+    def wait_for(*patterns: str) -> None:
+        for pattern in patterns:
+            seen.append(next((line for line in here.stdout if re.search(pattern, line)), f"the end, not {pattern}"))
+
+    try:
+        wait_for("plan of .* mesh dp=4", r"step +\d*00 ")
+        for pid in [other.pid, *children_of(other.pid)]:
+            os.kill(pid, signal.SIGKILL)
+        wait_for("plan of .* mesh dp=2", r"resumed from .*00: step", r"step +\d*00 ")
+        nodes.append(_agent("false", port, tmp_path, log))
+        wait_for("plan of .* mesh dp=4", "resumed from", r"step +\d*0 ")
+    finally:
+        for node in nodes:
+            for pid in [*children_of(node.pid), node.pid] if node.poll() is None else ():
+                os.kill(pid, signal.SIGKILL)
+            node.wait(30)
+    log.seek(0)
+    err = log.read()
+    assert len(seen) == 8 and not any("the end" in line for line in seen), (seen, err[-3000:])
+    assert "with mesh dp=2, from what those that remain hold, step-0000" in err, err[-3000:]
