@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import os
 import time
 import weakref
@@ -76,10 +77,10 @@ def bind(
         axes = tuple(name.split(","))
         if not own and name in (device_mesh.mesh_dim_names or ()):
             bound[name] = device_mesh.get_group(axes[0]).group_name
-        elif not own and len(mesh.group(axes, rank)) == mesh.devices:
+        elif not own and math.prod(map(mesh.size, axes)) == mesh.devices:
             bound[name] = dist.group.WORLD.group_name
         else:
-            for ranks in sorted({tuple(sorted(mesh.group(axes, r))) for r in range(mesh.devices)}):
+            for ranks in mesh.groups(axes):
                 group = _own_group(ranks, lane, backend)
                 bound[name] = group.group_name if group is not None else bound.get(name, "")
     return bound
