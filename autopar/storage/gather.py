@@ -70,8 +70,14 @@ def gather_to(owner: int, held: Held, stage: StageMesh) -> Tensor | None:
     return None
 
 
-def _received(held: Held, part: Tensor | None, mine: dict[str, int] | None, stage: StageMesh,
-              ranks: Sequence[int], group: object) -> Tensor:  # fmt: skip
+def _received(
+    held: Held,
+    part: Tensor | None,
+    mine: dict[str, int] | None,
+    stage: StageMesh,
+    ranks: Sequence[int],
+    group: object,
+) -> Tensor:
     """Return the whole tensor out of the parts that `ranks` send, on the rank that asked for it. `part`: what it holds
     itself, at the position `mine`, if it is one of them."""
     shape, mesh = held.form.shape, stage.mesh
