@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -92,8 +93,8 @@ def _check_depth(described: dict) -> None:
 def _model(config, path: str | Path, dtype: torch.dtype, transformers) -> nn.Module:
     named = getattr(config, "architectures", None) or ()
     for name in [named] if isinstance(named, str) else named:
-        kind = getattr(transformers, name, None)
-        if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel) and kind.config_class is not None:
+        kind: Any = getattr(transformers, name, None)
+        if _is_model(kind, transformers.PreTrainedModel):
             return kind(config)
         if kind is not None:
             raise ModelError(
@@ -106,6 +107,10 @@ def _model(config, path: str | Path, dtype: torch.dtype, transformers) -> nn.Mod
             fix='name one under "architectures" in the config',
         )
     return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+
+
+def _is_model(kind: object, base: type) -> bool:
+    return isinstance(kind, type) and issubclass(kind, base) and getattr(kind, "config_class", None) is not None
 
 
 def _example_inputs(

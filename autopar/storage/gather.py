@@ -76,7 +76,7 @@ def _received(
     mine: dict[str, int] | None,
     stage: StageMesh,
     ranks: Sequence[int],
-    group: object,
+    group: dist.ProcessGroup,
 ) -> Tensor:
     """Return the whole tensor out of the parts that `ranks` send, on the rank that asked for it. `part`: what it holds
     itself, at the position `mine`, if it is one of them."""
@@ -84,15 +84,15 @@ def _received(
     like = part if part is not None else torch.empty(0, dtype=held.form.dtype, device=stage.device)
     positions = _positions(held.layout, mesh)
     whole = like.new_empty(shape) if len(positions) > 1 else None
+    received = like
     for position in positions:
-        received, coordinate = part, dict.fromkeys(mesh.names, 0) | position
+        received, coordinate = like, dict.fromkeys(mesh.names, 0) | position
         if position != mine:
             received = like.new_empty(local_shape(shape, held.layout, mesh, coordinate))
             watch.patiently(partial(dist.recv, received, ranks[mesh.rank_at(position)], group=group))
-        if whole is None:
-            return received
-        copy_into(whole, received, local_ranges(shape, held.layout, mesh, coordinate))
-    return whole
+        if whole is not None:
+            copy_into(whole, received, local_ranges(shape, held.layout, mesh, coordinate))
+    return received if whole is None else whole
 
 
 def gather_everywhere(part: Tensor, shape: Sequence[int], layout: Layout, stage: StageMesh) -> Tensor:
