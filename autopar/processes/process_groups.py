@@ -160,6 +160,13 @@ def _new_group(ranks: Sequence[int], lane: str, backend: str = "gloo") -> dist.P
             raise _unmet(lost(key, ranks), what, f"any more: {str(error).splitlines()[0]}") from error
 
 
+def broken(what: str, error: RuntimeError) -> CollectiveTimeout:
+    """Return the error of a collective of all ranks that failed before they could ask each other: who does not come to
+    the store any more is named."""
+    missing = lost(f"autopar/broken/{what}", range(dist.get_world_size()))
+    return _unmet(missing, what, f"any more: {str(error).splitlines()[0]}")
+
+
 def _unmet(missing: list[int], what: str, how: str) -> CollectiveTimeout:
     who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}" if missing else "ranks"
     return CollectiveTimeout(
