@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import ModelError, nearest
 from .inputs import floats, fresh_weights, integers
+from .sizes import bounded, require_few_layers
+
+LONGEST_BYTES = 16 << 20  # of a config.json
 
 
 def build_from_config(
@@ -18,9 +24,10 @@ def build_from_config(
 ) -> tuple[nn.Module, dict[str, Tensor]]:
     """Build the model that config.json describes and keyword inputs for it, labels included if it takes any.
 
-    The class is the one named under "architectures", else the causal language model of that model type. Weights are of
-    `dtype` whatever the config says; dropout stays as configured. Raises ModelError if the file is missing or is not a
-    config, if transformers is not installed or does not know the type, and if `seq` exceeds the model's positions."""
+    The class is the one named under "architectures", else the causal language model of that model type; code that comes
+    with a config is never run. Weights are of `dtype` whatever the config says; dropout stays as configured. Raises
+    ModelError if the file is missing or is not a config, if transformers is not installed, does not know the type or
+    cannot make a model of it, and if `seq` exceeds the model's positions."""
     try:
         import transformers
     except ImportError as error:
@@ -31,41 +38,79 @@ def build_from_config(
         raise ModelError(
             f"seq {seq} is longer than the model's {longest}", fix=f"set max_position_embeddings to {seq} in the config"
         )
-    with fresh_weights(dtype, device, seed):
-        model = _model(config, path, dtype, transformers)
-    return model, _example_inputs(model, batch, seq, dtype, device, seed)
+    with _refused(path), bounded():
+        with fresh_weights(dtype, device, seed):
+            model = _model(config, path, dtype, transformers)
+        return model, _example_inputs(model, batch, seq, dtype, device, seed)
+
+
+@contextmanager
+def _refused(path: str | Path) -> Iterator[None]:
+    """Turn whatever transformers says of a config's values inside into a ModelError."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ModelError(
+            f"transformers makes no model of the config of {path}: {reason:.300}", fix="see the values in it"
+        ) from error
 
 
 def _read_config(path: str | Path, transformers):
     file = Path(path).expanduser()
     file = file / "config.json" if file.is_dir() else file
     try:
+        if file.stat().st_size > LONGEST_BYTES:
+            raise ModelError(f"{file} has {file.stat().st_size:,} bytes", fix="give the config.json of a model")
         described = json.loads(file.read_text())
         model_type = described.pop("model_type")
     except OSError as error:
         raise ModelError(f"cannot read {file}: {error.strerror}", fix="give a folder with a config.json") from error
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ModelError(f"{file} has no model_type", fix="give the config.json of a Hugging Face model") from error
     known = transformers.models.auto.configuration_auto.CONFIG_MAPPING
-    if model_type not in known:
+    if not isinstance(model_type, str) or model_type not in known:
         raise ModelError(
             f"transformers {transformers.__version__} does not know the model type {model_type!r}",
-            fix=f"use {nearest(model_type, known.keys())}, or another release of transformers",
+            fix=f"use {nearest(str(model_type), known.keys())}, or another release of transformers",
         )
-    return known[model_type].from_dict(described)
+    _check_depth(described)
+    with _refused(path):
+        return known[model_type].from_dict(described)
+
+
+def _check_depth(described: dict) -> None:
+    """Raise ModelError for a config, or one inside of it, with more layers than anybody waits for."""
+    for key, value in described.items():
+        if isinstance(value, dict):
+            _check_depth(value)
+        elif key.endswith(("layer", "layers")) and isinstance(value, int):
+            require_few_layers(key, value)
 
 
 def _model(config, path: str | Path, dtype: torch.dtype, transformers) -> nn.Module:
-    for name in getattr(config, "architectures", None) or ():
-        if hasattr(transformers, name):
-            return getattr(transformers, name)(config)
-    try:
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except ValueError as error:
+    named = getattr(config, "architectures", None) or ()
+    for name in [named] if isinstance(named, str) else named:
+        kind: Any = getattr(transformers, name, None)
+        if _is_model(kind, transformers.PreTrainedModel):
+            return kind(config)
+        if kind is not None:
+            raise ModelError(
+                f"{path} names {name!r} under architectures, which is no model of transformers",
+                fix="name the class of the model, such as GPT2LMHeadModel",
+            )
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(
             f"{path} names no class that transformers has, and {config.model_type} has no causal language model",
             fix='name one under "architectures" in the config',
-        ) from error
+        )
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+
+
+def _is_model(kind: object, base: type) -> bool:
+    return isinstance(kind, type) and issubclass(kind, base) and getattr(kind, "config_class", None) is not None
 
 
 def _example_inputs(

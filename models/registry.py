@@ -186,6 +186,7 @@ def build(
     import torch
 
     from .inputs import fresh_weights
+    from .sizes import bounded
 
     device, dtype = torch.device(device), dtype or torch.get_default_dtype()
     if is_hub(text):
@@ -198,9 +199,10 @@ def build(
         return build_from_file(text, batch=batch, seq=seq, device=device, dtype=dtype)
     name, config = resolve(text, seq)
     builder = builders()[name]
-    inputs = builder.inputs(config, batch, seq, dtype, device, seed)
-    with fresh_weights(dtype, device, seed):
-        return builder.module(config), inputs
+    with bounded():
+        inputs = builder.inputs(config, batch, seq, dtype, device, seed)
+        with fresh_weights(dtype, device, seed):
+            return builder.module(config), inputs
 
 
 def resolve(text: str, seq: int = 1) -> tuple[str, object]:

@@ -139,7 +139,7 @@ class AsynchronousPipeline:
         if dist.get_backend(forward) != "gloo":
             patience = timedelta(seconds=process_groups.FIRST_STEP * process_groups.timeout_seconds())
             mesh, axis = self.plan.mesh, self.plan.pipeline.axis
-            for ranks in sorted({tuple(sorted(mesh.group((axis,), r))) for r in range(mesh.devices)}):
+            for ranks in mesh.groups((axis,)):
                 group = dist.new_group(list(ranks), timeout=patience)
                 backward = group if dist.get_rank() in ranks else backward
         return {"F": forward, "B": backward}

@@ -13,7 +13,7 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -141,20 +141,49 @@ class Mesh:
             rank //= size
         return {name: position[name] for name in self.names}
 
+    def rank_at(self, position: Mapping[str, int]) -> int:
+        """Return the rank at a position along some axes, the first one along the others."""
+        rank = 0
+        for name, size in zip(self.names, self.sizes):
+            rank = rank * size + position.get(name, 0)
+        return rank
+
     def group(self, axes: tuple[str, ...], rank: int) -> tuple[int, ...]:
         """Return the ranks that differ from `rank` only along `axes`, or parts of axes, in the order of `axes` (the
         first slowest)."""
-        if any(axis not in self.axis_sizes for axis in axes):
-            return self.with_parts(axes).group(axes, rank)
-        here = self.coordinate(rank)
-        ranks = []
-        for position in itertools.product(*(range(self.size(a)) for a in axes)):
-            there = here | dict(zip(axes, position))
-            index = 0
-            for name, size in zip(self.names, self.sizes):
-                index = index * size + there[name]
-            ranks.append(index)
-        return tuple(ranks)
+        first = self.first_of_group(axes, rank)
+        return tuple(first + offset for offset in self._offsets(axes))
+
+    def first_of_group(self, axes: tuple[str, ...], rank: int) -> int:
+        """Return the first rank of the group of `rank` along `axes`, or parts of axes, in the time that it takes to
+        count the axes."""
+        if not 0 <= rank < self.devices:
+            raise MeshError(f"there is no rank {rank} in a mesh of {self.devices} devices", mesh=self)
+        return rank - sum(rank // stride % size * stride for stride, size in self._strides(axes))
+
+    def groups(self, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
+        """Return all groups along `axes`, each in order of rank, in the order of their first ranks."""
+        offsets = sorted(self._offsets(axes))
+        firsts = (rank for rank in range(self.devices) if self.first_of_group(axes, rank) == rank)
+        return [tuple(first + offset for offset in offsets) for first in firsts]
+
+    def _strides(self, axes: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
+        """Return for each of `axes`, or parts of axes, how far apart neighbours on it are, and its size."""
+        if axes not in self._known_strides:
+            mesh, stride, found = self.with_parts(axes), 1, {}
+            for name, size in zip(reversed(mesh.names), reversed(mesh.sizes)):
+                found[name], stride = (stride, size), stride * size
+            self._known_strides[axes] = tuple(found[axis] for axis in axes)
+        return self._known_strides[axes]
+
+    def _offsets(self, axes: tuple[str, ...]) -> list[int]:
+        """Return what a group's ranks are above its first one, in the order of `axes`."""
+        steps = [range(0, stride * size, stride) for stride, size in self._strides(axes)]
+        return [sum(step) for step in itertools.product(*steps)]
+
+    @cached_property
+    def _known_strides(self) -> dict[tuple[str, ...], tuple[tuple[int, int], ...]]:
+        return {}
 
     def __str__(self) -> str:
         return ",".join(f"{n}={s}" for n, s in zip(self.names, self.sizes))

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias, TypeGuard
 
-from ..errors import PlanFormatError, PlanTampered
+from ..errors import InputError, PlanFormatError, PlanTampered
 from ..hardware.profile import LOWERINGS
 
 Json = dict[str, Any]
@@ -32,6 +32,7 @@ MEMORY_KINDS = (  # in the order of the plan's text
 
 def write(path: str | Path, data: Json, key: str | bytes | None = None) -> None:
     """Write a plan's data, which holds its hash; with `key` also sign it (HMAC-SHA256)."""
+    _check_key(key)
     if key is not None:
         data = data | {"signature": signature(data, key)}
     Path(path).write_text(json.dumps(data, indent=1, sort_keys=True, allow_nan=False) + "\n")
@@ -39,6 +40,7 @@ def write(path: str | Path, data: Json, key: str | bytes | None = None) -> None:
 
 def read(path: str | Path, key: str | bytes | None = None) -> Json:
     """Return the data of a plan file. Raise PlanFormatError, or PlanTampered if hash or signature do not fit."""
+    _check_key(key)
     try:
         with open(path, "rb") as file:
             content = file.read(LARGEST_FILE_BYTES + 1)
@@ -73,6 +75,13 @@ def parse(text: str) -> object:
         parse_float=_finite,
         parse_constant=_finite,
     )
+
+
+def _check_key(key: object) -> None:
+    """Raise InputError for a key that is none, or that everybody has."""
+    if key is not None and (not isinstance(key, (str, bytes)) or not key):
+        what = f"a {type(key).__name__}" if key else "empty"
+        raise InputError(f"the key of a plan is {what}", fix="pass a secret, as text or bytes")
 
 
 def check(data: object, name: str, key: str | bytes | None = None) -> Json:

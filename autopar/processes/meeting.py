@@ -6,7 +6,7 @@ A rank that waits there can be told of a failure meanwhile, sees who is missing,
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -14,17 +14,31 @@ import torch.distributed as dist
 from .. import _torch
 from .calls import Call
 
+BLOCK = 128  # ranks that are counted together
 SECONDS_BETWEEN_LOOKS, MOST_SECONDS_BETWEEN_LOOKS = 0.5, 4.0
 
 
 class Meeting:
-    """Holds a meeting of some ranks under a key, which this rank comes to now. No two meetings have one key."""
+    """Holds a meeting of some ranks under a key, which this rank comes to now. No two meetings have one key.
+
+    Ranks are counted by blocks, and full blocks by the last of each, so that who is missing among thousands is found
+    in some dozen questions to the store, which all the others ask too."""
 
     def __init__(self, key: str, ranks: Sequence[int]):
         self.store, self.key, self.ranks, self.rank = _torch.default_store(), key, ranks, dist.get_rank()
+        self.block = ranks.index(self.rank) // BLOCK
         self.store.set(f"{key}/{self.rank}", "here")
-        if self.store.add(key, 1) == len(ranks):
-            self.store.set(f"{key}/all", "here")
+        if self.store.add(f"{key}/block {self.block}", 1) == len(self._members(self.block)):
+            self.store.set(f"{key}/full {self.block}", "here")
+            if self.store.add(key, 1) == self._blocks:
+                self.store.set(f"{key}/all", "here")
+
+    @property
+    def _blocks(self) -> int:
+        return -(-len(self.ranks) // BLOCK)
+
+    def _members(self, block: int) -> Sequence[int]:
+        return self.ranks[block * BLOCK : (block + 1) * BLOCK]
 
     def is_complete(self, seconds: float) -> bool:
         """Return whether all have come, after so long at the most."""
@@ -37,13 +51,32 @@ class Meeting:
         return True
 
     def missing(self) -> list[int]:
-        """Return the ranks that have not come."""
-        return [rank for rank in self.ranks if not self.store.check([f"{self.key}/{rank}"])]
+        """Return ranks that have not come: all, or of a large meeting those of the first blocks that are not full."""
+        found: list[int] = []
+        for block in self._without("full", range(self._blocks)):
+            found += self._without("", self._members(block))
+            if len(found) >= BLOCK:
+                break
+        return found
+
+    def _without(self, kind: str, numbers: Sequence[int]) -> Iterator[int]:
+        """Yield the numbers for which there is no key, by asking for halves in which one is missing."""
+        keys = [f"{self.key}/{kind} {number}" if kind else f"{self.key}/{number}" for number in numbers]
+        if self.store.check(keys):
+            return
+        if len(numbers) == 1:
+            yield numbers[0]
+            return
+        half = len(numbers) // 2
+        yield from self._without(kind, numbers[:half])
+        yield from self._without(kind, numbers[half:])
 
     def leave(self) -> None:
         """Let the meeting wait for this rank again."""
-        self.store.add(self.key, -1)
         self.store.delete_key(f"{self.key}/{self.rank}")
+        if self.store.add(f"{self.key}/block {self.block}", -1) == len(self._members(self.block)) - 1:
+            self.store.delete_key(f"{self.key}/full {self.block}")
+            self.store.add(self.key, -1)
 
 
 def meet(key: str, ranks: Sequence[int], seconds: float) -> None:

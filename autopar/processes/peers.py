@@ -135,5 +135,9 @@ def _read_line(connection: socket.socket) -> bytes:
 
 def _gather(value: object) -> list:
     everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, value, group=process_groups.control_group())
+    group = process_groups.control_group()
+    try:
+        dist.all_gather_object(everyone, value, group=group)
+    except RuntimeError as error:  # nobody can be asked yet
+        raise process_groups.broken("the exchange of addresses", error) from error
     return everyone

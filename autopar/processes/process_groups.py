@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import os
 import time
 import weakref
@@ -76,10 +77,10 @@ def bind(
         axes = tuple(name.split(","))
         if not own and name in (device_mesh.mesh_dim_names or ()):
             bound[name] = device_mesh.get_group(axes[0]).group_name
-        elif not own and len(mesh.group(axes, rank)) == mesh.devices:
+        elif not own and math.prod(map(mesh.size, axes)) == mesh.devices:
             bound[name] = dist.group.WORLD.group_name
         else:
-            for ranks in sorted({tuple(sorted(mesh.group(axes, r))) for r in range(mesh.devices)}):
+            for ranks in mesh.groups(axes):
                 group = _own_group(ranks, lane, backend)
                 bound[name] = group.group_name if group is not None else bound.get(name, "")
     return bound
@@ -157,6 +158,13 @@ def _new_group(ranks: Sequence[int], lane: str, backend: str = "gloo") -> dist.P
                 raise
             check(False)
             raise _unmet(lost(key, ranks), what, f"any more: {str(error).splitlines()[0]}") from error
+
+
+def broken(what: str, error: RuntimeError) -> CollectiveTimeout:
+    """Return the error of a collective of all ranks that failed before they could ask each other: who does not come to
+    the store any more is named."""
+    missing = lost(f"autopar/broken/{what}", range(dist.get_world_size()))
+    return _unmet(missing, what, f"any more: {str(error).splitlines()[0]}")
 
 
 def _unmet(missing: list[int], what: str, how: str) -> CollectiveTimeout:

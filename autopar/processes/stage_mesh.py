@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -61,6 +62,11 @@ class StageMesh:
         group, pp_group = _torch.group_of(groups[together]), _torch.group_of(groups[axis])
         here = {n: coordinate[n] for n in mesh.names}
         return StageMesh(mesh, device_mesh[mesh.names], here, coordinate[axis], ranks, group, pp_group, host_group)
+
+    @cached_property
+    def places(self) -> dict[int, tuple[int, int]]:
+        """Return, by rank of the world, its pipeline rank and the device of the mesh that it is there."""
+        return {rank: (p, device) for p, ranks in enumerate(self.ranks) for device, rank in enumerate(ranks)}
 
     @property
     def device(self) -> torch.device:

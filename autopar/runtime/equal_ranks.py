@@ -2,13 +2,15 @@
 
 The parameters that train are summed up bit by bit (same_values.checksum), and ranks that hold the same part of one must
 have the same sum. On GPUs ranks are compared along the axes of the batch, over which gradients are reduced: what other
-axes compute several times may differ there by the order of a sum. Batches are compared as in the first call, and a
-parameter with NaN or infinity is an error. Where all is well a few numbers travel; who differs is asked only then.
+axes compute several times may differ there by the order of a sum. Parameters in shards cannot be compared, but the
+settings of the optimizers that step them are. Batches are compared as in the first call, and a parameter with NaN or
+infinity is an error. Where all is well a few numbers travel; who differs is asked only then.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import defaultdict
 from typing import Any
 
@@ -22,9 +24,11 @@ from ..processes.causes import named
 from ..storage.model_folder import local
 from .call import Call
 from .inputs import data_axes
+from .optimizers import settings_of
 from .same_values import checksum
 
 EVERY = 200  # calls
+SETTINGS = "settings of optimizers"  # what is compared beside parts
 Part = tuple  # which part of its parameters a rank holds: its pipeline rank, and (axis, coordinate) pairs
 
 
@@ -45,13 +49,16 @@ class EqualRanks:
                 self._compare(module)
                 call.inputs.check(call.tensors)
 
-    def _compare(self, module: nn.Module) -> None:
+    def _compare(self, module: Any) -> None:
         here = {name: local(p) for name, p in module.named_parameters() if p.requires_grad}
         sums = _sums(here)
         digests: dict[Part, Any] = defaultdict(hashlib.sha256)
         parts = {name: _part(module, name) for name in here}
         for name in here:
             digests[parts[name]].update(sums[name].to_bytes(8, "little", signed=True))
+        settings = settings_of(module)
+        stage = module.stage_mesh.pp_rank
+        digests[stage, SETTINGS].update(repr(settings).encode())
         finite = _are_finite([*here.values()])
         everyone = agree.from_all(lambda: ({part: digest.digest() for part, digest in digests.items()}, finite))
         first: dict[Part, bytes] = {}
@@ -59,8 +66,12 @@ class EqualRanks:
         if same and all(are_finite for _, are_finite in everyone):
             return
         strange = [name for name, tensor in here.items() if not _are_finite([tensor])]
-        details = agree.from_all(lambda: ({name: (parts[name], sums[name]) for name in here}, strange))
-        raise self._not_finite([names for _, names in details]) or self._unequal([found for found, _ in details])
+        details = agree.from_all(lambda: ({name: (parts[name], sums[name]) for name in here}, strange, stage, settings))
+        raise (
+            self._not_finite([names for _, names, *_ in details])
+            or self._otherwise_set([(stage, settings) for *_, stage, settings in details])
+            or self._unequal([found for found, *_ in details])
+        )
 
     def _not_finite(self, by_rank: list[list[str]]) -> NotFiniteError | None:
         names = dict.fromkeys(name for names in by_rank for name in names)
@@ -74,6 +85,24 @@ class EqualRanks:
             fix="go on from a checkpoint of before; clip_grad_norm_, a smaller learning rate or a look at the batches "
             "since then may help; check_every=1 finds the call, None leaves the check out",
         )
+
+    def _otherwise_set(self, by_rank: list[tuple[int, list[dict[str, str]]]]) -> DesyncError | None:
+        first: dict[int, int] = {}
+        nothing: dict[str, str] = {}
+        for rank, (stage, settings) in enumerate(by_rank):
+            other = first.setdefault(stage, rank)
+            for theirs, mine in itertools.zip_longest(by_rank[other][1], settings, fillvalue=nothing):
+                names = [name for name in theirs | mine if theirs.get(name) != mine.get(name)]
+                if names:
+                    here, there = (", ".join(f"{n} {of.get(n, 'none')}" for n in names) for of in (mine, theirs))
+                    return DesyncError(
+                        f"rank {rank} steps with {here} and rank {other} with {there} before call {self.calls}; "
+                        f"{self._since()}",
+                        ranks=(rank,),
+                        fix="give optimizers and schedulers the same settings on every rank, and go on from a "
+                        "checkpoint of before",
+                    )
+        return None
 
     def _unequal(self, by_rank: list[dict[str, tuple[Part, int]]]) -> DesyncError:
         sides: dict[str, dict[tuple[Part, int], list[int]]] = defaultdict(lambda: defaultdict(list))

@@ -72,6 +72,7 @@ _modules: WeakSet[nn.Module] = WeakSet()
 # (form when it was checked, whether it steps on local parts, the type that its state is kept in if that is narrow,
 # the meshes of the compiled modules whose parameters it has)
 _checked: WeakKeyDictionary[Optimizer, tuple] = WeakKeyDictionary()
+_stepped: WeakSet[Optimizer] = WeakSet()  # since `settings_of`
 
 
 def follow(module: nn.Module) -> None:
@@ -100,6 +101,7 @@ def _before(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dic
         meshes = _meshes_of(owners)
         _checked[optimizer] = form, is_local, kept, meshes
     if meshes:
+        _stepped.add(optimizer)
         watch.stepped(meshes, any(p.grad is not None for p in parameters_of(optimizer)))
     if kept is not None:
         return step_narrow(optimizer, kept, args, kwargs)
@@ -109,6 +111,23 @@ def _before(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dic
     if step is not None and (modules := [m for m in _modules if _has_some_of(optimizer, m)]):
         return step(optimizer, modules, args, kwargs)
     return None
+
+
+def settings_of(module: nn.Module) -> list[dict[str, str]]:
+    """Return the settings, by name, of each group of parameters of the optimizers that have stepped the module's since
+    the last call. (One that steps no more is there until it is collected, which ranks do at different times.)"""
+    stepped = [optimizer for optimizer in _checked if optimizer in _stepped and _has_some_of(optimizer, module)]
+    for optimizer in stepped:
+        _stepped.discard(optimizer)
+    groups = [(type(optimizer).__name__, group) for optimizer in stepped for group in optimizer.param_groups]
+    return [
+        {"optimizer": kind} | {name: _text(value) for name, value in sorted(group.items()) if name != "params"}
+        for kind, group in groups
+    ]
+
+
+def _text(value: object) -> str:
+    return str(value.tolist() if isinstance(value, torch.Tensor) else value)
 
 
 def _meshes_of(owners: Sequence[Any]) -> frozenset[str]:

@@ -25,10 +25,11 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import CheckpointError, InputError
-from ..processes import agree, watch
+from ..processes import agree, process_groups, watch
 from . import generators, optimizer_state, pending
 from .checkpoint_folder import Place, check_shared, newest_whole
 from .durable import Digest, disk_errors, write_file
+from .folder_lock import FolderLock
 from .gather import Held, of_all_stages
 from .manifest import complete
 from .model_folder import tensors_of, write_model
@@ -101,9 +102,16 @@ def save_checkpoint(
             digests = dict(files) | {STATE: write_file(place.unfinished / STATE, canonical(state))}
         place.commit(digests, _runs.setdefault(model, uuid.uuid4().hex[:8]), keep)
 
-    agree.from_rank_zero(lambda: place.begin(bytes_, MODEL))
+    lock = FolderLock(place.root)  # rank 0 takes it for all
+
+    def begin() -> None:
+        with disk_errors(place.root):
+            lock.take(process_groups.timeout_seconds())
+        place.begin(bytes_, MODEL)
+
     open_file, folder = TensorFileWriter if wait else FileForLater, place.unfinished
     try:
+        agree.from_rank_zero(begin)
         # one after the other: a rank that fails in one of them must not leave the others waiting in the next
         parts = [
             _inside(MODEL, agree.everywhere(lambda: write_model(model, folder / MODEL, open_file=open_file))),
@@ -115,11 +123,14 @@ def save_checkpoint(
             everyone = agree.from_all(lambda: written)
             agree.from_rank_zero(lambda: commit({name: file for part in everyone for name, file in part.items()}))
         else:
-            pending.begin(written, place, commit)
-    except Exception:
-        if dist.get_rank() == 0:
+            pending.begin(written, place, commit, lock)
+    except BaseException as error:
+        if dist.get_rank() == 0 and lock.is_held and isinstance(error, Exception):
             place.remove_unfinished()  # it may have filled the disk
+        lock.release()
         raise
+    if wait:
+        lock.release()
     return place.final
 
 

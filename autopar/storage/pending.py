@@ -19,6 +19,7 @@ from ..errors import CheckpointError
 from ..processes import agree, process_groups
 from .checkpoint_folder import Place
 from .durable import Digest, disk_errors, write_file
+from .folder_lock import FolderLock
 from .shards import Written
 
 SECONDS_BETWEEN_LOOKS = 0.05
@@ -27,9 +28,15 @@ SECONDS_BETWEEN_LOOKS = 0.05
 class _Pending(threading.Thread):
     """Holds one that is being written. A program that ends waits for the thread."""
 
-    def __init__(self, files: Mapping[str, Written], place: Place, commit: Callable[[Mapping[str, Digest]], None]):
+    def __init__(
+        self,
+        files: Mapping[str, Written],
+        place: Place,
+        commit: Callable[[Mapping[str, Digest]], None],
+        lock: FolderLock,
+    ):
         super().__init__(name="autopar checkpoint")
-        self.files, self.place, self.commit = dict(files), place, commit
+        self.files, self.place, self.commit, self.lock = dict(files), place, commit, lock
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.error: Exception | None = None
 
@@ -38,6 +45,8 @@ class _Pending(threading.Thread):
             self._write()
         except Exception as error:
             self.error = error
+        finally:
+            self.lock.release()
 
     def _write(self) -> None:
         folder = self.place.unfinished
@@ -72,10 +81,13 @@ class _Pending(threading.Thread):
 _pending: _Pending | None = None
 
 
-def begin(files: Mapping[str, Written], place: Place, commit: Callable[[Mapping[str, Digest]], None]) -> None:
-    """Write this rank's files of a checkpoint from now on; rank 0 commits it with all ranks' files."""
+def begin(
+    files: Mapping[str, Written], place: Place, commit: Callable[[Mapping[str, Digest]], None], lock: FolderLock
+) -> None:
+    """Write this rank's files of a checkpoint from now on; rank 0 commits it with all ranks' files, and then releases
+    the lock of the folder."""
     global _pending
-    _pending = _Pending(files, place, commit)
+    _pending = _Pending(files, place, commit, lock)
     _pending.start()
 
 
@@ -88,7 +100,9 @@ def finish() -> None:
             agree.everywhere(lambda: _end_of(running))
         except CheckpointError:
             if running.rank == 0:
-                running.place.remove_unfinished()  # which nobody writes into any more
+                with running.lock.if_free() as is_free:
+                    if is_free:
+                        running.place.remove_unfinished()  # which nobody writes into any more
             raise
 
 

@@ -7,6 +7,7 @@ whole tensor besides its own parts. Owners are chosen such that files are about 
 
 from __future__ import annotations
 
+import heapq
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,12 +31,16 @@ def file_names(stem: str, count: int) -> list[str]:
     return [f"{stem}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
 
 
-def owners_of(forms: Mapping[str, Form], holders: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """Return the rank that writes each tensor: largest tensors first, to the holder that has least."""
-    load, owners = {rank: 0 for ranks in holders.values() for rank in ranks}, {}
+def owners_of(
+    forms: Mapping[str, Form], pp_ranks: Mapping[str, Sequence[int]], ranks: Sequence[Sequence[int]]
+) -> dict[str, int]:
+    """Return the rank that writes each tensor: largest tensors first, to the holder that has least, the first of them.
+    `pp_ranks`: those that hold a tensor; `ranks`: by pipeline rank, the ranks of the world, in order."""
+    queues, owners = [[(0, rank) for rank in of_stage] for of_stage in ranks], {}
     for name in sorted(forms, key=lambda name: (-forms[name].bytes_, name)):
-        owners[name] = min(holders[name], key=load.__getitem__)
-        load[owners[name]] += max(1, forms[name].bytes_)
+        queue = min((queues[p] for p in pp_ranks[name]), key=lambda queue: queue[0])
+        bytes_, owners[name] = queue[0]
+        heapq.heapreplace(queue, (bytes_ + max(1, forms[name].bytes_), owners[name]))
     return owners
 
 
@@ -58,8 +63,10 @@ def write_shards(
     rank, forms = dist.get_rank(), {name: h.form for name, h in held.items()}
     if strange := [name for name in forms if forms[name].dtype not in NAMES]:
         raise CheckpointError(f"{strange[0]} is {forms[strange[0]].dtype}, which safetensors cannot store")
-    holders = {name: sorted(r for p in h.pp_ranks for r in stage.ranks[p]) for name, h in held.items()}
-    owners = owners_of(forms, holders) if writer_rank is None else dict.fromkeys(forms, writer_rank)
+    if writer_rank is None:
+        owners = owners_of(forms, {name: h.pp_ranks for name, h in held.items()}, stage.ranks)
+    else:
+        owners = dict.fromkeys(forms, writer_rank)
     writers = sorted({*owners.values()} or {writer_rank or 0})
     files = dict(zip(writers, file_names(stem, len(writers))))
     index, mine = {name: files[owner] for name, owner in owners.items()}, files.get(rank)

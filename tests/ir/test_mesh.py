@@ -1,3 +1,4 @@
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -64,6 +65,25 @@ def test_ranks_are_row_major_and_the_last_axis_is_closest(text):
             line = grid.movedim(i, -1)[tuple(v for a, v in coordinate.items() if a != axis)]
             assert mesh.group((axis,), rank) == tuple(line.tolist())
     assert mesh.group(mesh.names, 0) == tuple(range(mesh.devices))
+
+
+@pytest.mark.parametrize("text", ["dp=6", "pp=2,dp=3,tp=2", "a=2,b=4,c=3"])
+def test_groups_are_those_of_all_ranks(text):
+    """For any axes, in any order, and parts of them."""
+    mesh = Mesh.parse(text)
+    names = ("a", "b//2", "b%2", "c") if text.startswith("a") else mesh.names
+    split = mesh.with_parts(names)
+    for axes in (axes for count in range(len(names) + 1) for axes in itertools.permutations(names, count)):
+        others = [tuple(split.coordinate(r)[name] for name in names if name not in axes) for r in range(mesh.devices)]
+        groups = [tuple(r for r, place in enumerate(others) if place == mine) for mine in others]
+        assert mesh.groups(axes) == sorted({*groups})
+        assert [mesh.first_of_group(axes, rank) for rank in range(mesh.devices)] == [group[0] for group in groups]
+        assert tuple(sorted(mesh.group(axes, mesh.devices - 1))) == groups[-1]
+    for rank in range(mesh.devices):
+        coordinate = mesh.coordinate(rank)
+        assert mesh.rank_at(coordinate) == rank
+        for axis in mesh.names:
+            assert mesh.rank_at({axis: coordinate[axis]}) == mesh.group((axis,), 0)[coordinate[axis]]
 
 
 def test_group_follows_the_order_of_the_axes():

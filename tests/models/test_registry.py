@@ -252,12 +252,66 @@ def test_hugging_face_file_and_dropout(tmp_path):
         ([], "has no model_type"),
         (T5, "t5 has no causal language model(.|\n)*architectures"),
         (GPT2 | dict(n_positions=4), "seq 8 is longer than the model's 4"),
+        *(
+            (GPT2 | dict(architectures=[name]), f"names '{name}' under architectures, which is no model")
+            for name in (
+                "pipeline",
+                "Trainer",
+                "set_seed",
+                "logging",
+                "GPT2Config",
+                "AutoModelForCausalLM",
+                "PreTrainedModel",
+            )
+        ),
+        (GPT2 | dict(architectures=3), "makes no model of the config of .*: TypeError"),
+        (GPT2 | dict(architectures=["LlamaForCausalLM"]), "'GPT2Config' object has no attribute 'num_key_value_heads'"),
+        (GPT2 | dict(n_layer=10**7), "n_layer=10000000 is more than 10,000"),
+        (dict(model_type="llava", text_config=dict(num_hidden_layers=10**7)), "num_hidden_layers=10000000 is more"),
+        (GPT2 | dict(n_head=0), "makes no model of the config of .*: ZeroDivisionError"),
+        (GPT2 | dict(n_head=3), "`embed_dim` must be divisible by num_heads"),
+        (GPT2 | dict(n_embd=-8), "negative dimension"),
+        (GPT2 | dict(n_layer=None), "Validation error for field 'n_layer'"),
+        (GPT2 | dict(activation_function="nope"), "KeyError: 'nope'"),
+        (GPT2 | dict(model_type=["gpt2"]), "does not know"),
+        (VIT | dict(image_size=-8, architectures=["ViTForImageClassification"]), "negative dimension"),
     ],
 )
 def test_refused_configs(tmp_path, described, complaint):
     pytest.importorskip("transformers")
     with pytest.raises(ModelError, match=complaint):
         build(folder(tmp_path, described), batch=2, seq=8)
+
+
+def test_no_code_of_a_config_is_run(tmp_path, monkeypatch):
+    """Nobody is asked whether it should be, either: a process without a terminal would wait for an answer."""
+    pytest.importorskip("transformers")
+    monkeypatch.setattr("builtins.input", lambda *args: pytest.fail("somebody is asked"))
+    remote = {"auto_map": {"AutoModelForCausalLM": "somebody/else--code.Model", "AutoConfig": "code.Config"}}
+    with pytest.raises(ModelError, match="vit has no causal language model"):
+        build(folder(tmp_path, VIT | remote), batch=2, seq=8)
+    assert type(build(folder(tmp_path, GPT2 | remote), batch=2, seq=8)[0]).__name__ == "GPT2LMHeadModel"
+
+
+def test_what_is_no_config_is_refused_in_a_moment(tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text("[" * 10**6)
+    with pytest.raises(ModelError, match="has no model_type"):
+        build(f"hf:{tmp_path}", batch=2, seq=8)
+    monkeypatch.setattr("autopar.models.huggingface.LONGEST_BYTES", 10**5)
+    with pytest.raises(ModelError, match="has 1,000,000 bytes"):
+        build(f"hf:{tmp_path}", batch=2, seq=8)
+
+
+def test_sizes_that_no_machine_has(monkeypatch):
+    with pytest.raises(ModelError, match="layers=10000000 is more than 10,000"):
+        build("mlp:layers=10000000", batch=1, seq=8)
+    with pytest.raises(ModelError, match="larger than the memory of this machine"):
+        build("gpt:hidden=4000000,heads=2,layers=1", batch=1, seq=8, device="cpu")
+    monkeypatch.setattr("autopar.models.sizes.MOST_MODULES", 30)
+    with pytest.raises(ModelError, match="the model has more than 30 modules"):
+        build("gpt2-tiny:layers=4", batch=1, seq=8)
+    build("gpt2-tiny:layers=1", batch=1, seq=8)
 
 
 def test_missing_config(tmp_path):

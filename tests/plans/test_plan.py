@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from autopar import Plan
-from autopar.errors import PlanFormatError, PlanIncompatible, PlanTampered
+from autopar.errors import InputError, PlanFormatError, PlanIncompatible, PlanTampered
 from autopar.ir.graph import fingerprint
 from autopar.ir.mesh import Mesh
 from autopar.models import build
@@ -165,6 +165,16 @@ def test_keys(plan, tmp_path):
         with pytest.raises(PlanTampered, match="not signed with this key"):
             Plan.load(file, key=key)
     assert Plan.load(forged).model == "another"
+
+
+@pytest.mark.parametrize("key", ["", b"", 5])
+def test_keys_that_are_none(plan, file, key, tmp_path):
+    """An empty key is one that everybody has."""
+    with pytest.raises(InputError, match="the key of a plan is (empty|a int)"):
+        plan.save(tmp_path / "signed.json", key=key)
+    assert not (tmp_path / "signed.json").exists()
+    with pytest.raises(InputError, match="the key of a plan is (empty|a int)"):
+        Plan.load(file, key=key)
 
 
 @pytest.mark.parametrize("text, reason", [

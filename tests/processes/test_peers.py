@@ -91,6 +91,27 @@ def test_a_first_call_to_which_a_rank_does_not_come(fault, first, second):
     assert results[0].startswith(first) and results[1].startswith(second), results
 
 
+def _leaves_early(rank: int) -> str:
+    """Start to watch, but on the last rank, which leaves where nobody can be asked why."""
+    from autopar.errors import CollectiveTimeout
+    from autopar.processes import process_groups, watch
+
+    process_groups.control_group()
+    if rank == 2:
+        process_groups.release()
+        return ""
+    with pytest.raises(CollectiveTimeout) as caught:
+        watch.start()
+    return str(caught.value)
+
+
+@pytest.mark.gloo
+def test_a_rank_that_leaves_before_it_can_be_asked():
+    *others, _ = gloo.run(3, _leaves_early, seconds=30)
+    for said in others:
+        assert "rank 2 did not come to the exchange of addresses any more" in said, said
+
+
 def _gathers_alone(rank: int) -> str:
     import os
     import time

@@ -74,6 +74,28 @@ def test_what_differs_is_named(mesh, strategy, equal):
         assert "2.bias has values that are not finite on rank 3 before call 10" in nan, nan
 
 
+def _another_rate(rank: int, mesh: str, strategy: str) -> str:
+    torch.manual_seed(0)
+    x = torch.randn(4, 6)
+    model = autopar.compile(_mlp(), device_mesh(mesh), (x,), strategy=strategy, check_every=2)
+    unlike = {"lr": 0.1, "betas": (0.9, 0.99)} if rank == 1 else {"lr": 0.12}
+    optimizer = torch.optim.AdamW(model.parameters(), **unlike)
+    with pytest.raises(DesyncError) as caught:
+        for _ in range(4):
+            _step(model, optimizer, x)
+    return str(caught.value)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("mesh", "strategy"), [("dp=2", "fsdp"), pytest.param("tp=2", "fsdp", marks=pytest.mark.slow),
+                                                pytest.param("dp=2", "ddp", marks=pytest.mark.slow)])  # fmt: skip
+def test_another_setting_of_an_optimizer_is_named(mesh, strategy):
+    """Also where every parameter is in shards, of which no two are the same."""
+    for said in gloo.run(2, _another_rate, mesh, strategy):
+        assert "rank 1 steps with betas (0.9, 0.99), lr 0.1 and rank 0 with betas (0.9, 0.999), lr 0.12" in said
+        assert "before call 2; this is the first check" in said
+
+
 def test_how_often_is_a_number():
     with pytest.raises(InputError, match="check_every is 0"):
         autopar.compile(_mlp(), None, (torch.randn(4, 6),), check_every=0)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from collections import namedtuple
 from pathlib import Path
 
 import pytest
+import torch
 
 import autopar
-from autopar.errors import CheckpointCorrupt, CheckpointError
-from autopar.storage import checkpoint_folder
+from autopar.errors import CheckpointCorrupt, CheckpointError, InputError
+from autopar.storage import checkpoint_folder, manifest
 from tests.helpers import gloo
+from tests.runtime.parity import device_mesh
 
 from .test_checkpoint import names_of, regressor
 
@@ -44,6 +48,38 @@ def test_damaged_ones_are_passed_over(alone, tmp_path):
     (whole / "state.json").unlink()
     with pytest.warns(UserWarning), pytest.raises(CheckpointCorrupt, match="state.json .* is missing"):
         autopar.load_checkpoint(tmp_path, model)
+
+
+@pytest.mark.parametrize(("code", "said"), [
+    (errno.EACCES, "cannot be read: Permission denied"), (errno.EIO, "cannot be read: Input/output error"),
+    (errno.ENOENT, "is missing"),
+])  # fmt: skip
+def test_a_file_that_cannot_be_read_is_not_said_to_be_missing(code, said, alone, tmp_path, monkeypatch):
+    def fails(path):
+        raise OSError(code, os.strerror(code))
+
+    model = regressor(alone)
+    path = autopar.save_checkpoint(tmp_path, model, step=1)
+    monkeypatch.setattr(manifest, "digest_of", fails)
+    with pytest.raises(CheckpointCorrupt, match=f"model.* of {path} {said}"):
+        autopar.load_checkpoint(path, model)
+
+
+def _otherwise(rank: int, folder: str) -> str:
+    """Save what the other rank does not."""
+    model = regressor(device_mesh("dp=2"))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(InputError) as caught:
+        autopar.save_checkpoint(folder, model, optimizer if rank else None, step=1)
+    return str(caught.value)
+
+
+@pytest.mark.gloo
+def test_ranks_that_save_otherwise(tmp_path):
+    """They do not wait for each other in collectives that the other does not make."""
+    for said in gloo.run(2, _otherwise, str(tmp_path), seconds=60):
+        assert "save_checkpoint(step=1, keep=None, optimizer)" in said and "save the same on every rank" in said
+    assert not any(tmp_path.iterdir())
 
 
 def _own_disks(rank: int, folder: str) -> str:
