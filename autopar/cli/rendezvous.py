@@ -1,4 +1,4 @@
-"""Where the ranks of `autopar train` meet.
+"""The place where the ranks of `autopar train` meet.
 
 torchrun keeps one store when it starts ranks again, in which what those that are gone have written still stands, such
 as their addresses. So each start has a corner of its own, under a name that rank 0 makes up: a rank asks for it by a
@@ -13,9 +13,22 @@ import uuid
 
 import torch.distributed as dist
 
-from ..errors import CollectiveTimeout
+from ..errors import AutoparError, CollectiveTimeout
 
 SECONDS_BETWEEN_LOOKS, MOST_SECONDS = 0.05, 300.0
+
+
+def join(backend: str, url: str, rank: int, world: int) -> None:
+    """Make the process group of all ranks of this start, which meet at `url`. Raises AutoparError if they cannot reach
+    each other."""
+    try:
+        dist.init_process_group(backend, store=store_of(url, rank, world), rank=rank, world_size=world)
+    except RuntimeError as error:  # of gloo and NCCL, whose texts name no remedy
+        raise AutoparError(
+            f"rank {rank} cannot reach the other processes: {str(error).splitlines()[0]}",
+            fix="name the network that they share, of those that ip addr lists: GLOO_SOCKET_IFNAME=NAME, and on GPUs "
+            "NCCL_SOCKET_IFNAME=NAME; under torchrun see that --rdzv-endpoint is on it",
+        ) from error
 
 
 def store_of(url: str, rank: int, world: int) -> dist.Store:
@@ -45,7 +58,9 @@ def _answered(store: dist.Store, world: int) -> str:
         if time.monotonic() > end:
             raise CollectiveTimeout(
                 f"ranks {', '.join(map(str, missing))} did not come to the start within {MOST_SECONDS:g} s",
-                ranks=tuple(missing), collective="the start", fix="see what torchrun says on their nodes",
-            )  # fmt: skip
+                ranks=tuple(missing),
+                collective="the start",
+                fix="see what torchrun says on their nodes",
+            )
         time.sleep(SECONDS_BETWEEN_LOOKS)
     return name

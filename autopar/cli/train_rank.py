@@ -42,7 +42,7 @@ from ..utils.allocation_tracker import Allocations
 from ..utils.format import fit, ms, size
 from . import common
 from .remaining import Remaining
-from .rendezvous import store_of
+from .rendezvous import join
 from .shown_steps import shown_steps
 from .stop_signals import SIGNALS, StopSignals, end_with_parent
 
@@ -81,8 +81,7 @@ def train(rank: int, devices: int, rendezvous: str, settings: dict) -> int:
     if is_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
     backend = "cpu:gloo,cuda:nccl" if is_gpu else "gloo"  # parameters may be offloaded to the processor
-    store = store_of(rendezvous, rank, devices)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=devices)
+    join(backend, rendezvous, rank, devices)
     try:
         mesh = Mesh.parse(settings["mesh"])
         device_mesh = init_device_mesh(settings["device"], mesh.sizes, mesh_dim_names=mesh.names)

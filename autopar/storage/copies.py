@@ -27,7 +27,7 @@ class Copies:
     def __init__(self, model: Any, optimizer: torch.optim.Optimizer):
         self.model, self.optimizer = model, optimizer
         self.held: list[Shares] = []  # of the last step, behind another one until all ranks have those of the last
-        self.coming: tuple[Shares, list[dist.Work]] | None = None
+        self.coming: tuple[Shares, list[dist.Work | None]] | None = None
         ranks, machines = dist.get_world_size(), watch.machines()
         here = int(os.environ.get("LOCAL_WORLD_SIZE") or machines.count(machines[0]))  # ranks on a node
         self.apart = here if here < ranks else 1  # ranks from one to the next that has a copy
@@ -60,7 +60,8 @@ class Copies:
                 if (parts.notes["rank"], parts.notes["step"]) != (dist.get_rank(), but):
                     parts.leave(folder, self.model)
 
-    def _wait(self, works: list[dist.Work]) -> None:
+    def _wait(self, works: list[dist.Work | None]) -> None:
         with watch.collective("copies of what ranks hold"):
             for work in works:
-                watch.patiently(work.wait)
+                if work is not None:  # None is for ranks that are not in the group
+                    watch.patiently(work.wait)

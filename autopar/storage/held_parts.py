@@ -1,4 +1,4 @@
-"""What one rank holds of a run behind a step: notes, and its parts of parameters, buffers and the optimizer's state.
+"""One rank's hold of a run behind a step: notes, and its parts of parameters, buffers and the optimizer's state.
 
 They can be left in a folder, or packed into one tensor of bytes that another rank keeps.
 """
@@ -96,7 +96,8 @@ class HeldParts:
 
     def packed(self) -> Tensor:
         """Return a copy of all of it as one tensor of bytes on the host."""
-        places, end = {}, 0
+        places: dict[str, list] = {}
+        end = 0
         for name, tensor in self.tensors.items():
             places[name] = [NAMES[tensor.dtype], list(tensor.shape), end]
             end += -(-tensor.numel() * tensor.element_size() // ALIGNED_BYTES) * ALIGNED_BYTES

@@ -21,9 +21,11 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..processes import process_groups
 from . import optimizer_state
 from .checkpoint_folder import Place
 from .durable import Digest, disk_errors, write_file
+from .folder_lock import FolderLock
 from .gather import copy_into
 from .held_parts import CONFIG, NOTES, PARTS
 from .opened import MODEL, OPTIMIZER, RNG, STATE, rng_name
@@ -61,14 +63,18 @@ def _checkpoint_of(ranks: list[_Left], step: int, root: Path, keep: int | None) 
     bytes_ = sum(math.prod(shape) * form.dtype.itemsize for shape, form, _ in places.values())
     with disk_errors(root):
         root.mkdir(parents=True, exist_ok=True)
-    place.begin(bytes_, MODEL)
+    lock = FolderLock(root)
+    lock.take(process_groups.timeout_seconds())
     try:
+        place.begin(bytes_, MODEL)
         files = _write(ranks, places, place.unfinished)
         run = next((rank.notes["run"] for rank in ranks if rank.notes["run"]), uuid.uuid4().hex[:8])
         place.commit(files, run, keep)
     except BaseException:
         place.remove_unfinished()
         raise
+    finally:
+        lock.release()
     return place.final
 
 
@@ -85,10 +91,9 @@ class _Left:
 def _left_in(folder: Path) -> Iterator[list[_Left]]:
     """Yield what there is of ranks in a folder, in their order, left by themselves or by one that had a copy; what one
     has not finished is left out."""
-    found = {path.parent.name[: len("rank-00000")]: path.parent
-             for path in sorted(folder.glob(f"rank-*/{NOTES}"), reverse=True)}  # fmt: skip
-    ranks = [_Left(mine, json.loads((mine / NOTES).read_text()), TensorFile(mine / PARTS))
-             for _, mine in sorted(found.items())]  # fmt: skip
+    places = sorted((path.parent for path in folder.glob(f"rank-*/{NOTES}")), reverse=True)
+    found = {place.name[: len("rank-00000")]: place for place in places}  # the shortest name last
+    ranks = [_Left(p, json.loads((p / NOTES).read_text()), TensorFile(p / PARTS)) for _, p in sorted(found.items())]
     try:
         yield ranks
     finally:

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from autopar.cli import rendezvous
-from autopar.errors import CollectiveTimeout
+from autopar.errors import AutoparError, CollectiveTimeout
 
 
 @pytest.fixture
@@ -52,3 +52,11 @@ def test_who_does_not_come_is_named(store, monkeypatch):
     monkeypatch.setattr(rendezvous, "MOST_SECONDS", 0.1)
     with pytest.raises(CollectiveTimeout, match="ranks 1, 2 did not come"):
         rendezvous.store_of("env://", 0, 3)
+
+
+@pytest.mark.skipif(dist.is_initialized(), reason="the tests' own group")
+def test_a_network_that_is_none_is_told(tmp_path, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+    with pytest.raises(AutoparError, match="rank 0 cannot reach the other processes") as caught:
+        rendezvous.join("gloo", f"file://{tmp_path}/store", 0, 1)
+    assert "GLOO_SOCKET_IFNAME" in caught.value.fix and not dist.is_initialized()
