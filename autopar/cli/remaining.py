@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import CollectiveTimeout, RankFailure
+from ..processes.living import lost_ranks
 from ..storage import checkpoint
 from ..storage.copies import Copies
 from ..storage.held_parts import HeldParts, Noted, noted
@@ -46,7 +47,7 @@ class Remaining:
             yield
         except (RankFailure, CollectiveTimeout):
             if self.folder is not None and self.noted is not None:
-                HeldParts.of(self.model, self.optimizer, self.noted).leave(self.folder, self.model)
+                HeldParts.of(self.model, self.optimizer, self.noted, lost_ranks()).leave(self.folder, self.model)
             if self.folder is not None and self.copies is not None:
                 self.copies.leave(self.folder, but=-1 if self.noted is None else self.noted.step)
             raise

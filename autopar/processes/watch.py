@@ -1,10 +1,10 @@
 """Report why a collective fails: which rank is missing, since what step, and where everybody is.
 
 A step costs nothing for it but a count of graph calls. The work is done when gloo reports that a connection broke or
-that a wait took too long: the rank asks where the others are (autopar/processes/peers.py), those of the group that
-failed first. Who is gone, who stands still and who waits at something else follows from their answers
-(autopar/processes/causes.py). The first to find out tells the others, as does a rank that ends with an exception, so
-that every survivor names the same first cause, also one that only sees its neighbour give up.
+that a wait took too long: the rank asks where the others are (peers.py), those of the group that failed first. Who is
+gone, who stands still and who waits at something else follows from their answers (causes.py). The first to find out
+tells the others, as does a rank that ends with an exception, so that every survivor names the same first cause, also
+one that only sees its neighbour give up.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import time
 import traceback
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -280,9 +280,7 @@ class Watch:
         return Progress(self.calls, END, self.step, outside or "outside of the model")
 
 
-_INTERNAL = tuple(
-    os.path.dirname(path) + os.sep for path in (torch.__file__, os.path.dirname(__file__), os.__file__)
-) + ("<",)
+_INTERNAL = (*(os.path.dirname(p) + os.sep for p in (torch.__file__, os.path.dirname(__file__), os.__file__)), "<")
 _current: Watch | None = None
 _asking = ""  # what ranks agree for
 
@@ -332,9 +330,8 @@ def patiently(run: Callable[[], object]) -> None:
 
 
 def _waiting(what: str) -> contextlib.AbstractContextManager[Callable[[bool], None]]:
-    if _current is not None and _current.world() is dist.group.WORLD:
-        return _current.waiting(what)
-    return contextlib.nullcontext(lambda in_vain: None)
+    is_watched = _current is not None and _current.world() is dist.group.WORLD
+    return _current.waiting(what) if is_watched else contextlib.nullcontext(lambda in_vain: None)
 
 
 process_groups.waiting = _waiting
@@ -367,9 +364,13 @@ def unlike_error(cause: Cause, what: str) -> AutoparError:
 
 def ahead(module: str, ranks: list[int]) -> list[int]:
     """Return those of some ranks that are in a later call of a module than this one."""
-    answers = _current.peers.ask({}, ranks) if _current is not None else {}
     mine = 0 if _current is None else _current.entered[module]
-    return [rank for rank, a in answers.items() if isinstance(a, dict) and a["entered"].get(module, 0) > mine]
+    return [rank for rank, a in answers(ranks).items() if isinstance(a, dict) and a["entered"].get(module, 0) > mine]
+
+
+def answers(ranks: Iterable[int]) -> dict[int, dict | str]:
+    """Return what other ranks answer that are asked where they are, as `Peers.ask` does."""
+    return {} if _current is None else _current.peers.ask({}, [*ranks])
 
 
 def note(plan: Plan) -> None:

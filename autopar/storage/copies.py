@@ -36,7 +36,7 @@ class Copies:
         """Begin to copy what there is behind the step that is noted. Collective."""
         ranks, rank, group = dist.get_world_size(), dist.get_rank(), process_groups.host_group()
         to, other = (rank + self.apart) % ranks, (rank - self.apart) % ranks
-        mine = HeldParts.of(self.model, self.optimizer, noted, share=True).packed()
+        mine = HeldParts.of(self.model, self.optimizer, noted).packed()
         theirs = torch.empty(1, dtype=torch.int64)
         sizes = [dist.isend(torch.tensor([mine.numel()]), to, group=group), dist.irecv(theirs, other, group=group)]
         self._wait(sizes)

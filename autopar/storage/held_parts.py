@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,10 +64,10 @@ class HeldParts:
     tensors: Mapping[str, Tensor]
 
     @staticmethod
-    def of(model: Any, optimizer: torch.optim.Optimizer, noted: Noted, share: bool = False) -> HeldParts:
-        """Return what this rank holds, which stays where it is; with `share`, of what several ranks of its stage hold
-        alike only what is this one's to keep. Raises CheckpointError if the optimizer has state that only all ranks
-        together can give."""
+    def of(model: Any, optimizer: torch.optim.Optimizer, noted: Noted, lost: Collection[int] = ()) -> HeldParts:
+        """Return what is this rank's to keep of what it holds, which stays where it is: of a part that several ranks of
+        its stage hold alike one keeps it, which is not `lost`. Raises CheckpointError if the optimizer has state that
+        only all ranks together can give."""
         stage = model.stage_mesh
         of_optimizer, plain = optimizer_state.describe(model, optimizer)
         if optimizer_state.is_collective(plain):
@@ -74,9 +75,8 @@ class HeldParts:
         held = {f"{MODEL}/{name}": one for name, one in tensors_of(model, adapters=True).items()}
         held |= {f"{OPTIMIZER}/{name}": one for name, one in of_optimizer.items()}
         names = [*held, *(f"{MODEL}/{name}" for name in model.elsewhere)]
-        if share:
-            mine = _share({key: (one.form, one.layout) for key, one in held.items()}, stage)
-            held = {key: held[key] for key in mine}
+        mine = _share({key: (one.form, one.layout) for key, one in held.items()}, stage, lost)
+        held = {key: held[key] for key in mine}
         tensors = {f"{RNG}/{name}": state for name, state in noted.generators.items()}
         for key, one in held.items():
             part = noted.buffers.get(key.removeprefix(f"{MODEL}/"))
@@ -137,19 +137,18 @@ class HeldParts:
             os.replace(mine / "unfinished", mine / NOTES)
 
 
-def _share(held: Mapping[str, tuple[Form, Layout]], stage: StageMesh) -> list[str]:
-    """Return the names of the tensors whose parts are this rank's to keep. Devices that hold the same part take turns,
-    largest tensors first."""
-    mesh, mine = stage.mesh, []
-    turns: dict[tuple[str, ...], int] = {}
+def _share(held: Mapping[str, tuple[Form, Layout]], stage: StageMesh, lost: Collection[int]) -> list[str]:
+    """Return the names of the tensors whose parts are this rank's to keep. Ranks that hold the same part take turns,
+    largest tensors first, and the next one is there for one that is lost."""
+    ranks, mine = stage.ranks[stage.pp_rank], []
+    here, turns = ranks.index(dist.get_rank()), Counter[tuple[str, ...]]()
     for name in sorted(held, key=lambda name: (-held[name][0].bytes_, name)):
         sharding = held[name][1].sharding_axes
-        alike = tuple(axis for axis in mesh.names if axis not in sharding)
-        here = 0
-        for axis in alike:
-            here = here * mesh.size(axis) + stage.coordinate[axis]
-        turn = turns[alike] = turns.get(alike, -1) + 1
-        if turn % math.prod(mesh.size(axis) for axis in alike) == here:
+        alike = tuple(axis for axis in stage.mesh.names if axis not in sharding)
+        holders = [ranks[at] for at in stage.mesh.group(alike, here)]
+        turn = turns[alike] % len(holders)
+        turns[alike] += 1
+        if next((r for r in holders[turn:] + holders[:turn] if r not in lost), None) == ranks[here]:
             mine.append(name)
     return mine
 

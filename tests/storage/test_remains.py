@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import autopar
@@ -62,9 +62,14 @@ def _leave(rank: int, mesh: str, options: dict, folder: Path) -> dict[str, torch
     save_checkpoint(folder / "saved", model, optimizer, step=1, data=DATA, scaler=scaler)
     torch.rand(3)
     model(x).backward()
-    HeldParts.of(model, optimizer, behind).leave(folder / "left", model)
+    for ranks in _some_of(dist.get_world_size()):
+        if rank in ranks:
+            lost = {*range(dist.get_world_size())} - {*ranks}
+            HeldParts.of(model, optimizer, behind, lost).leave(folder / "left" / _name(ranks), model)
     copies.look()
-    copies.leave(folder / "copies", but=-1)
+    for ranks in _some_of(dist.get_world_size()):
+        if rank in ranks:
+            copies.leave(folder / "copies" / _name(ranks), but=-1)
     _take_more(copies, optimizer, model, x, scaler)
     return {} if "pp" in mesh else {name: full(p).detach() for name, p in model.named_parameters()}
 
@@ -103,13 +108,17 @@ def _is_whole(folders: list[Path]) -> bool:
     return True
 
 
-def _left_by(rank: int, step: Path) -> list[Path]:
-    return [step / f"rank-{rank:05d}", *step.glob(f"rank-*-of-{rank:05d}")]
-
-
-def _numbers_in(left: Path) -> int:
+def _bytes_in(left: Path) -> int:
     file = TensorFile(left / PARTS)
-    return sum(math.prod(form.shape) for name, form in file.forms.items() if not name.startswith(RNG))
+    return sum(form.bytes_ for name, form in file.forms.items() if not name.startswith(RNG))
+
+
+def _some_of(world: int) -> list[tuple[int, ...]]:
+    return [ranks for count in range(1, world + 1) for ranks in itertools.combinations(range(world), count)]
+
+
+def _name(ranks) -> str:
+    return "-".join(map(str, ranks))
 
 
 @pytest.mark.gloo
@@ -119,35 +128,35 @@ def test_any_ranks_that_remain(mesh, options, tmp_path):
     world = math.prod(int(part.partition("=")[2]) for part in mesh.split(","))
     gloo.run(world, _leave, mesh, options, tmp_path)
     saved, [first] = _tensors(tmp_path / "saved/step-00000001"), (tmp_path / "saved").glob("step-*")
-    whole = {"left": 0, "copies": 0}
-    for kind, count in itertools.product(whole, range(1, world + 1)):
-        for ranks in itertools.combinations(range(world), count):
-            some = [folder for rank in ranks for folder in _left_by(rank, tmp_path / kind / "step-00000001")]
-            shutil.rmtree(tmp_path / "some", ignore_errors=True)
-            for folder in some:
-                shutil.copytree(folder, tmp_path / "some" / "step-00000001" / folder.name)
-            if not _is_whole(some):
-                with pytest.raises(CheckpointError, match="with lost ranks alone"):
-                    remains.put_together(tmp_path / "some", tmp_path / "made")
-                continue
-            made = remains.put_together(tmp_path / "some", tmp_path / "made")
-            found = _tensors(made)
-            assert found.keys() == saved.keys() and all(torch.equal(found[key], saved[key]) for key in saved), some
-            states = [json.loads((path / "state.json").read_text()) for path in (made, first)]
-            assert states[0].pop("ranks") == len({folder.name[:10] for folder in some})
-            assert states[1].pop("ranks") == world and states[0] == states[1]
-            whole[kind] += 1
-    assert whole["left"] >= (2**world - 1 if options.get("strategy") == "ddp" else 1)
-    shares = [_numbers_in(tmp_path / f"copies/step-00000001/rank-{rank:05d}") for rank in range(world)]
-    assert max(shares) < sum(shares) == sum(t.numel() for t in saved.values())  # none of them twice
-    assert whole["copies"] >= world + 1  # all, and all but any one
+    bytes_ = sum(t.numel() * t.element_size() for t in saved.values())
+    whole: dict[str, list[tuple[int, ...]]] = {"left": [], "copies": []}
+    for kind, ranks in itertools.product(whole, _some_of(world)):
+        left = tmp_path / kind / _name(ranks)
+        some = sorted((left / "step-00000001").iterdir())
+        if not _is_whole(some):
+            with pytest.raises(CheckpointError, match="with lost ranks alone"):
+                remains.put_together(left, tmp_path / "made")
+            continue
+        made = remains.put_together(left, tmp_path / "made")
+        found = _tensors(made)
+        assert found.keys() == saved.keys() and all(torch.equal(found[key], saved[key]) for key in saved), ranks
+        states = [json.loads((path / "state.json").read_text()) for path in (made, first)]
+        assert states[0].pop("ranks") == len({folder.name[:10] for folder in some})
+        assert states[1].pop("ranks") == world and states[0] == states[1]
+        # nothing is left twice
+        assert kind == "copies" or sum(map(_bytes_in, some)) == bytes_, ranks
+        whole[kind].append(ranks)
+    assert len(whole["left"]) >= (2**world - 1 if options.get("strategy") == "ddp" else 1)
+    shares = [_bytes_in(tmp_path / f"copies/{_name(range(world))}/step-00000001/rank-{r:05d}") for r in range(world)]
+    assert max(shares) < sum(shares) == bytes_
+    assert {ranks for ranks in _some_of(world) if len(ranks) >= world - 1} <= {*whole["copies"]}
 
 
 @pytest.mark.gloo
 def test_a_run_goes_on_from_it(alone, tmp_path):
     """On another mesh, with the numbers of a run that has saved them."""
     gloo.run(2, _leave, "tp=2", {}, tmp_path)
-    remains.put_together(tmp_path / "left", tmp_path / "made")
+    remains.put_together(tmp_path / "left/0-1", tmp_path / "made")
     x, found = torch.randn(12, 7, generator=torch.Generator().manual_seed(1)), []
     for folder in ("saved", "made"):
         model = autopar.compile(Net(), alone, (x,))
