@@ -3,8 +3,7 @@
 A step costs nothing for it but a count of graph calls. The work is done when gloo reports that a connection broke or
 that a wait took too long: the rank asks where the others are (peers.py), those of the group that failed first. Who is
 gone, who stands still and who waits at something else follows from their answers (causes.py). The first to find out
-tells the others, as does a rank that ends with an exception, so that every survivor names the same first cause, also
-one that only sees its neighbour give up.
+tells the others, as does a rank that ends with an exception, so that every survivor names the same first cause.
 """
 
 from __future__ import annotations
