@@ -329,8 +329,8 @@ def patiently(run: Callable[[], object]) -> None:
 
 
 def _waiting(what: str) -> contextlib.AbstractContextManager[Callable[[bool], None]]:
-    is_watched = _current is not None and _current.world() is dist.group.WORLD
-    return _current.waiting(what) if is_watched else contextlib.nullcontext(lambda in_vain: None)
+    here = _current if _current is not None and _current.world() is dist.group.WORLD else None
+    return contextlib.nullcontext(lambda in_vain: None) if here is None else here.waiting(what)
 
 
 process_groups.waiting = _waiting
