@@ -12,7 +12,7 @@ from ...cost.compute import ComputeCost
 from ...frontend.export import Captured
 from ...ir.graph import output_node
 from ...ir.mesh import Mesh
-from ...passes.pipeline.micro_batch import MicroBatched, few_blocks, micro_batch
+from ...passes.pipeline.micro_batch import FewBlocks, MicroBatched, few_blocks, micro_batch
 from ...passes.pipeline.tail import Tail
 from ...plans.pipeline import inside, sizes_of
 from ..objective.tail_cost import NO_TAIL, TailCost, tail_cost
@@ -58,20 +58,20 @@ class MicroBatchPlans:
         self.starts: Starts = ()  # choices that the fastest plan is at least as good as
         if captured.compact is None:
             self.micro = micro_batch(captured, micro_batches)
-        self.few = few_blocks(captured, micro_batches) if captured.compact else self.micro.captured
-        self.few_graphs = [self.few.graph_module]  # of each size of micro-batches
+        few = few_blocks(captured, micro_batches) if captured.compact else FewBlocks(self.micro.captured)
+        self.few, self.few_blocks = few.captured, [few]  # of each size of micro-batches
         batch = samples_of(captured.signature)
         self.samples, self.share = batch, batch / (micro_batches * sizes_of(batch, micro_batches)[0]) if batch else 1.0
         smaller = few_blocks(captured, micro_batches, True) if captured.compact and self.share < 1 else None
-        self.few_graphs += [smaller.graph_module] if smaller else []
-        smaller = smaller or (self.micro.smaller if self.share < 1 else None)
+        self.few_blocks += [smaller] if smaller else []
+        overlay = smaller.captured if smaller else (self.micro.smaller if self.share < 1 else None)
         self.options = replace(
             options,
             within=mesh,
             micro_batches=micro_batches,
             baselines=False,
             memory_bytes=None,
-            overlay=smaller and smaller.graph,
+            overlay=overlay and overlay.graph,
         )
         self.solvers = solvers_of(self.few, self.mesh, self.options, report)
 
@@ -79,7 +79,7 @@ class MicroBatchPlans:
     def micro(self) -> MicroBatched:
         """Cut the batch of the whole graph into micro-batches."""
         self.report(f"cutting the batch into {self.micro_batches}")
-        return micro_batch(self.captured, self.micro_batches, self.few_graphs)
+        return micro_batch(self.captured, self.micro_batches, self.few_blocks)
 
     @cached_property
     def tail(self) -> Tail | None:
@@ -146,17 +146,11 @@ class MicroBatchPlans:
         if self.few.compact is None or self.few.compact.whole:
             return inner
         if self.micro.captured.compact is None:  # its blocks are not cut alike
-            return search(
-                self.micro.captured, self.mesh, replace(self._whole_options, refuses=False), self.name, self.report
-            )
+            options = replace(self.options, overlay=self.micro.overlay, refuses=False)
+            return search(self.micro.captured, self.mesh, options, self.name, self.report)
         solver = next(s for s in self._whole_solvers if s.pricer.reduces_once == inner.pricer.reduces_once)
         return replace(inner, captured=self.micro.captured, solver=solver)
 
-    @property
-    def _whole_options(self) -> PlanOptions:
-        return replace(self.options, overlay=self.micro.overlay)
-
     @cached_property
     def _whole_solvers(self) -> list[Solver]:
-        known = self.solvers[0].pricer
-        return solvers_of(self.micro.captured, self.mesh, self._whole_options, self.report, known)
+        return [solver.of_whole(self.micro.captured) for solver in self.solvers]
