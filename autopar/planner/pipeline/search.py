@@ -30,6 +30,7 @@ from ...schedule.play import play
 from ...utils.format import size
 from ..objective.evaluate import Evaluation
 from ..objective.expand import recomputes_alike
+from ..objective.memory_timeline import LiveBytes, live_bytes
 from ..spmd.fixed_recompute import AUTO
 from ..spmd.outputs import may_be_unmade
 from ..spmd.plan_options import PlanOptions
@@ -105,6 +106,15 @@ class Candidate:
     def fits(self) -> bool:
         """Return whether the fullest rank fits."""
         return self.evaluated.peak_bytes <= self.limit
+
+
+@dataclass(frozen=True)
+class _Evaluated:
+    """A cut of a plan, with what its stages compute again and the memory of one micro-batch."""
+
+    evaluated: PipelineCost
+    e: Evaluation
+    live: LiveBytes
 
 
 class PipelineSearch:
@@ -296,16 +306,20 @@ class PipelineSearch:
         # stages of even seconds, or ranks of even seconds: the order of a looped schedule may wait for the longest
         # stage
         found = [self._fitted(one, is_rough) for is_rough in (LOOPED_CUTS if looped else (False,))]
-        fitting = [pair for pair in found if pair[0].peak_bytes <= self.limit]
-        evaluated, e = min(fitting or found, key=lambda pair: pair[0].step_seconds if fitting else pair[0].peak_bytes)
-        return Candidate(evaluated, one.inner, replace(inner, written=(inner.whole[0], e)), self)
+        fitting = [cost for cost in found if cost.evaluated.peak_bytes <= self.limit]
+        best = min(
+            fitting or found, key=lambda cost: cost.evaluated.step_seconds if fitting else cost.evaluated.peak_bytes
+        )
+        return Candidate(
+            best.evaluated, one.inner, replace(inner, written=(inner.whole[0], best.e), held=best.live), self
+        )
 
-    def _fitted(self, one: Estimate, is_rough: bool) -> tuple[PipelineCost, Evaluation]:
+    def _fitted(self, one: Estimate, is_rough: bool) -> _Evaluated:
         """Find a cut, with less and less memory until its evaluation fits; return the one that holds least if that
         does not help."""
         inner, segments, recomputation = self.prepared(one.inner)
         room = self.limit - inner.problem.reserve_bytes
-        best: tuple[PipelineCost, Evaluation] | None = None
+        best: _Evaluated | None = None
         for _ in range(MOST_CUTS):
             try:
                 cut = self._cut(segments, one.schedule, one.stages_per_rank, room, is_rough)
@@ -314,10 +328,10 @@ class PipelineSearch:
                     break
                 cut, room = self._cut(segments, one.schedule, one.stages_per_rank, math.inf, is_rough), -math.inf
             pipeline = self._pipeline(one.schedule, one.stages_per_rank, segments.cuts(cut.cuts))
-            evaluated, e = self._within_memory(inner, pipeline, recomputation)
-            if best is None or evaluated.peak_bytes < best[0].peak_bytes:
-                best = evaluated, e
-            excess = evaluated.peak_bytes - self.limit
+            found = self._within_memory(inner, pipeline, recomputation)
+            if best is None or found.evaluated.peak_bytes < best.evaluated.peak_bytes:
+                best = found
+            excess = found.evaluated.peak_bytes - self.limit
             if excess <= 0 or room < 0:
                 break
             room -= excess
@@ -333,12 +347,13 @@ class PipelineSearch:
 
     def _within_memory(
         self, inner: Planned, pipeline: Pipeline, recomputation: StageRecomputation | None
-    ) -> tuple[PipelineCost, Evaluation]:
+    ) -> _Evaluated:
         """Evaluate a pipeline that lets go of outputs beside the loss if its memory demands it, and with as much
         computed again on each rank as it demands then, or as can be."""
         problem, e = inner.whole
         evaluate = partial(evaluate_pipeline, pricer=inner.pricer, send=self.send, tail=self.plans.tail_cost)
-        found = parts_of(problem, e, inner.pricer, pipeline, inner.live_bytes)
+        live = inner.live_bytes
+        found = parts_of(problem, e, inner.pricer, pipeline, live)
         evaluated, keeps = evaluate(problem, e, pipeline=pipeline, found=found), True
         if evaluated.peak_bytes > self.limit and may_be_unmade(self.plans.captured):
             keeps = False
@@ -349,9 +364,9 @@ class PipelineSearch:
             more = recomputation.more(e, evaluated, self.limit) or recomputation.all()
             if more.recompute_seconds == e.recompute_seconds:
                 break
-            e = more
-            evaluated = evaluate(problem, e, pipeline=pipeline, keeps_outputs=keeps)
-        return evaluated, e
+            e, live = more, live_bytes(problem, more, inner.pricer)
+            evaluated = evaluate(problem, e, pipeline=pipeline, live=live, keeps_outputs=keeps)
+        return _Evaluated(evaluated, e, live)
 
     def prepared(self, inner: Planned) -> tuple[Planned, Chain, StageRecomputation | None]:
         """Return a plan of the whole graph, its segments, and what may be computed again, if that is left to the
