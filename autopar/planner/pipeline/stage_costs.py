@@ -24,12 +24,11 @@ from torch import fx
 
 from ...ir.graph import bytes_of, is_op, is_tensor, output_node, tensor_of
 from ...ir.stage_placement import first_of
+from ..objective.bucket_bytes import BUCKETS, GATHERED, bucket_bytes
 from ..objective.checkpoint_blocks import recomputed_vertices
 from ..objective.checkpoint_min_cut import key_of
 from ..objective.evaluate import Evaluation, Transfer, unreduced_bytes
 from ..objective.memory_timeline import (
-    BUCKETS,
-    GATHERED,
     GRADIENTS,
     HELD,
     PARAMETERS,
@@ -37,7 +36,6 @@ from ..objective.memory_timeline import (
     TRANSIENT,
     WORKSPACE,
     LiveBytes,
-    bucket_bytes,
     live_bytes,
     resident_of,
 )
