@@ -16,9 +16,10 @@ from ...passes.pipeline.micro_batch import FewBlocks, MicroBatched, few_blocks, 
 from ...passes.pipeline.tail import Tail
 from ...plans.pipeline import inside, sizes_of
 from ..objective.tail_cost import NO_TAIL, TailCost, tail_cost
+from ..problem.multipliers import Prices
 from ..problem.recipes import Restriction
 from ..solver.minimize import Search
-from ..solver.search import Starts
+from ..solver.search import RestrictedSearch, Starts
 from ..solver.solver import Solver, replaced
 from ..spmd.batch import samples_of
 from ..spmd.fixed_recompute import AUTO, NONE
@@ -33,6 +34,7 @@ MEMORY_PRICES = (0.1, *(10.0 ** (k / 2) for k in range(21)))  # to others
 DEAREST = 100.0  # what all memory within the limit is worth to the last of them
 # As far as those are searched of which none is the best.
 ROUGH = Search(gap=1e-2, rounds=40, largest_program=0, last_word=False)
+EXACT = Search(last_word=False)
 
 Report = Callable[[str], None]
 
@@ -98,7 +100,8 @@ class MicroBatchPlans:
         """Return the plans of what a strategy allows."""
         other = copy.copy(self)
         other.options, other.starts = replace(self.options, strategy=strategy), self.fastest.chosen.found
-        other.__dict__.pop("fastest", None)
+        for known in ("fastest", "free_of_memory", "_run"):
+            other.__dict__.pop(known, None)
         return other
 
     @cached_property
@@ -118,21 +121,29 @@ class MicroBatchPlans:
         yield self.fastest
         if self.options.recompute != AUTO:
             return
-        solver, seen = self.fastest.solver, [self.fastest.evaluation.choice]
-        restriction = Restriction.of(self.options.strategy, self.mesh, self.options.forbid)
-        run = solver.run(restriction, dict(self.options.pin), self.fastest.chosen.found)
+        unit, seen = self.fastest.solver.unit_price, [self.fastest.evaluation.choice]
         dearest = DEAREST * self.options.hardware.memory_bytes / self.limit
         for price in itertools.takewhile(lambda price: price <= dearest, MEMORY_PRICES):
-            prices = replace(
-                solver.free,
-                byte_seconds=solver.unit_price * price,
-                saved=True,
-                gradients=float(run.accumulates),  # those of all micro-batches before
-            )
-            one = run.at(prices, ROUGH)
+            one = self.at(replace(self.free_of_memory, byte_seconds=unit * price), ROUGH)
             if one.evaluation.choice not in seen:
                 seen.append(one.evaluation.choice)
-                yield replace(self.fastest, chosen=replace(one, bound_seconds=self.fastest.chosen.bound_seconds))
+                yield one
+
+    @cached_property
+    def free_of_memory(self) -> Prices:
+        """Return the prices of a search in which memory costs nothing yet."""
+        gradients = float(self._run.accumulates)  # those of all micro-batches before
+        return replace(self.fastest.solver.free, byte_seconds=0.0, saved=True, gradients=gradients)
+
+    def at(self, prices: Prices, effort: Search = EXACT) -> Planned:
+        """Return the plan of a micro-batch that costs least at these prices."""
+        one = self._run.at(prices, effort)
+        return replace(self.fastest, chosen=replace(one, bound_seconds=self.fastest.chosen.bound_seconds))
+
+    @cached_property
+    def _run(self) -> RestrictedSearch:
+        restriction = Restriction.of(self.options.strategy, self.mesh, self.options.forbid)
+        return self.fastest.solver.run(restriction, dict(self.options.pin), self.fastest.chosen.found)
 
     def within(self, limit: float) -> Planned:
         """Return the fastest plan of a micro-batch that holds so many bytes at most, roughly. Raise

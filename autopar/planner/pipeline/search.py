@@ -35,6 +35,7 @@ from ..spmd.fixed_recompute import AUTO
 from ..spmd.outputs import may_be_unmade
 from ..spmd.plan_options import PlanOptions
 from ..spmd.planned import Planned
+from .between import corners_between
 from .checkpoint import StageRecomputation
 from .cut import cut_stages
 from .cut_interleaved import cut_looped
@@ -185,7 +186,11 @@ class PipelineSearch:
             fastest = min([fastest, *(one.step_seconds for one in new if one.fits)])
             if min(one.least_seconds for one in new) >= fastest:
                 break
-        return found
+        return found + (corners_between(self, found) if self.plans.options.recompute == AUTO else [])
+
+    def estimated(self, inner: Planned, kind: str, v: int) -> Estimate:
+        """Estimate the best cut of a plan of a micro-batch for one schedule."""
+        return self._estimate(inner, self._segments(inner), kind, v)
 
     def smaller(self, closest: Estimate) -> list[Estimate]:
         """Estimate the same of plans that hold ever less than that of `closest`, which does not fit, until one fits."""
