@@ -18,6 +18,7 @@ from ...plans.pipeline import inside, sizes_of
 from ..objective.tail_cost import NO_TAIL, TailCost, tail_cost
 from ..problem.multipliers import Prices
 from ..problem.recipes import Restriction
+from ..solver.last_word import Room, last_word
 from ..solver.minimize import Search
 from ..solver.search import RestrictedSearch, Starts
 from ..solver.solver import Solver, replaced
@@ -139,6 +140,17 @@ class MicroBatchPlans:
         """Return the plan of a micro-batch that costs least at these prices."""
         one = self._run.at(prices, effort)
         return replace(self.fastest, chosen=replace(one, bound_seconds=self.fastest.chosen.bound_seconds))
+
+    def in_room(self, inner: Planned, prices: Prices, room_bytes: float) -> Planned | None:
+        """Return a faster plan of a micro-batch whose tensors take so many bytes at most, which the integer program
+        finds around the plan `inner`; None if there is none."""
+        run, e = self._run, inner.evaluation
+        said = last_word(run, run.dual, prices, e, run.by_class(e), Room(room_bytes, run.accumulates))
+        if said.choice is None:
+            return None
+        found = run.settled(prices, said.choice)
+        chosen = replace(inner.chosen, evaluation=found, program=said.program)
+        return replace(inner, chosen=chosen) if found.seconds < e.seconds else None
 
     @cached_property
     def _run(self) -> RestrictedSearch:

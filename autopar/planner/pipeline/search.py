@@ -35,7 +35,7 @@ from ..spmd.fixed_recompute import AUTO
 from ..spmd.outputs import may_be_unmade
 from ..spmd.plan_options import PlanOptions
 from ..spmd.planned import Planned
-from .between import corners_between
+from .between import plans_between
 from .checkpoint import StageRecomputation
 from .cut import cut_stages
 from .cut_interleaved import cut_looped
@@ -186,7 +186,7 @@ class PipelineSearch:
             fastest = min([fastest, *(one.step_seconds for one in new if one.fits)])
             if min(one.least_seconds for one in new) >= fastest:
                 break
-        return found + (corners_between(self, found) if self.plans.options.recompute == AUTO else [])
+        return found + (plans_between(self, found) if self.plans.options.recompute == AUTO else [])
 
     def estimated(self, inner: Planned, kind: str, v: int) -> Estimate:
         """Estimate the best cut of a plan of a micro-batch for one schedule."""
