@@ -139,6 +139,7 @@ class PipelineSearch:
         self.ranks, self.micro_batches = mesh.size(self.axis), micro_batches
         self.limit = float(options.memory_bytes or options.hardware.memory_bytes)
         self.collectives = CollectiveCost(options.hardware, mesh)
+        self._chains: dict[Planned, Chain] = {}
         self._prepared: dict[Planned, tuple[Planned, Chain, StageRecomputation | None]] = {}
         report(f"{mesh}, {micro_batches} micro-batches")
         self.plans = MicroBatchPlans(captured, micro_batches, mesh, self.axis, options, name, report)
@@ -169,7 +170,7 @@ class PipelineSearch:
     def under(self, strategy: str, kinds: Sequence[tuple[str, int]]) -> PipelineSearch:
         """Return the same search of what a strategy allows, with some schedules."""
         other = copy.copy(self)
-        other.plans, other.kinds, other._prepared = self.plans.under(strategy), kinds, {}
+        other.plans, other.kinds, other._chains, other._prepared = self.plans.under(strategy), kinds, {}, {}
         return other
 
     def estimates(self) -> list[Estimate]:
@@ -213,7 +214,11 @@ class PipelineSearch:
         return new
 
     def _segments(self, inner: Planned) -> Chain:
-        return self._chain(inner if recomputes_alike(inner.evaluation) else self.plans.of_whole(inner))
+        if inner not in self._chains:
+            self._chains[inner] = self._chain(
+                inner if recomputes_alike(inner.evaluation) else self.plans.of_whole(inner)
+            )
+        return self._chains[inner]
 
     def _cuts(self, inner: Planned, segments: Chain) -> list[Estimate]:
         return [self._estimate(inner, segments, kind, v) for kind, v in self._possible(segments)]
@@ -298,8 +303,13 @@ class PipelineSearch:
         """Cut the segments for a schedule. Raise MemoryInfeasibleError if no cut fits in the `room`."""
         timing = timing_of(kind, self.ranks, v)
         if KINDS[kind].v_shaped:
-            return cut_stages(segments.segments, self.ranks * v, self.micro_batches, room / v, timing, segments.shared)
-        return cut_looped(segments.segments, self.ranks, self.micro_batches, room, timing, segments.shared, is_rough)
+            ranks, room = self.ranks * v, room / v
+            return cut_stages(
+                segments.segments, ranks, self.micro_batches, room, timing, segments.shared, segments.levels
+            )
+        return cut_looped(
+            segments.segments, self.ranks, self.micro_batches, room, timing, segments.shared, is_rough, segments.levels
+        )
 
     # judging
 
@@ -312,12 +322,10 @@ class PipelineSearch:
         # stage
         found = [self._fitted(one, is_rough) for is_rough in (LOOPED_CUTS if looped else (False,))]
         fitting = [cost for cost in found if cost.evaluated.peak_bytes <= self.limit]
-        best = min(
-            fitting or found, key=lambda cost: cost.evaluated.step_seconds if fitting else cost.evaluated.peak_bytes
-        )
-        return Candidate(
-            best.evaluated, one.inner, replace(inner, written=(inner.whole[0], best.e), held=best.live), self
-        )
+        by = "step_seconds" if fitting else "peak_bytes"
+        best = min(fitting or found, key=lambda cost: getattr(cost.evaluated, by))
+        written = replace(inner, written=(inner.whole[0], best.e), held=best.live)
+        return Candidate(best.evaluated, one.inner, written, self)
 
     def _fitted(self, one: Estimate, is_rough: bool) -> _Evaluated:
         """Find a cut, with less and less memory until its evaluation fits; return the one that holds least if that
@@ -379,7 +387,10 @@ class PipelineSearch:
         if inner not in self._prepared:
             whole = self.plans.of_whole(inner)
             is_free = self.plans.options.recompute == AUTO and not whole.evaluation.recomputed
-            self._prepared[inner] = whole, self._chain(whole), StageRecomputation(whole) if is_free else None
+            known, compact = self._chains.get(inner), whole.problem.compact
+            is_known = known is not None and known.begins and compact and whole.evaluation is inner.evaluation
+            segments = known.of_whole(compact, whole.evaluation.first) if is_known else self._chain(whole)
+            self._prepared[inner] = whole, segments, StageRecomputation(whole) if is_free else None
         return self._prepared[inner]
 
 
