@@ -92,9 +92,8 @@ class MicroBatched:
 
 @dataclass(frozen=True)
 class FewBlocks:
-    """What the planner reads of a batch that is cut into micro-batches. `captured`: the graph of one of them, of a deep
-    model one of few blocks; `body` and `axis`: that of the whole batch without its tail, if it has no tail, and how it
-    is cut."""
+    """Holds what the planner reads of a batch that is cut into micro-batches. `captured`: the graph of one of them, of a
+    deep model one of few blocks; `body` and `axis`: that of the whole batch and how it is cut, unless it has a tail."""
 
     captured: Captured
     body: fx.GraphModule | None = None
