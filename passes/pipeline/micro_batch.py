@@ -92,12 +92,11 @@ class MicroBatched:
 
 @dataclass(frozen=True)
 class FewBlocks:
-    """Holds what the planner reads of a batch that is cut into micro-batches. `captured`: the graph of one of them, of a
-    deep model one of few blocks; `body` and `axis`: that of the whole batch and how it is cut, unless it has a tail."""
+    """Holds what the planner reads of a batch that is cut into micro-batches. `captured`: the graph of one of them, of
+    few blocks if the model is deep; `cut`: then the graph of the whole batch and its axis, unless it has a tail."""
 
     captured: Captured
-    body: fx.GraphModule | None = None
-    axis: BatchAxis | None = None
+    cut: tuple[fx.GraphModule, BatchAxis] | None = None
 
 
 def micro_batch(captured: Captured, micro_batches: int, few: Sequence[FewBlocks] = ()) -> MicroBatched:
@@ -114,10 +113,11 @@ def micro_batch(captured: Captured, micro_batches: int, few: Sequence[FewBlocks]
         )
     if captured.compact is not None:
         few = few or [_few(captured, micro_batches, count) for count in spans_of(samples, micro_batches)]
-    tail, found = None, _unrolled(captured, few)
-    if found is not None:
-        body, axis = few[0].body, few[0].axis
-        sums = captured.graph_module, [captured.compact.nodes(node, 0)[0] for node in axis.totals]
+    tail, found, compact = None, _unrolled(captured, few), captured.compact
+    sums: tuple[fx.GraphModule, Sequence[fx.Node]]
+    if found is not None and compact is not None and few[0].cut is not None:
+        body, axis = few[0].cut
+        sums = captured.graph_module, [compact.nodes(node, 0)[0] for node in axis.totals]
     else:
         body, axis, tail = without_tail(captured.graph_module, micro_batches, samples)
         found = _cut(captured if tail is None else replace(captured, graph_module=body), axis, micro_batches, few)
@@ -203,9 +203,10 @@ def _unrolled(captured: Captured, few: Sequence[FewBlocks]) -> list[Captured] | 
     if these do not say all: of a tail, and of what every block has of its own, random numbers, outputs and sums over
     the batch."""
     old = captured.compact
-    if old is None or any(one.axis is None for one in few) or _has_random(captured.graph):
+    cuts = [one.cut for one in few if one.cut is not None]
+    if old is None or len(cuts) < len(few) or _has_random(captured.graph):
         return None
-    has_sums = any(old.is_inner(old.block(node)) for one in few for node in one.axis.totals)
+    has_sums = any(old.is_inner(old.block(node)) for _, axis in cuts for node in axis.totals)
     if has_sums or _outputs(old.graph) != _outputs(captured.graph):
         return None
     found = []
@@ -234,10 +235,11 @@ def _cut(captured: Captured, axis: BatchAxis, micro_batches: int, few: Sequence[
 def _few(captured: Captured, micro_batches: int, count: int) -> FewBlocks:
     """Return the graph of few blocks for micro-batches that span `count` positions, whose nodes keep their names."""
     old = captured.compact
+    assert old is not None  # who asks has looked
     body, axis, tail = without_tail(old.graph_module, micro_batches, _samples(captured))
     small = _local(body, axis, micro_batches, count)
     few = replace(captured, graph_module=small, compact=few_of(old, small))
-    return FewBlocks(few, body, axis) if tail is None else FewBlocks(few)
+    return FewBlocks(few, (body, axis)) if tail is None else FewBlocks(few)
 
 
 def _local(

@@ -74,7 +74,7 @@ class MicroBatchPlans:
             micro_batches=micro_batches,
             baselines=False,
             memory_bytes=None,
-            overlay=overlay and overlay.graph,
+            overlay=overlay.graph if overlay else None,
         )
         self.solvers = solvers_of(self.few, self.mesh, self.options, report)
 

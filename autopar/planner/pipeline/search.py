@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 
 from ...cost.collectives import CollectiveCost
 from ...errors import MemoryInfeasibleError
@@ -322,10 +323,9 @@ class PipelineSearch:
         # stage
         found = [self._fitted(one, is_rough) for is_rough in (LOOPED_CUTS if looped else (False,))]
         fitting = [cost for cost in found if cost.evaluated.peak_bytes <= self.limit]
-        by = "step_seconds" if fitting else "peak_bytes"
-        best = min(fitting or found, key=lambda cost: getattr(cost.evaluated, by))
-        written = replace(inner, written=(inner.whole[0], best.e), held=best.live)
-        return Candidate(best.evaluated, one.inner, written, self)
+        best = min(fitting or found, key=attrgetter("evaluated.step_seconds" if fitting else "evaluated.peak_bytes"))
+        inner = replace(inner, written=(inner.whole[0], best.e), held=best.live)
+        return Candidate(best.evaluated, one.inner, inner, self)
 
     def _fitted(self, one: Estimate, is_rough: bool) -> _Evaluated:
         """Find a cut, with less and less memory until its evaluation fits; return the one that holds least if that
@@ -388,8 +388,10 @@ class PipelineSearch:
             whole = self.plans.of_whole(inner)
             is_free = self.plans.options.recompute == AUTO and not whole.evaluation.recomputed
             known, compact = self._chains.get(inner), whole.problem.compact
-            is_known = known is not None and known.begins and compact and whole.evaluation is inner.evaluation
-            segments = known.of_whole(compact, whole.evaluation.first) if is_known else self._chain(whole)
+            if known and known.begins and compact and whole.evaluation is inner.evaluation:
+                segments = known.of_whole(compact, whole.evaluation.first)
+            else:
+                segments = self._chain(whole)
             self._prepared[inner] = whole, segments, StageRecomputation(whole) if is_free else None
         return self._prepared[inner]
 

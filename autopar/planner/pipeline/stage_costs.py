@@ -156,7 +156,7 @@ class Parts:
 
     def _op(self, v: Vertex, seconds: float, mask: int) -> None:
         """Charge an op to the parts that run it."""
-        kind, module = self._kind(v.node), v.node.meta.get("module")
+        kind, module = self._kind(v.node), v.node.meta.get("module", "")
         is_named = module and v.phase != "backward" and v.node not in self.placement.free
         for part in self._charged(mask):
             part.work[kind].compute += seconds
