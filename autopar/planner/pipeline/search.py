@@ -216,9 +216,8 @@ class PipelineSearch:
 
     def _segments(self, inner: Planned) -> Chain:
         if inner not in self._chains:
-            self._chains[inner] = self._chain(
-                inner if recomputes_alike(inner.evaluation) else self.plans.of_whole(inner)
-            )
+            planned = inner if recomputes_alike(inner.evaluation) else self.plans.of_whole(inner)
+            self._chains[inner] = self._chain(planned)
         return self._chains[inner]
 
     def _cuts(self, inner: Planned, segments: Chain) -> list[Estimate]:
