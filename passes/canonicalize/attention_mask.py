@@ -43,13 +43,26 @@ class Mask:
 
 def simplify(graph_module: fx.GraphModule, node: fx.Node, mask: fx.Node, causal: bool, may_pack: bool = True) -> Mask:
     """Return what the given mask of an attention says, without documents unless it `may_pack`."""
-    writes = [(n, storage_key(into.meta["val"])) for n in _before(node) for into in written(n)]
+    writes = _reaching(mask, [(n, storage_key(into.meta["val"])) for n in _before(node) for into in written(n)])
     known = graph_module.__dict__.setdefault("_autopar_masks", {})
     key = mask, len(writes), may_pack  # what is written in between may change it for the next attention
     if key not in known:  # the first attention that reads it comes first
         known[key] = _simplified(graph_module, node, mask, writes, may_pack)
     found = known[key]
     return replace(found, causal=causal or found.causal)
+
+
+def _reaching(mask: fx.Node, writes: list[Write]) -> list[Write]:
+    """Return the writes that may change a mask: into the memory of what it is made of, and of what that is written
+    from."""
+    seen, stack, memory = {mask}, [mask], set[int]()
+    while stack and writes:
+        node = stack.pop()
+        memory.update(storage_key(value) for value in values_of(node))
+        new = {*node.all_input_nodes, *(n for n, key in writes if key in memory)} - seen
+        seen |= new
+        stack += new
+    return [(n, key) for n, key in writes if key in memory]
 
 
 def _simplified(

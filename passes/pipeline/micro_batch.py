@@ -22,7 +22,6 @@ from ..._torch import graph_module
 from ...cost.redistribute import Link
 from ...errors import MicroBatchError, StageError
 from ...frontend.export import Captured
-from ...frontend.repeated_blocks import Compact
 from ...ir.graph import OutputRole, Role, describe, leaf_name, output_node, outputs_of, tensor_arguments
 from ...ir.layout import Layout
 from ...ops.counter_rng import STREAM, stream_of
@@ -32,6 +31,7 @@ from ..distribute.localize import localize
 from .batch_axis import AXIS, FIX, OFFSET, BatchAxis, partial_of
 from .compact import compact_of, few_of
 from .tail import Tail, without_tail
+from .unroll_few import unroll_few
 
 aten = torch.ops.aten
 SUM, SAME = "sum", "same"
@@ -90,8 +90,17 @@ class MicroBatched:
         return number if self.smaller is None else sum(self.sizes[:number])
 
 
-def micro_batch(captured: Captured, micro_batches: int, few: Sequence[fx.GraphModule] = ()) -> MicroBatched:
-    """Return the graph of one of so many micro-batches. `few`: the graphs that `few_blocks` gave for them, the smaller
+@dataclass(frozen=True)
+class FewBlocks:
+    """Holds what the planner reads of a batch that is cut into micro-batches. `captured`: the graph of one of them, of
+    few blocks if the model is deep; `cut`: then the graph of the whole batch and its axis, unless it has a tail."""
+
+    captured: Captured
+    cut: tuple[fx.GraphModule, BatchAxis] | None = None
+
+
+def micro_batch(captured: Captured, micro_batches: int, few: Sequence[FewBlocks] = ()) -> MicroBatched:
+    """Return the graph of one of so many micro-batches. `few`: what `few_blocks` gave for them, the smaller
     micro-batches' last, if it was asked before. Raises MicroBatchError, with the op, if they cannot be
     computed one by one, and StageError for a call that gives gradients to inputs, or writes to them or to
     parameters."""
@@ -102,15 +111,20 @@ def micro_batch(captured: Captured, micro_batches: int, few: Sequence[fx.GraphMo
         return MicroBatched(
             captured, 1, {r.name: SAME for r in roles if r.kind == "output"}, input_dims={}, samples=samples
         )
-    body, axis, tail = without_tail(captured.graph_module, micro_batches, samples)
-    captured = captured if tail is None else replace(captured, graph_module=body)
-    graph, counts = captured.graph, spans_of(samples, micro_batches)
+    if captured.compact is not None:
+        few = few or [_few(captured, micro_batches, count) for count in spans_of(samples, micro_batches)]
+    tail, found, compact = None, _unrolled(captured, few), captured.compact
+    sums: tuple[fx.GraphModule, Sequence[fx.Node]]
+    if found is not None and compact is not None and few[0].cut is not None:
+        body, axis = few[0].cut
+        sums = captured.graph_module, [compact.nodes(node, 0)[0] for node in axis.totals]
+    else:
+        body, axis, tail = without_tail(captured.graph_module, micro_batches, samples)
+        found = _cut(captured if tail is None else replace(captured, graph_module=body), axis, micro_batches, few)
+        sums = body, axis.totals
+    graph = body.graph
     roles = output_node(graph).meta["roles"]
     _check_in_one_piece(graph, axis)
-    has_random = any(stream_of(node) is not None for node in graph.nodes)
-    # equal blocks are alike
-    checks, known = captured.compact is None or has_random, itertools.zip_longest(counts, few)
-    found = [_cut(captured, axis, micro_batches, count, checks, small) for count, small in known]
     if any(one.compact is None for one in found):  # nodes of both have the same names
         found = [replace(one, compact=None) for one in found]
     joins: dict[str, str | int] = dict.fromkeys(tail.outputs, SAME) if tail is not None else {}
@@ -119,7 +133,7 @@ def micro_batch(captured: Captured, micro_batches: int, few: Sequence[fx.GraphMo
             joins[role.name] = SUM if layout is not None and layout.partial else SAME
             if layout is not None and (dim := layout.dim_of(AXIS)) is not None:
                 joins[role.name] = dim
-    totals, inputs = _totals(captured.graph_module, axis.totals) if axis.totals else (None, ())
+    totals, inputs = _totals(*sums) if axis.totals else (None, ())
     dims = {
         n.meta["role"].name: d
         for n in graph.nodes
@@ -180,19 +194,52 @@ def spans_of(samples: int, micro_batches: int) -> tuple[int, ...]:
     return (1,) if sizes[0] == sizes[-1] else (sizes[0], sizes[-1])
 
 
-def _cut(
-    captured: Captured, axis: BatchAxis, micro_batches: int, count: int, checks: bool, small: fx.GraphModule | None
-) -> Captured:
-    """Return the graph of a micro-batch that spans `count` positions; `small`: that of few blocks, if it is known."""
-    local, old = _local(captured.graph_module, axis, micro_batches, count, checks), captured.compact
-    compact = old and compact_of(old, small or _few(old, micro_batches, _samples(captured), count), local)
-    return replace(captured, graph_module=local, compact=compact)
+def _has_random(graph: fx.Graph) -> bool:
+    return any(stream_of(node) is not None for node in graph.nodes)
 
 
-def _few(old: Compact, micro_batches: int, samples: int, count: int) -> fx.GraphModule:
-    """Return the graph of few blocks for one micro-batch, whose nodes keep their names."""
-    body, axis, _ = without_tail(old.graph_module, micro_batches, samples)
-    return _local(body, axis, micro_batches, count)
+def _unrolled(captured: Captured, few: Sequence[FewBlocks]) -> list[Captured] | None:
+    """Return the graphs of micro-batches of a deep model, of each size, as those of few blocks say what they are; None
+    if these do not say all: of a tail, and of what every block has of its own, random numbers, outputs and sums over
+    the batch."""
+    old = captured.compact
+    cuts = [one.cut for one in few if one.cut is not None]
+    if old is None or len(cuts) < len(few) or _has_random(captured.graph):
+        return None
+    has_sums = any(old.is_inner(old.block(node)) for _, axis in cuts for node in axis.totals)
+    if has_sums or _outputs(old.graph) != _outputs(captured.graph):
+        return None
+    found = []
+    for small in (one.captured.graph_module for one in few):
+        if (local := unroll_few(old, small, captured.graph_module)) is None:
+            return None
+        found.append(replace(captured, graph_module=local, compact=compact_of(old, small, local)))
+    return found
+
+
+def _outputs(graph: fx.Graph) -> list[str]:
+    return [role.name for _, role in outputs_of(graph) if role.kind == "output"]
+
+
+def _cut(captured: Captured, axis: BatchAxis, micro_batches: int, few: Sequence[FewBlocks]) -> list[Captured]:
+    """Return the graphs of micro-batches of each size. `few`: those of few blocks, if it is a deep model."""
+    checks, old = not few or _has_random(captured.graph), captured.compact  # equal blocks are alike
+    counts, found = spans_of(_samples(captured), micro_batches), []
+    for count, small in itertools.zip_longest(counts, few):
+        local = _local(captured.graph_module, axis, micro_batches, count, checks)
+        compact = old and compact_of(old, small.captured.graph_module, local)
+        found.append(replace(captured, graph_module=local, compact=compact))
+    return found
+
+
+def _few(captured: Captured, micro_batches: int, count: int) -> FewBlocks:
+    """Return the graph of few blocks for micro-batches that span `count` positions, whose nodes keep their names."""
+    old = captured.compact
+    assert old is not None  # who asks has looked
+    body, axis, tail = without_tail(old.graph_module, micro_batches, _samples(captured))
+    small = _local(body, axis, micro_batches, count)
+    few = replace(captured, graph_module=small, compact=few_of(old, small))
+    return FewBlocks(few, (body, axis)) if tail is None else FewBlocks(few)
 
 
 def _local(
@@ -212,18 +259,15 @@ def _local(
     return local
 
 
-def few_blocks(captured: Captured, micro_batches: int, smaller: bool = False) -> Captured:
+def few_blocks(captured: Captured, micro_batches: int, smaller: bool = False) -> FewBlocks:
     """Return what the planner reads of `micro_batch`, in less time: of a deep model only the few blocks of its compact
     graph are cut, so that no op of the whole graph is known. `smaller`: of the micro-batches of one sample less. Raises
     as `micro_batch` does."""
     _check_roles(captured.graph)
-    old, samples = captured.compact, _samples(captured)
-    if old is None or micro_batches == 1:
+    if captured.compact is None or micro_batches == 1:
         micro = micro_batch(captured, micro_batches)
-        return micro.smaller if smaller else micro.captured
-    count = spans_of(samples, micro_batches)[-1 if smaller else 0]
-    small = _few(old, micro_batches, samples, count)
-    return replace(captured, graph_module=small, compact=few_of(old, small))
+        return FewBlocks(micro.smaller if smaller else micro.captured)
+    return _few(captured, micro_batches, spans_of(_samples(captured), micro_batches)[-1 if smaller else 0])
 
 
 def _rewritten(

@@ -87,36 +87,43 @@ def _tiled(small: Problem, first: int) -> tuple[LossRegion | RowRegion, ...]:
 class _Writer:
     def __init__(self, small: Problem, evaluation: Evaluation):
         self.small, self.evaluation = small, evaluation
+        if evaluation.first not in small.written:
+            small.written[evaluation.first] = self._problem()
+        self.problem, self.unrolled = small.written[evaluation.first]
+        self.reads = {  # by block and vertex, a vertex of the block that reads it, and as which of its inputs
+            (v.block, p): (v.index, i) for v in small.vertices if v.kind == "op" for i, (p, _) in enumerate(v.inputs)
+        }
+
+    def _problem(self) -> tuple[Problem, dict[int, list[int]]]:
+        """Return the problem of the whole graph and, by vertex of the small graph, those of the whole graph in order of
+        the blocks."""
+        small, evaluation = self.small, self.evaluation
         vertices, uses = vertices_of(small.whole)
         by_node = {v.node: v.index for v in vertices if v.kind != "output"}
         given = {(v.signature[1], v.node): v.index for v in vertices if v.kind == "output"}
         outputs = {v.name: v.index for v in vertices if v.kind == "output"}
-        self.unrolled: dict[
-            int, list[int]
-        ] = {}  # by vertex of the small graph, those of the whole graph in order of the blocks
+        unrolled: dict[int, list[int]] = {}
         for v in small.vertices:
             if v.kind == "output" and v.block is None:
-                self.unrolled[v.index] = [outputs[v.name]]
+                unrolled[v.index] = [outputs[v.name]]
             else:
                 nodes = small.whole_nodes(v.node, evaluation.first)
-                self.unrolled[v.index] = [given[v.signature[1], n] if v.kind == "output" else by_node[n] for n in nodes]
-            for copy in self.unrolled[v.index]:
+                unrolled[v.index] = [given[v.signature[1], n] if v.kind == "output" else by_node[n] for n in nodes]
+            for copy in unrolled[v.index]:
                 vertices[copy].cls = v.cls
-        self.problem = replace(
+        problem = replace(
             small,
             vertices=vertices,
             uses=uses,
             graph=small.whole,
             compact=None,
-            tensor_bytes={(t, o): small.tensor_bytes[v, o] for v, o in small.tensor_bytes for t in self.unrolled[v]},
-            rule_of={t: rule for v, rule in small.rule_of.items() for t in self.unrolled[v]},
+            tensor_bytes={(t, o): small.tensor_bytes[v, o] for v, o in small.tensor_bytes for t in unrolled[v]},
+            rule_of={t: rule for v, rule in small.rule_of.items() for t in unrolled[v]},
             tiled=_tiled(small, evaluation.first),
             output_uses=uses[len(uses) - len(output_node(small.whole).args[0]) :],
         )
-        self.problem.uses = [*uses, *self.problem.read_again()]
-        self.reads = {  # by block and vertex, a vertex of the block that reads it, and as which of its inputs
-            (v.block, p): (v.index, i) for v in small.vertices if v.kind == "op" for i, (p, _) in enumerate(v.inputs)
-        }
+        problem.uses = [*uses, *problem.read_again()]
+        return problem, unrolled
 
     def write(self) -> tuple[Problem, Evaluation]:
         """Write the plan out, and return it with the problem of the whole graph."""

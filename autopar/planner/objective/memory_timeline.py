@@ -28,6 +28,7 @@ from ..problem.problem import Problem
 from ..problem.tiled_rows import share_of_piece
 from ..problem.vertices import STATE, Vertex
 from ..problem.weight_codes import is_gathered_ahead
+from .bucket_bytes import BUCKETS, GATHERED, bucket_bytes
 from .evaluate import Evaluation, is_of_one, unreduced_bytes
 from .pricer import Pricer
 from .step_order import StepOrder, Travel, one_op_a_region, step_order
@@ -36,9 +37,9 @@ from .timeline import Timeline
 PARAMETERS = "parameters"
 RESIDENT = (PARAMETERS, "optimizer", "buffers")
 RESERVE = "allocator reserve"
-GRADIENTS, SAVED, RETAINED, RECOMPUTED, GATHERED, TRANSIENT, BUCKETS, WORKSPACE = (
-    "gradients", "activations", "gathered parameters kept", "recomputed block", "gathered parameters",
-    "values between ops", "collective buffers", "op workspace",
+HELD = ("parameter", "buffer", "constant")  # vertices that a device holds all through training
+GRADIENTS, SAVED, RETAINED, RECOMPUTED, TRANSIENT, WORKSPACE = (
+    "gradients", "activations", "gathered parameters kept", "recomputed block", "values between ops", "op workspace",
 )  # fmt: skip
 
 
@@ -84,8 +85,9 @@ def resident_bytes(problem: Problem, e: Evaluation) -> dict[str, float]:
     """Return the bytes of a device that stay all through training, by kind."""
     result = dict.fromkeys(RESIDENT, 0.0)
     for v in problem.vertices:
-        for kind, bytes_ in resident_of(problem, e, v).items():
-            result[kind] += bytes_
+        if v.kind in HELD:
+            for kind, bytes_ in resident_of(problem, e, v).items():
+                result[kind] += bytes_
     return result
 
 
@@ -131,28 +133,29 @@ class _Lives:
         self.strategies = [problem.choices(v.index).strategies[evaluation.choice[v.index]] for v in problem.vertices]
         self.views = {v.index for v in problem.vertices if v.kind == "op" and v.node.target in FREE}
         self._bases: dict[tuple[int, int], tuple[int, int]] = {}
+        self._made: dict[tuple[int, int, int], float] = {}  # bytes by class, strategy and output
         inside = {node for region in problem.tiled_rows for node in region.never_made}
         self.in_pieces = {v.index for v in problem.vertices if v.node in inside}
         self.copies = problem.copies(evaluation.first)
         self.run_of = {(run.vertex, run.recomputed): i for i, run in enumerate(order.runs)}
         self.first, self.last = one_op_a_region(problem, order)
-        self.reads: dict[tuple, int] = defaultdict(
-            lambda: -1
-        )  # last reader of a tensor by phase: (vertex, output, phase) -> run
+        # the last reader of a tensor by phase: (vertex, output) -> run
+        self.reads: dict[str, dict[tuple[int, int], int]] = {"forward": {}, "backward": {}}
         for i, run in enumerate(order.runs):
             for tensor in problem.vertices[run.vertex].inputs:
-                self._read((*self._base(*tensor), run.phase), i)
-                self._read((*tensor, run.phase), i)
+                self._read(tensor, run.phase, i)
         for travel in order.travels:
-            t = travel.transfer
-            left = self._left(travel)
-            self._read((*self._base(t.producer, t.output), travel.phase), left)
-            self._read((t.producer, t.output, travel.phase), left)
+            self._read((travel.transfer.producer, travel.transfer.output), travel.phase, self._left(travel))
 
-    def _read(self, key: tuple, position: int) -> None:
-        if key[0] not in self.problem.never_made and position < len(self.last):
-            position = self.last[position]
-        self.reads[key] = max(self.reads[key], position)
+    def _read(self, tensor: tuple[int, int], phase: str, position: int) -> None:
+        """Note that a run reads a tensor, and what that lies in."""
+        reads, base = self.reads[phase], self._base(*tensor)
+        for key in (tensor,) if tensor == base else (tensor, base):
+            at = position
+            if self.problem.tiled and key[0] not in self.problem.never_made and at < len(self.last):
+                at = self.last[at]
+            if at > reads.get(key, -1):
+                reads[key] = at
 
     def _layout(self, vertex: int, output: int):
         return self.strategies[vertex].outputs[output]
@@ -166,12 +169,13 @@ class _Lives:
     def _base(self, vertex: int, output: int) -> tuple[int, int]:
         """Return the tensor whose memory this one lies in."""
         key = vertex, output
+        if vertex not in self.views:
+            return key
         if key not in self._bases:
             base = key
-            if vertex in self.views:
-                producer, of = self.problem.vertices[vertex].inputs[0]
-                if self._layout(producer, of) == self.strategies[vertex].inputs[0]:
-                    base = self._base(producer, of)
+            producer, of = self.problem.vertices[vertex].inputs[0]
+            if self._layout(producer, of) == self.strategies[vertex].inputs[0]:
+                base = self._base(producer, of)
             self._bases[key] = base
         return self._bases[key]
 
@@ -186,7 +190,8 @@ class _Lives:
         for (v, o, layout), bytes_ in e.saved.items():
             first = arrival.get((v, o, layout), self.run_of.get((v, False), 0))
             vertex = self.problem.vertices[v]
-            kind, last = RETAINED if vertex.kind == "parameter" else SAVED, max(first, self.reads[v, o, "backward"])
+            kind = RETAINED if vertex.kind == "parameter" else SAVED
+            last = max(first, self.reads["backward"].get((v, o), -1))
             if kind == RETAINED and e.gathers_once:
                 yield kind, 0, len(self.order.runs), bytes_
                 continue
@@ -205,23 +210,36 @@ class _Lives:
         for travel in self.order.travels:
             if span := self._copy(travel):
                 yield span
+        yield from self._values()
+
+    def _values(self):
+        """Iterate over the spans of what ops make and of what they allocate while they run."""
+        e, vertices, never_made = self.evaluation, self.problem.vertices, self.problem.never_made
         returned = {(u.producer, u.output): u for u in self.problem.uses if u.slot == STATE and u.phase == "backward"}
         for i, run in enumerate(self.order.runs):
-            if inside := self.pricer.inside_bytes(self.problem.vertices[run.vertex], e.choice[run.vertex]):
+            v, reads = run.vertex, self.reads[run.phase]
+            if inside := self.pricer.inside_bytes(vertices[v], e.choice[v]):
                 yield WORKSPACE, i, i, inside
-            for output in range(len(self.problem.vertices[run.vertex].values)):
-                layout, use = self._layout(run.vertex, output), returned.get((run.vertex, output))
-                if (
-                    self._base(run.vertex, output)[0] != run.vertex
-                    or not run.recomputed
-                    and (run.vertex, output, layout) in e.saved
-                ):
+            for output, layout in enumerate(self.strategies[v].outputs):
+                tensor = v, output
+                if v in self.views and self._base(v, output)[0] != v:
                     continue
+                if not run.recomputed and (v, output, layout) in e.saved:
+                    continue
+                use = returned.get(tensor)
                 if use and self._layout(use.consumer, 0) == layout and self._keeps_gradient(use.consumer):
                     continue
-                kind, last = RECOMPUTED if run.recomputed else TRANSIENT, self.reads[run.vertex, output, run.phase]
-                first = i if run.vertex in self.problem.never_made else self.first[i]
-                yield kind, first, max(i, last), self._bytes(run.vertex, output, layout)
+                kind, last = RECOMPUTED if run.recomputed else TRANSIENT, reads.get(tensor, -1)
+                yield kind, i if v in never_made else self.first[i], max(i, last), self._made_bytes(v, output, layout)
+
+    def _made_bytes(self, vertex: int, output: int, layout) -> float:
+        """Return the bytes of a tensor as its producer makes it, which are those of all of its class."""
+        if vertex in self.problem.never_made:
+            return self._bytes(vertex, output, layout)
+        key = self.problem.vertices[vertex].cls, self.evaluation.choice[vertex], output
+        if key not in self._made:
+            self._made[key] = self._bytes(vertex, output, layout)
+        return self._made[key]
 
     def _of_all_copies(self, kind: str, first: int, last: int, vertex: Vertex, bytes_: float):
         """Iterate over the spans of something of a block that its backward reads: the copies that a compact graph
@@ -238,14 +256,18 @@ class _Lives:
     def _computing_copies(self):
         """Iterate over the spans of parameters in the type that they compute in, from the first to the last time that
         they are read or gathered."""
+        vertices = self.problem.vertices
+        casts = {v.index for v in vertices if v.kind == "parameter" and 0 in v.casts}
         asked: dict[int, list[int]] = defaultdict(list)
-        for i, run in enumerate(self.order.runs):
-            for producer, output in self.problem.vertices[run.vertex].inputs:
-                asked[self._base(producer, output)[0]].append(i)
+        for i, run in enumerate(self.order.runs if casts else ()):
+            for producer, output in vertices[run.vertex].inputs:
+                at = self._base(producer, output)[0] if producer in self.views else producer
+                if at in casts:
+                    asked[at].append(i)
         for travel in self.order.travels:
             asked[travel.transfer.producer].append(min(travel.held, len(self.order.runs) - 1))
-        for v in self.problem.vertices:
-            if v.kind == "parameter" and 0 in v.casts and asked[v.index] and not self.strategies[v.index].on_host:
+        for v in map(vertices.__getitem__, sorted(casts)):
+            if asked[v.index] and not self.strategies[v.index].on_host:
                 bytes_ = self._bytes(v.index, 0, self._layout(v.index, 0)) * self.copies[v.index]
                 yield from self._of_all_copies(PARAMETERS, min(asked[v.index]), max(asked[v.index]), v, bytes_)
 
@@ -331,52 +353,6 @@ class _Lives:
         move = step.move
         is_as_it_comes = move.kind == "all_gather" and move.dim == 0 and move.parts == 1
         return move.kind != "slice" and not (is_as_it_comes and self.pricer.steps_of(move) is None)
-
-
-def bucket_bytes(problem: Problem, pricer: Pricer, evaluation: Evaluation, order: StepOrder) -> dict[str, np.ndarray]:
-    """Return for each run the bytes of the buffers in which parameters are gathered (GATHERED), and of those in which
-    gradients are reduced beside them (BUCKETS): a bucket, or all that is still to be gathered in this phase or was
-    made, if that is less.
-
-    Beside a bucket of gathered parameters is the part of it that was sent, what its first tiers of links brought, and,
-    where gathers run ahead (passes/distribute/overlap.py), the next one. Beside a packed bucket of gradients is what
-    waited for it and is more than the shards that stay. A reduce-scatter that is an all-to-all receives as much as it
-    sends, and both stay until the next bucket is packed; of a native one by tier what its first tier gave stays."""
-    count = len(order.runs)
-    received, sent, made, shards, all_reduced = (np.zeros(count + 1) for _ in range(5))
-    on_its_way = 0.0
-    for travel in order.travels:
-        t = travel.transfer
-        is_before = t.phase == "forward" and t.times < pricer.micro_batches  # of the first pass, with little else held
-        if not t.is_hidden or is_before:
-            continue
-        value = problem.vertices[t.producer].values[t.output]
-        before, after = (pricer.bytes_of(value, layout) * t.copies for layout in (t.source, t.target))
-        between = pricer.share_between_tiers(t.redistribution)
-        if is_gathered_ahead(problem.vertices[t.producer]):
-            received[travel.first] += after
-            sent[travel.first] += before + after * between
-        else:
-            made[travel.start], shards[travel.start] = made[travel.start] + before, shards[travel.start] + after
-            all_reduced[travel.start] += before if before == after else 0.0
-            on_its_way += before * between
-    is_backward = np.array([run.phase == "backward" for run in order.runs], bool)
-    gathered, bucket = np.zeros(count), pricer.bucket_bytes
-    for phase in (is_backward, ~is_backward):
-        total = np.where(phase, received[:-1], 0.0)
-        share = 1 + np.where(phase, sent[:-1], 0.0).sum() / max(total.sum(), 1.0)
-        left = np.cumsum(total[::-1])[::-1]
-        gathered += np.where(phase, np.minimum(left, bucket * (2 if evaluation.overlap else 1)) * share, 0.0)
-    by_then, beyond = np.cumsum(made[:-1]), 1 - min(shards.sum() / max(made.sum(), 1.0), 1.0)
-    reduced = np.minimum(by_then, bucket) * (1 + beyond)
-    written = np.cumsum(all_reduced[:-1])
-    reduced = np.maximum(reduced, np.where(written > 0, np.minimum(all_reduced.sum() - written, bucket), 0.0))
-    if pricer.exchanges:
-        reduced += np.clip(by_then - bucket, 0.0, bucket) * beyond
-    else:  # a bucket is packed where none is gathered
-        reduced *= 1 + on_its_way / max(made.sum(), 1.0)
-        reduced = np.maximum(reduced - gathered, 0.0)
-    return {GATHERED: gathered, BUCKETS: np.where(is_backward, reduced, 0.0)}
 
 
 def ends_of(order: StepOrder, timeline: Timeline) -> list[float]:

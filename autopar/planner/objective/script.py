@@ -131,7 +131,7 @@ class _Writer:
         grouped = [list(group) for _, group in groupby(range(len(self.runs)), self.blocks.__getitem__)]
         of_run = [s for s, positions in enumerate(grouped) for _ in positions]
         segments = [_Segment(self._copies_of(positions)) for positions in grouped] or [_Segment(1)]
-        of_run = of_run or [0]
+        of_run, starts = of_run or [0], {positions[0] for positions in grouped}
         waited: dict[int, list[tuple[Travel, float]]] = defaultdict(list)  # by run before which it is made
         hidden: dict[int, list[tuple[Travel, float, int]]] = defaultdict(list)  # by run that it belongs to
         last = max(0, len(self.runs) - 1)
@@ -172,7 +172,7 @@ class _Writer:
                 if not is_wanted:
                     is_before, issued = False, min(at[made] + 1, len(segments[own].main)) if at and made >= 0 else 0
                 elif is_before:
-                    is_start = made < 0 or made + 1 in (g[0] for g in grouped)
+                    is_start = made < 0 or made + 1 in starts
                     issued = 0 if is_start else at[made] + 1
                 else:
                     issued = at[made] + 1

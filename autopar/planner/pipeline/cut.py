@@ -33,8 +33,10 @@ def cut_stages(
     limit_bytes: float,
     timing: Timing,
     shared: Sequence[Shared] = (),
+    levels: Levels | None = None,
 ) -> StageCut:
-    """Return the cut with the shortest step in which every stage fits `limit_bytes`.
+    """Return the cut with the shortest step in which every stage fits `limit_bytes`. `levels`: of the segments, if some
+    are known.
 
     Raise StrategyError where there are fewer boundaries than stages need, or for segments of one kind with different
     levels, and MemoryInfeasibleError, with the stage and the bytes that the most even use of memory lacks there, where
@@ -46,7 +48,7 @@ def cut_stages(
         )
     check(segments, stages, micro_batches, timing)
     levels, flight = (
-        Levels(segments),
+        levels or Levels(segments),
         np.array([timing.in_flight(stages, s, micro_batches) for s in range(stages)], dtype=float),
     )
     total = float(levels.before[-1] @ levels.fastest()[0])

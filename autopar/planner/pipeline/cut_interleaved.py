@@ -31,18 +31,19 @@ def cut_looped(
     timing: Timing,
     shared: Sequence[Shared] = (),
     is_rough: bool = False,
+    levels: Levels | None = None,
 ) -> StageCut:
     """Return a cut into `timing.looped` stages a rank, that of `cut_stages` where that is one: how far its step is from
     the shortest at most, `bound_seconds` says. `is_rough`: where a cut of stages that stand alone fits, none that is
-    better is looked for.
+    better is looked for. `levels`: of the segments, if some are known.
 
     Raise StrategyError as `cut_stages` does, and MemoryInfeasibleError, with the fullest rank of the emptiest cut that
     was found, if none was found that fits.
     """
     if timing.looped == 1:
-        return cut_stages(segments, ranks, micro_batches, limit_bytes, timing, shared)
+        return cut_stages(segments, ranks, micro_batches, limit_bytes, timing, shared, levels)
     check(segments, ranks * timing.looped, micro_batches, timing)
-    search = Loops(segments, ranks, micro_batches, limit_bytes, timing, shared)
+    search = Loops(segments, ranks, micro_batches, limit_bytes, timing, shared, levels)
     starts = search.starts()
     found = next(
         (found for found in map(search.evaluated, starts) if not found[0]), None
@@ -72,6 +73,7 @@ class Loops:
         limit: float,
         timing: Timing,
         shared: Sequence[Shared],
+        levels: Levels | None = None,
     ):
         self.ranks, self.micro_batches, self.limit, self.timing, self.shared = (
             ranks,
@@ -81,7 +83,7 @@ class Loops:
             shared,
         )
         self.levels, self.flight = (
-            Levels(segments),
+            levels or Levels(segments),
             [timing.in_flight(ranks, rank, micro_batches) for rank in range(ranks)],
         )
         self.spans = Spans(segments, ranks * timing.looped, shared, self.levels, math.inf)

@@ -12,13 +12,15 @@ from ...cost.compute import ComputeCost
 from ...frontend.export import Captured
 from ...ir.graph import output_node
 from ...ir.mesh import Mesh
-from ...passes.pipeline.micro_batch import MicroBatched, few_blocks, micro_batch
+from ...passes.pipeline.micro_batch import FewBlocks, MicroBatched, few_blocks, micro_batch
 from ...passes.pipeline.tail import Tail
 from ...plans.pipeline import inside, sizes_of
 from ..objective.tail_cost import NO_TAIL, TailCost, tail_cost
+from ..problem.multipliers import Prices
 from ..problem.recipes import Restriction
+from ..solver.last_word import Room, last_word
 from ..solver.minimize import Search
-from ..solver.search import Starts
+from ..solver.search import RestrictedSearch, Starts
 from ..solver.solver import Solver, replaced
 from ..spmd.batch import samples_of
 from ..spmd.fixed_recompute import AUTO, NONE
@@ -33,6 +35,7 @@ MEMORY_PRICES = (0.1, *(10.0 ** (k / 2) for k in range(21)))  # to others
 DEAREST = 100.0  # what all memory within the limit is worth to the last of them
 # As far as those are searched of which none is the best.
 ROUGH = Search(gap=1e-2, rounds=40, largest_program=0, last_word=False)
+EXACT = Search(last_word=False)
 
 Report = Callable[[str], None]
 
@@ -58,20 +61,20 @@ class MicroBatchPlans:
         self.starts: Starts = ()  # choices that the fastest plan is at least as good as
         if captured.compact is None:
             self.micro = micro_batch(captured, micro_batches)
-        self.few = few_blocks(captured, micro_batches) if captured.compact else self.micro.captured
-        self.few_graphs = [self.few.graph_module]  # of each size of micro-batches
+        few = few_blocks(captured, micro_batches) if captured.compact else FewBlocks(self.micro.captured)
+        self.few, self.few_blocks = few.captured, [few]  # of each size of micro-batches
         batch = samples_of(captured.signature)
         self.samples, self.share = batch, batch / (micro_batches * sizes_of(batch, micro_batches)[0]) if batch else 1.0
         smaller = few_blocks(captured, micro_batches, True) if captured.compact and self.share < 1 else None
-        self.few_graphs += [smaller.graph_module] if smaller else []
-        smaller = smaller or (self.micro.smaller if self.share < 1 else None)
+        self.few_blocks += [smaller] if smaller else []
+        overlay = smaller.captured if smaller else (self.micro.smaller if self.share < 1 else None)
         self.options = replace(
             options,
             within=mesh,
             micro_batches=micro_batches,
             baselines=False,
             memory_bytes=None,
-            overlay=smaller and smaller.graph,
+            overlay=overlay.graph if overlay else None,
         )
         self.solvers = solvers_of(self.few, self.mesh, self.options, report)
 
@@ -79,7 +82,7 @@ class MicroBatchPlans:
     def micro(self) -> MicroBatched:
         """Cut the batch of the whole graph into micro-batches."""
         self.report(f"cutting the batch into {self.micro_batches}")
-        return micro_batch(self.captured, self.micro_batches, self.few_graphs)
+        return micro_batch(self.captured, self.micro_batches, self.few_blocks)
 
     @cached_property
     def tail(self) -> Tail | None:
@@ -98,7 +101,8 @@ class MicroBatchPlans:
         """Return the plans of what a strategy allows."""
         other = copy.copy(self)
         other.options, other.starts = replace(self.options, strategy=strategy), self.fastest.chosen.found
-        other.__dict__.pop("fastest", None)
+        for known in ("fastest", "free_of_memory", "_run"):
+            other.__dict__.pop(known, None)
         return other
 
     @cached_property
@@ -118,21 +122,40 @@ class MicroBatchPlans:
         yield self.fastest
         if self.options.recompute != AUTO:
             return
-        solver, seen = self.fastest.solver, [self.fastest.evaluation.choice]
-        restriction = Restriction.of(self.options.strategy, self.mesh, self.options.forbid)
-        run = solver.run(restriction, dict(self.options.pin), self.fastest.chosen.found)
+        unit, seen = self.fastest.solver.unit_price, [self.fastest.evaluation.choice]
         dearest = DEAREST * self.options.hardware.memory_bytes / self.limit
         for price in itertools.takewhile(lambda price: price <= dearest, MEMORY_PRICES):
-            prices = replace(
-                solver.free,
-                byte_seconds=solver.unit_price * price,
-                saved=True,
-                gradients=float(run.accumulates),  # those of all micro-batches before
-            )
-            one = run.at(prices, ROUGH)
+            one = self.at(replace(self.free_of_memory, byte_seconds=unit * price), ROUGH)
             if one.evaluation.choice not in seen:
                 seen.append(one.evaluation.choice)
-                yield replace(self.fastest, chosen=replace(one, bound_seconds=self.fastest.chosen.bound_seconds))
+                yield one
+
+    @cached_property
+    def free_of_memory(self) -> Prices:
+        """Return the prices of a search in which memory costs nothing yet."""
+        gradients = float(self._run.accumulates)  # those of all micro-batches before
+        return replace(self.fastest.solver.free, byte_seconds=0.0, saved=True, gradients=gradients)
+
+    def at(self, prices: Prices, effort: Search = EXACT) -> Planned:
+        """Return the plan of a micro-batch that costs least at these prices."""
+        one = self._run.at(prices, effort)
+        return replace(self.fastest, chosen=replace(one, bound_seconds=self.fastest.chosen.bound_seconds))
+
+    def in_room(self, inner: Planned, prices: Prices, room_bytes: float) -> Planned | None:
+        """Return a faster plan of a micro-batch whose tensors take so many bytes at most, which the integer program
+        finds around the plan `inner`; None if there is none."""
+        run, e = self._run, inner.evaluation
+        said = last_word(run, run.dual, prices, e, run.by_class(e), Room(room_bytes, run.accumulates))
+        if said.choice is None:
+            return None
+        found = run.settled(prices, said.choice)
+        chosen = replace(inner.chosen, evaluation=found, program=said.program)
+        return replace(inner, chosen=chosen) if found.seconds < e.seconds else None
+
+    @cached_property
+    def _run(self) -> RestrictedSearch:
+        restriction = Restriction.of(self.options.strategy, self.mesh, self.options.forbid)
+        return self.fastest.solver.run(restriction, dict(self.options.pin), self.fastest.chosen.found)
 
     def within(self, limit: float) -> Planned:
         """Return the fastest plan of a micro-batch that holds so many bytes at most, roughly. Raise
@@ -146,17 +169,11 @@ class MicroBatchPlans:
         if self.few.compact is None or self.few.compact.whole:
             return inner
         if self.micro.captured.compact is None:  # its blocks are not cut alike
-            return search(
-                self.micro.captured, self.mesh, replace(self._whole_options, refuses=False), self.name, self.report
-            )
+            options = replace(self.options, overlay=self.micro.overlay, refuses=False)
+            return search(self.micro.captured, self.mesh, options, self.name, self.report)
         solver = next(s for s in self._whole_solvers if s.pricer.reduces_once == inner.pricer.reduces_once)
         return replace(inner, captured=self.micro.captured, solver=solver)
 
-    @property
-    def _whole_options(self) -> PlanOptions:
-        return replace(self.options, overlay=self.micro.overlay)
-
     @cached_property
     def _whole_solvers(self) -> list[Solver]:
-        known = self.solvers[0].pricer
-        return solvers_of(self.micro.captured, self.mesh, self._whole_options, self.report, known)
+        return [solver.of_whole(self.micro.captured) for solver in self.solvers]

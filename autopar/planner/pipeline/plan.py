@@ -24,6 +24,7 @@ from ...plans.plan import Plan
 from ...schedule.actions import Schedule
 from ...schedule.catalogue import KINDS, canonical
 from ...utils.format import percent, size
+from ...utils.gc_pause import paused_collector
 from ..solver.minimize import ILP
 from ..spmd.batch import data_ways, samples_of
 from ..spmd.fixed_recompute import AUTO
@@ -49,6 +50,7 @@ class Staged:
     best: Candidate
 
 
+@paused_collector()
 def plan_pipeline(
     captured: Captured,
     mesh: Mesh,

@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 
 from ...cost.collectives import CollectiveCost
 from ...errors import MemoryInfeasibleError
@@ -30,10 +31,12 @@ from ...schedule.play import play
 from ...utils.format import size
 from ..objective.evaluate import Evaluation
 from ..objective.expand import recomputes_alike
+from ..objective.memory_timeline import LiveBytes, live_bytes
 from ..spmd.fixed_recompute import AUTO
 from ..spmd.outputs import may_be_unmade
 from ..spmd.plan_options import PlanOptions
 from ..spmd.planned import Planned
+from .between import plans_between
 from .checkpoint import StageRecomputation
 from .cut import cut_stages
 from .cut_interleaved import cut_looped
@@ -107,6 +110,15 @@ class Candidate:
         return self.evaluated.peak_bytes <= self.limit
 
 
+@dataclass(frozen=True)
+class _Evaluated:
+    """A cut of a plan, with what its stages compute again and the memory of one micro-batch."""
+
+    evaluated: PipelineCost
+    e: Evaluation
+    live: LiveBytes
+
+
 class PipelineSearch:
     """All that is tried of a captured graph of the whole batch with one number of micro-batches. `kinds`: schedules
     with their stages a rank; of several those alone that can run the step. Raises MicroBatchError if the batch cannot
@@ -128,6 +140,7 @@ class PipelineSearch:
         self.ranks, self.micro_batches = mesh.size(self.axis), micro_batches
         self.limit = float(options.memory_bytes or options.hardware.memory_bytes)
         self.collectives = CollectiveCost(options.hardware, mesh)
+        self._chains: dict[Planned, Chain] = {}
         self._prepared: dict[Planned, tuple[Planned, Chain, StageRecomputation | None]] = {}
         report(f"{mesh}, {micro_batches} micro-batches")
         self.plans = MicroBatchPlans(captured, micro_batches, mesh, self.axis, options, name, report)
@@ -158,7 +171,7 @@ class PipelineSearch:
     def under(self, strategy: str, kinds: Sequence[tuple[str, int]]) -> PipelineSearch:
         """Return the same search of what a strategy allows, with some schedules."""
         other = copy.copy(self)
-        other.plans, other.kinds, other._prepared = self.plans.under(strategy), kinds, {}
+        other.plans, other.kinds, other._chains, other._prepared = self.plans.under(strategy), kinds, {}, {}
         return other
 
     def estimates(self) -> list[Estimate]:
@@ -175,7 +188,11 @@ class PipelineSearch:
             fastest = min([fastest, *(one.step_seconds for one in new if one.fits)])
             if min(one.least_seconds for one in new) >= fastest:
                 break
-        return found
+        return found + (plans_between(self, found) if self.plans.options.recompute == AUTO else [])
+
+    def estimated(self, inner: Planned, kind: str, v: int) -> Estimate:
+        """Estimate the best cut of a plan of a micro-batch for one schedule."""
+        return self._estimate(inner, self._segments(inner), kind, v)
 
     def smaller(self, closest: Estimate) -> list[Estimate]:
         """Estimate the same of plans that hold ever less than that of `closest`, which does not fit, until one fits."""
@@ -198,7 +215,10 @@ class PipelineSearch:
         return new
 
     def _segments(self, inner: Planned) -> Chain:
-        return self._chain(inner if recomputes_alike(inner.evaluation) else self.plans.of_whole(inner))
+        if inner not in self._chains:
+            planned = inner if recomputes_alike(inner.evaluation) else self.plans.of_whole(inner)
+            self._chains[inner] = self._chain(planned)
+        return self._chains[inner]
 
     def _cuts(self, inner: Planned, segments: Chain) -> list[Estimate]:
         return [self._estimate(inner, segments, kind, v) for kind, v in self._possible(segments)]
@@ -283,8 +303,13 @@ class PipelineSearch:
         """Cut the segments for a schedule. Raise MemoryInfeasibleError if no cut fits in the `room`."""
         timing = timing_of(kind, self.ranks, v)
         if KINDS[kind].v_shaped:
-            return cut_stages(segments.segments, self.ranks * v, self.micro_batches, room / v, timing, segments.shared)
-        return cut_looped(segments.segments, self.ranks, self.micro_batches, room, timing, segments.shared, is_rough)
+            ranks, room = self.ranks * v, room / v
+            return cut_stages(
+                segments.segments, ranks, self.micro_batches, room, timing, segments.shared, segments.levels
+            )
+        return cut_looped(
+            segments.segments, self.ranks, self.micro_batches, room, timing, segments.shared, is_rough, segments.levels
+        )
 
     # judging
 
@@ -296,16 +321,17 @@ class PipelineSearch:
         # stages of even seconds, or ranks of even seconds: the order of a looped schedule may wait for the longest
         # stage
         found = [self._fitted(one, is_rough) for is_rough in (LOOPED_CUTS if looped else (False,))]
-        fitting = [pair for pair in found if pair[0].peak_bytes <= self.limit]
-        evaluated, e = min(fitting or found, key=lambda pair: pair[0].step_seconds if fitting else pair[0].peak_bytes)
-        return Candidate(evaluated, one.inner, replace(inner, written=(inner.whole[0], e)), self)
+        fitting = [cost for cost in found if cost.evaluated.peak_bytes <= self.limit]
+        best = min(fitting or found, key=attrgetter("evaluated.step_seconds" if fitting else "evaluated.peak_bytes"))
+        inner = replace(inner, written=(inner.whole[0], best.e), held=best.live)
+        return Candidate(best.evaluated, one.inner, inner, self)
 
-    def _fitted(self, one: Estimate, is_rough: bool) -> tuple[PipelineCost, Evaluation]:
+    def _fitted(self, one: Estimate, is_rough: bool) -> _Evaluated:
         """Find a cut, with less and less memory until its evaluation fits; return the one that holds least if that
         does not help."""
         inner, segments, recomputation = self.prepared(one.inner)
         room = self.limit - inner.problem.reserve_bytes
-        best: tuple[PipelineCost, Evaluation] | None = None
+        best: _Evaluated | None = None
         for _ in range(MOST_CUTS):
             try:
                 cut = self._cut(segments, one.schedule, one.stages_per_rank, room, is_rough)
@@ -314,10 +340,10 @@ class PipelineSearch:
                     break
                 cut, room = self._cut(segments, one.schedule, one.stages_per_rank, math.inf, is_rough), -math.inf
             pipeline = self._pipeline(one.schedule, one.stages_per_rank, segments.cuts(cut.cuts))
-            evaluated, e = self._within_memory(inner, pipeline, recomputation)
-            if best is None or evaluated.peak_bytes < best[0].peak_bytes:
-                best = evaluated, e
-            excess = evaluated.peak_bytes - self.limit
+            found = self._within_memory(inner, pipeline, recomputation)
+            if best is None or found.evaluated.peak_bytes < best.evaluated.peak_bytes:
+                best = found
+            excess = found.evaluated.peak_bytes - self.limit
             if excess <= 0 or room < 0:
                 break
             room -= excess
@@ -333,12 +359,13 @@ class PipelineSearch:
 
     def _within_memory(
         self, inner: Planned, pipeline: Pipeline, recomputation: StageRecomputation | None
-    ) -> tuple[PipelineCost, Evaluation]:
+    ) -> _Evaluated:
         """Evaluate a pipeline that lets go of outputs beside the loss if its memory demands it, and with as much
         computed again on each rank as it demands then, or as can be."""
         problem, e = inner.whole
         evaluate = partial(evaluate_pipeline, pricer=inner.pricer, send=self.send, tail=self.plans.tail_cost)
-        found = parts_of(problem, e, inner.pricer, pipeline, inner.live_bytes)
+        live = inner.live_bytes
+        found = parts_of(problem, e, inner.pricer, pipeline, live)
         evaluated, keeps = evaluate(problem, e, pipeline=pipeline, found=found), True
         if evaluated.peak_bytes > self.limit and may_be_unmade(self.plans.captured):
             keeps = False
@@ -349,9 +376,9 @@ class PipelineSearch:
             more = recomputation.more(e, evaluated, self.limit) or recomputation.all()
             if more.recompute_seconds == e.recompute_seconds:
                 break
-            e = more
-            evaluated = evaluate(problem, e, pipeline=pipeline, keeps_outputs=keeps)
-        return evaluated, e
+            e, live = more, live_bytes(problem, more, inner.pricer)
+            evaluated = evaluate(problem, e, pipeline=pipeline, live=live, keeps_outputs=keeps)
+        return _Evaluated(evaluated, e, live)
 
     def prepared(self, inner: Planned) -> tuple[Planned, Chain, StageRecomputation | None]:
         """Return a plan of the whole graph, its segments, and what may be computed again, if that is left to the
@@ -359,7 +386,12 @@ class PipelineSearch:
         if inner not in self._prepared:
             whole = self.plans.of_whole(inner)
             is_free = self.plans.options.recompute == AUTO and not whole.evaluation.recomputed
-            self._prepared[inner] = whole, self._chain(whole), StageRecomputation(whole) if is_free else None
+            known, compact = self._chains.get(inner), whole.problem.compact
+            if known and known.begins and compact and whole.evaluation is inner.evaluation:
+                segments = known.of_whole(compact, whole.evaluation.first)
+            else:
+                segments = self._chain(whole)
+            self._prepared[inner] = whole, segments, StageRecomputation(whole) if is_free else None
         return self._prepared[inner]
 
 

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
 
 import numpy as np
@@ -25,6 +26,7 @@ from torch import fx
 
 from ...cost.compute import flops_of
 from ...errors import StageError
+from ...frontend.repeated_blocks import Compact
 from ..objective.checkpoint_blocks import Blocks, taking
 from ..objective.evaluate import Evaluation
 from ..objective.expand import few_of, recomputes_alike, whole_of
@@ -33,6 +35,7 @@ from ..objective.pricer import Pricer
 from ..problem.multipliers import Prices
 from ..problem.problem import Problem
 from .model import RecomputeOption, Segment, Shared
+from .pareto import Levels
 from .stage_costs import Part, Parts, crossing_bytes
 
 NEAR = 0.25  # of a stage's mean seconds, in which a better place is looked for
@@ -55,6 +58,19 @@ class Chain:
     shared: tuple[Shared, ...]
     starts: tuple[str, ...]
     parts: tuple[Part, ...]
+    begins: tuple[fx.Node, ...] = ()  # the ops of a compact graph at which segments begin, all but the first
+    order: tuple[int, ...] = ()  # the segments of the whole model as those of the compact graph
+
+    @cached_property
+    def levels(self) -> Levels:
+        """Return the levels of any number of the segments, which all cuts of them share."""
+        return Levels(self.segments)
+
+    def of_whole(self, compact: Compact, first: int) -> Chain:
+        """Return the same segments with the ops of the whole graph at which they begin."""
+        named = replace(self, starts=_names(compact, self.begins, self.order, first))
+        named.__dict__["levels"] = self.levels
+        return named
 
     def cuts(self, firsts: Sequence[int]) -> tuple[str, ...]:
         """Return the ops at which stages begin that begin at these segments, in order; the first stage begins at
@@ -104,8 +120,10 @@ def chain(
         for at in tied.parts[1:]:
             more[at] += tied.state_bytes
     segments = _segments(list(zip(found.found, *levels)), more, send, [*positions.values(), 0.0])
-    names = starts if compact is None else _names(compact, [nodes[name] for name in starts], order, first)
-    return Chain(tuple(segments[i] for i in order), tuple(shared), names, tuple(found.found[i] for i in order))
+    begins = tuple(nodes[name] for name in starts) if compact else ()
+    names = starts if compact is None else _names(compact, begins, order, first)
+    parts = tuple(found.found[i] for i in order)
+    return Chain(tuple(segments[i] for i in order), tuple(shared), names, parts, begins, tuple(order))
 
 
 def _repeated(blocks: Sequence[int], copies: Callable[[int], int]) -> list[int]:

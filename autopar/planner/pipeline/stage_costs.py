@@ -18,30 +18,30 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import fx
 
 from ...ir.graph import bytes_of, is_op, is_tensor, output_node, tensor_of
 from ...ir.stage_placement import first_of
+from ..objective.bucket_bytes import BUCKETS, GATHERED, bucket_bytes
 from ..objective.checkpoint_blocks import recomputed_vertices
 from ..objective.checkpoint_min_cut import key_of
 from ..objective.evaluate import Evaluation, Transfer, unreduced_bytes
 from ..objective.memory_timeline import (
-    BUCKETS,
-    GATHERED,
     GRADIENTS,
+    HELD,
     PARAMETERS,
     RECOMPUTED,
     TRANSIENT,
     WORKSPACE,
     LiveBytes,
-    bucket_bytes,
     live_bytes,
     resident_of,
 )
 from ..objective.pricer import Pricer
 from ..problem.problem import Problem
-from ..problem.vertices import STATE
+from ..problem.vertices import STATE, Vertex
 from ..spmd.outputs import bytes_of_outputs
 from .part import FORWARD, INPUT, WEIGHT, Part, no_work
 
@@ -133,35 +133,37 @@ class Parts:
                 continue
             options, k = self.problem.choices(v.index), self.e.choice[v.index]
             seconds, mask = float(options.seconds[k]), self.where.get(v.node, 0)
-            resident = resident_of(self.problem, self.e, v)
+            if v.kind == "op":
+                self._op(v, seconds, mask)
+                continue
+            resident = resident_of(self.problem, self.e, v) if v.kind in HELD else {}
             gradient, waiting = float(options.gradient_bytes[k]), whole.get(v.index, 0.0)
             copy = 0.0
             casts = v.kind == "parameter" and 0 in v.casts and not options.strategies[k].on_host
             if casts and self._is_read_alone(v.index):
                 copy = self.pricer.bytes_of(v.values[0], options.strategies[k].outputs[0])
             for part in self._charged(mask):
-                if v.kind == "op":
-                    part.work[self._kind(v.node)].compute += seconds
-                    if (
-                        v.phase != "backward"
-                        and (module := v.node.meta.get("module"))
-                        and v.node not in self.placement.free
-                    ):
-                        part.modules.append(module)
-                else:
-                    part.parameter_seconds += seconds * micro_batches
+                part.parameter_seconds += seconds * micro_batches
                 part.resident.update(resident)
                 part.gradient_bytes += gradient
                 part.whole_bytes += waiting
                 part.computing_bytes += copy
                 part.parameters += v.node.meta["val"].numel() if v.kind == "parameter" else 0
-            if v.index in self.recomputed:
-                for part in self._charged(mask):
-                    part.work[INPUT].recompute += seconds
             if v.kind == "parameter" and mask.bit_count() > 1:
                 parts = tuple(i for i in range(len(self.found)) if mask >> i & 1)
                 kinds = Counter(resident) + Counter({PARAMETERS: copy, GRADIENTS: gradient + waiting})
                 self.tied.append(SharedParameter(parts, dict(kinds), gradient))
+
+    def _op(self, v: Vertex, seconds: float, mask: int) -> None:
+        """Charge an op to the parts that run it."""
+        kind, module = self._kind(v.node), v.node.meta.get("module", "")
+        is_named = module and v.phase != "backward" and v.node not in self.placement.free
+        for part in self._charged(mask):
+            part.work[kind].compute += seconds
+            if is_named:
+                part.modules.append(module)
+            if v.index in self.recomputed:
+                part.work[INPUT].recompute += seconds
 
     def _is_read_alone(self, parameter: int) -> bool:
         """Return whether micro-batches read, or gather, a parameter itself, and not only copies that were gathered
@@ -266,9 +268,14 @@ class Parts:
             later[:] = 0.0
         for part in self.found if self.e.reduces_once else ():
             part.reducing_bytes = min(later.max(initial=0.0), 2 * (part.gradient_bytes + part.whole_bytes))
-        for i, run in enumerate(live.order.runs):
-            bytes_ = float(sum(kind[i] for kind in transient) - later[i])
-            for part in self._charged(self.where.get(self.problem.vertices[run.vertex].node, 0)):
+        held = (sum(transient, np.zeros(len(live.order.runs))) - later).tolist()
+        most: dict[int, float] = {}  # by the parts that a run is in
+        for run, bytes_ in zip(live.order.runs, held):
+            mask = self.where.get(self.problem.vertices[run.vertex].node, 0)
+            if bytes_ > most.get(mask, 0.0):
+                most[mask] = bytes_
+        for mask, bytes_ in most.items():
+            for part in self._charged(mask):
                 part.transient_bytes = max(part.transient_bytes, bytes_)
 
 

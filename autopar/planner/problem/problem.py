@@ -60,6 +60,8 @@ class Problem:
     orthogonalize: OrthogonalizeCost | None = None
     expert_load: float = 1.0
     tiled: tuple[LossRegion | RowRegion, ...] = ()  # computed in pieces, see tiled.py
+    # by how many of the blocks left out decide as block 2 does, the problem of the whole graph and, by vertex, its own
+    written: dict[int, tuple[Problem, dict[int, list[int]]]] = field(default_factory=dict, init=False, repr=False)
     _copies: dict[int, Sequence[int]] = field(default_factory=dict, init=False, repr=False)
     _placements: dict[tuple[str, ...], StagePlacement] = field(default_factory=dict, init=False, repr=False)
 

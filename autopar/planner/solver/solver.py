@@ -11,6 +11,7 @@ from functools import cached_property
 import numpy as np
 
 from ...errors import AutoparError, MemoryInfeasibleError, not_compared
+from ...frontend.export import Captured
 from ...utils.format import size
 from ..objective.checkpoint_blocks import Blocks
 from ..objective.evaluate import Evaluation
@@ -70,6 +71,12 @@ class Solver:
         if self.alike:
             return self.alike.hyperedges
         return [HyperedgePrices(self.problem, self.pricer, hyperedge) for hyperedge in hyperedges_of(self.problem)]
+
+    def of_whole(self, captured: Captured) -> Solver:
+        """Return the same solver where it is known which nodes of the whole graph the compact one stands for."""
+        problem = replace(self.problem, whole=captured.graph, compact=captured.compact)
+        pricer = replace(self.pricer, problem=problem)
+        return Solver(problem, pricer, self.limit_bytes, self.search, self.report, self.free.overlap)
 
     def run(
         self, restriction: Restriction, pins: dict[str, str] | None = None, starts: Starts = ()

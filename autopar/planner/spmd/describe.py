@@ -99,7 +99,7 @@ def describe_plan(planned: Planned) -> Plan:
         tiled=tiled.described(problem, e, options.hardware),
         packed=_packed(problem, e),
         attentions=schemes_of(problem, e, pricer.micro_batches),
-        routing=routing_of(problem, e, pricer),
+        routing=routing_of(problem, e, pricer, options.within is not None),
         flops=flops_of_step(problem.graph, sum(pipeline.shares), options.hardware),
         state_dtype=options.state_dtype,
         execution=options.execution,

@@ -46,6 +46,7 @@ class Planned:
     meshes: tuple[MeshCandidate, ...] = ()  # if the mesh was searched for too
     batches: tuple[BatchCandidate, ...] = ()  # if the batch was
     written: tuple[Problem, Evaluation] | None = None  # of every block, where copies of one recompute differently
+    held: LiveBytes | None = None  # the memory of that, if it is known
     micro: MicroBatched | None = None
     staged: Staged | None = None
     staged_rows: tuple[StagedRow, ...] = ()  # experts' pipelines on the same devices, if they were asked for
@@ -83,7 +84,7 @@ class Planned:
     @cached_property
     def live_bytes(self) -> LiveBytes:
         """Return the memory of a device over the step."""
-        return live_bytes(*self.whole, self.pricer)
+        return self.held or live_bytes(*self.whole, self.pricer)
 
     @property
     def stages(self) -> Staged:

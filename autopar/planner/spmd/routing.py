@@ -19,8 +19,9 @@ from ..objective.pricer import Pricer
 from ..problem.problem import Problem
 
 
-def routing_of(problem: Problem, e: Evaluation, pricer: Pricer) -> Routing | None:
-    """Return what a plan assumes of routing, None if no device has rows by the owner of their expert."""
+def routing_of(problem: Problem, e: Evaluation, pricer: Pricer, is_staged: bool = False) -> Routing | None:
+    """Return what a plan assumes of routing, None if no device has rows by the owner of their expert; the worst peak is
+    not known of a plan that `is_staged`, whose stages hold more than one micro-batch."""
     chosen = [problem.choices(v.index).strategies[e.choice[v.index]] for v in problem.vertices]
     if not any(layout.owned_axes for strategy in chosen for layout in strategy.outputs):
         return None
@@ -30,8 +31,8 @@ def routing_of(problem: Problem, e: Evaluation, pricer: Pricer) -> Routing | Non
             sent += copies * exchange_bytes(v.node, strategy, problem.mesh)
             ways = math.prod(map(problem.mesh.size, axes))
             gathered += copies * (ways - 1) * _held_bytes(v.node, strategy, problem)
-    times = pricer.micro_batches
-    return Routing(problem.expert_load, _worst_peak_bytes(problem, e, pricer), sent * times, gathered * times)
+    times, worst = pricer.micro_batches, 0.0 if is_staged else _worst_peak_bytes(problem, e, pricer)
+    return Routing(problem.expert_load, worst, sent * times, gathered * times)
 
 
 def _held_bytes(node: fx.Node, strategy: Strategy, problem: Problem) -> float:
