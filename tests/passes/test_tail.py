@@ -132,7 +132,7 @@ def test_few_blocks_of_a_deep_model_have_it_too():
     torch.manual_seed(0)
     captured = compiler.trace(whole_batch.Layered(12), (torch.randn(6, 5, 6),))
     few = few_blocks(captured, 2)
-    assert sum(r.kind == "joined" for r in output_node(few.graph).meta["roles"]) > 2
+    assert sum(r.kind == "joined" for r in output_node(few.captured.graph).meta["roles"]) > 2
 
 
 class Normed(nn.Module):
