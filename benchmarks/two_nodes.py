@@ -70,8 +70,10 @@ def main() -> None:
         mesh = init_device_mesh("cpu", shape.sizes, mesh_dim_names=shape.names)
         inputs = build(MODEL, batch=args.batch, seq=64, device="cpu")[1]
         if "pp" in shape.names:
-            plans = {"auto": autopar.plan(_model(args.batch), shape, inputs, hardware=hardware, precision="fp32")}
-            rows.append(Row(f"{text} auto", autopar.compile(_model(args.batch), mesh, inputs, plan=plans["auto"])))
+            plan = autopar.plan(_model(args.batch), shape, inputs, hardware=hardware, precision="fp32")
+            rows.append(
+                Row(f"{text} auto", autopar.compile(_model(args.batch), mesh, inputs, plan=plan, hardware=hardware))
+            )
             continue
         for strategy in args.strategies.split(","):
             if strategy in ("hsdp", "megatron", "megatron_sp") and len(shape.names) == 1:
@@ -82,7 +84,9 @@ def main() -> None:
             both = ((f"{text} {strategy}, at once", at_once), (f"{text} {strategy}", plan))
             for name, chosen in both[not (args.at_once and plan.sharding.hierarchy) :]:
                 sent = leaving_bytes(lower(captured, chosen, dist.get_rank()).local, shape)
-                rows.append(Row(name, autopar.compile(_model(args.batch), mesh, inputs, plan=chosen), sent))
+                rows.append(
+                    Row(name, autopar.compile(_model(args.batch), mesh, inputs, plan=chosen, hardware=hardware), sent)
+                )
     for row in rows:
         row.model(**inputs).loss.backward()
     for _ in range(args.rounds):
