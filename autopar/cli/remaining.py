@@ -32,7 +32,7 @@ class Remaining:
         if self.folder is not None:
             self.noted = noted(self.model, step, data, self.scaler, checkpoint.run_of(self.model))
         if self.copies is not None and self.noted is not None:
-            self.copies.look()
+            self.copies.forget_older()
             if step % self.copied_every == 0:
                 self.copies.take(self.noted)
 
