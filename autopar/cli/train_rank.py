@@ -68,7 +68,9 @@ def in_process(rank: int, devices: int, folder: str, settings: dict, environment
         sys.exit(train(rank, devices, f"file://{folder}/rendezvous", settings))
     except AutoparError as error:
         Path(folder, f"error-{rank}.json").write_text(json.dumps([error.message, error.fix]))
-        sys.exit(2)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(2)  # at once: to take down what a failed collective has left waits for ranks that wait for this one
 
 
 def train(rank: int, devices: int, rendezvous: str, settings: dict) -> int:
