@@ -24,9 +24,7 @@ from ..errors import AutoparError, CheckpointError, MeshError, RankFailure
 from ..ir.mesh import Mesh
 
 LEFT = ".left"  # a folder beside the checkpoints
-SETTLE_SECONDS = (
-    16.0  # in which torchrun forgets a node that is gone, and else waits for it in vain when it starts again
-)
+SETTLE_SECONDS = 16.0  # in which torchrun forgets a node that is gone, for which it would wait in vain
 GROWS = signal.SIGUSR2  # by which a run is told that as many processes can run again as it was started with
 
 
@@ -52,9 +50,9 @@ def train(
 
     root, first, whole = Path(settings["checkpoint"]).expanduser(), settings["mesh"], devices
     left, of_others = root / LEFT, None if settings["resume"] else latest_checkpoint(root)
+    shutil.rmtree(left, ignore_errors=True)  # of an earlier run
     with TemporaryDirectory(prefix="autopar-plans-") as plans:
         while True:
-            shutil.rmtree(left, ignore_errors=True)
             here = Mesh.parse(settings["mesh"])
             others = dict.fromkeys([smaller(here, n) for n in range(devices - 1, 0, -1)] + [Mesh.parse(first)])
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import warnings
@@ -14,6 +15,7 @@ import torch
 from .. import models
 from .._torch import own_progress_lock
 from ..api import entry
+from ..errors import AutoparError
 from ..ir.mesh import Mesh
 from ..planner.spmd.plan_options import IN_DOUBT
 from ..plans.pipeline import axis_of
@@ -53,6 +55,7 @@ def _plan(settings: dict, meshes: Sequence[str], folder: Path) -> None:
         asked["precision"] = "fp32"  # as on a DeviceMesh of processors
     for mesh in meshes:
         in_doubt = IN_DOUBT if asked["strategy"] is None and axis_of(Mesh.parse(mesh)) is None else False
-        plan = entry.plan(source, mesh, inputs, baselines=in_doubt, fixes=False, **asked)
-        plan.save(folder / "unfinished")
-        os.replace(folder / "unfinished", folder / f"{mesh}.json")
+        with contextlib.suppress(AutoparError):  # such as of memory: the run says it if it comes to that mesh
+            plan = entry.plan(source, mesh, inputs, baselines=in_doubt, fixes=False, **asked)
+            plan.save(folder / "unfinished")
+            os.replace(folder / "unfinished", folder / f"{mesh}.json")

@@ -63,7 +63,7 @@ def add(subparsers) -> None:
         "--elastic", action="store_true", help="go on with the processes that remain when others are lost"
     )
     copies = "with --elastic, after every N steps copy each process's share into another's memory (default 10)"
-    parser.add_argument("--copy-every", type=common.count, default=10, metavar="N", help=copies)
+    parser.add_argument("--copy-every", type=common.count, metavar="N", help=copies)
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in FOLDER that was saved last")
 
 
@@ -78,6 +78,8 @@ def run(args: argparse.Namespace) -> int:
             "--every, --keep, --async-save, --elastic and --resume say what to do with checkpoints",
             fix="add --checkpoint FOLDER",
         )
+    if args.copy_every and not args.elastic:
+        raise CheckpointError("--copy-every says what --elastic does", fix="add --elastic")
     _check_pipeline(args)
     adapt = common.adaptations(args)
     if args.save_adapter and args.lora is None and args.qlora is None:

@@ -46,6 +46,7 @@ from .rendezvous import join
 from .shown_steps import shown_steps
 from .stop_signals import SIGNALS, StopSignals, end_with_parent
 
+COPIED_EVERY = 10  # steps, of what each rank holds into another one's memory
 WARM_UP = 2  # steps that are not timed
 OF_A_PLAN = (
     "hardware", "precision", "reduce_dtype", "state_dtype", "execution", "strategy", "memory", "offload", "pin",
@@ -129,7 +130,7 @@ def _run(device_mesh, settings: dict, stop: StopSignals, say) -> int:
     seconds, peak = [], 0
     stop.waits = True
     left = Path(settings["left"]) if settings.get("left") else None
-    remaining = Remaining(left, model, optimizer, scaler, settings["copy_every"])
+    remaining = Remaining(left, model, optimizer, scaler, settings["copy_every"] or COPIED_EVERY)
     remaining.is_whole(done, _data(stream, settings))
     with remaining.left_behind(), shown_steps(steps, done, batch * seq, settings["flops"] / peak_flops, say) as show:
         for step in range(done + 1, steps + 1):

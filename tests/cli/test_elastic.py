@@ -15,13 +15,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from autopar import models
-from autopar.cli import elastic
-from autopar.cli.elastic import LostRanks, smaller
+from autopar import Plan, models
+from autopar.cli import elastic, templates
+from autopar.cli.elastic import LostRanks, smaller, template
+from autopar.cli.main import main
 from autopar.errors import MeshError, RankFailure
 from autopar.ir.mesh import Mesh
 
-from .command import autopar, children_of, left_of, ranks_of
+from .command import MLP, autopar, children_of, left_of, ranks_of
 
 
 @pytest.mark.parametrize(("mesh", "devices", "expected"), [
@@ -73,6 +74,25 @@ def test_under_torchrun_the_mesh_is_of_as_many_as_there_are(tmp_path, capsys):
     elastic.under_torchrun(settings, 6, 0)
     assert "with mesh dp=3,tp=2, from the first step (no rank has left" in capsys.readouterr().err
     assert not (tmp_path / elastic.LEFT).exists()
+
+
+def test_copies_are_for_elastic_runs(tmp_path, capsys):
+    assert main(["train", *MLP, "--checkpoint", str(tmp_path), "--copy-every", "5"]) == 2
+    assert "fix: add --elastic" in capsys.readouterr().err
+
+
+def test_a_mesh_that_does_not_fit_leaves_no_plan_and_the_others_have_theirs(tmp_path, monkeypatch):
+    """Plans are made by a process of the lowest priority, which would end with its first error."""
+    words = ["train", *MLP, "--checkpoint", str(tmp_path), "--elastic", "--memory", "250KiB"]
+    seen = []
+    monkeypatch.setattr(elastic, "train", lambda settings, *more: seen.append(settings) or 0)
+    monkeypatch.setattr(os, "nice", lambda by: None)
+    monkeypatch.setattr(templates, "end_with_parent", lambda: None)
+    assert main(words) == 0
+    templates._plan(seen[0], ["dp=1,tp=1", "dp=2,tp=2"], tmp_path)
+    assert template(tmp_path, Mesh.parse("dp=1,tp=1")) is None
+    plan = Plan.load(template(tmp_path, Mesh.parse("dp=2,tp=2")))
+    assert plan.peak_bytes <= 250 * 1024
 
 
 def _losses(out: str) -> dict[int, float]:

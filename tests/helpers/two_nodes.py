@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import subprocess
+
+
+def has_namespaces() -> bool:
+    """Return whether this process may make network namespaces, and has what connects them."""
+    if os.geteuid() or not all(map(shutil.which, ("ip", "unshare"))):
+        return False
+    return subprocess.run(["unshare", "--net", "true"], capture_output=True, timeout=20).returncode == 0
 
 
 class TwoNodes:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,19 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar.errors import AutoparError
-from tests.helpers.two_nodes import TwoNodes
+from tests.helpers.two_nodes import TwoNodes, has_namespaces
 
 TIMEOUT_SECONDS, RANKS = 3.0, 4
-
-
-@contextmanager
-def _nodes() -> Iterator[TwoNodes]:
-    with ExitStack() as stack:
-        try:
-            nodes = stack.enter_context(TwoNodes(RANKS))
-        except (OSError, subprocess.CalledProcessError) as error:
-            pytest.skip(f"network namespaces need root and iproute2: {error}")
-        yield nodes
 
 
 def _main(rank: int, nodes: TwoNodes, folder: Path, moment: str) -> None:
@@ -65,13 +52,14 @@ def _main(rank: int, nodes: TwoNodes, folder: Path, moment: str) -> None:
     os._exit(0)
 
 
+@pytest.mark.skipif(not has_namespaces(), reason="network namespaces need root, iproute2 and unshare")
 @pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.parametrize("moment", ["compile", "save"])
 def test_a_cut_cable_is_told_on_both_sides(moment, tmp_path):
     """The process group that the user made would wait for half an hour."""
     context = multiprocessing.get_context("spawn")
-    with _nodes() as nodes:
+    with TwoNodes(RANKS) as nodes:
         processes = [
             context.Process(target=_main, args=(r, nodes, tmp_path, moment), daemon=True) for r in range(RANKS)
         ]
