@@ -1,4 +1,4 @@
-"""Process groups: their timeouts, their names, the store of the world, and broadcasts from all members at once."""
+"""Process groups: their timeouts, their names, the store of the world, and exchanges between all members at once."""
 
 from __future__ import annotations
 
@@ -22,15 +22,14 @@ def group_of(name: str):
     return _resolve_process_group(name)
 
 
-def broadcasts(parts: Sequence[torch.Tensor], name: str) -> None:
-    """Fill part i with what member i of the process group of a name has there, all of them at once."""
-    from torch.distributed.distributed_c10d import BroadcastOptions
-
+def exchange(sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], name: str) -> None:
+    """Send a tensor to each member of the process group of a name, and fill a tensor with what each of them sends here,
+    all at once; nothing between this member and itself. All receives are posted before the first send: gloo sends
+    nothing before the other side has said that it waits, and would say so behind all that it sends itself."""
     group, works = group_of(name), []
-    for root, part in enumerate(parts):
-        options = BroadcastOptions()
-        options.rootRank = root
-        works.append(group.broadcast([part], options))
+    others = [(group.rank() + step) % group.size() for step in range(1, group.size())]
+    works = [group.recv([received[other]], other, 0) for other in reversed(others)]
+    works += [group.send([sent[other]], other, 0) for other in others]
     for work in works:
         work.wait()
 

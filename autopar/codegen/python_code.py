@@ -19,7 +19,7 @@ from ..ir.layout import Layout
 from ..ops import autopar
 
 COLLECTIVES = frozenset((
-    autopar.exchange_rows.default, autopar.gather_by_broadcasts.default, autopar.gather_bucket_by_broadcasts.default,
+    autopar.exchange_rows.default, autopar.gather_by_sends.default, autopar.gather_bucket_by_sends.default,
 ))  # fmt: skip
 
 
@@ -42,11 +42,11 @@ def bind_groups(module: fx.GraphModule, names: Mapping[str, str]) -> fx.GraphMod
     return module
 
 
-def gather_by_broadcasts(module: fx.GraphModule) -> fx.GraphModule:
-    """Turn all-gathers of a graph into broadcasts, in place, for groups of gloo."""
+def gather_by_sends(module: fx.GraphModule) -> fx.GraphModule:
+    """Turn all-gathers of a graph into sends, in place, for groups of gloo."""
     for node in module.graph.nodes:
         if node.target is c10d.all_gather_into_tensor.default:
-            node.target = autopar.gather_by_broadcasts.default
+            node.target = autopar.gather_by_sends.default
     module.recompile()
     return module
 

@@ -29,7 +29,7 @@ from . import (  # noqa: F401  (most for their ops, which they register)
     fake_quant,
     fp8,
     fp8_linear,
-    gather_by_broadcasts,
+    gather_by_sends,
     grouped,
     linear_loss,
     matmul,

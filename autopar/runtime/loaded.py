@@ -21,7 +21,7 @@ from .._torch import c10d, no_autocast
 from ..codegen.buckets_in_place import buckets_in_place
 from ..codegen.direct_calls import compile_directly
 from ..codegen.follow_size import Line, Sizes, followed
-from ..codegen.python_code import bind_groups, boxed, gather_by_broadcasts, group_names
+from ..codegen.python_code import bind_groups, boxed, gather_by_sends, group_names
 from ..codegen.row_counts import RowCounter
 from ..errors import CompilerError
 from ..ops import autopar
@@ -31,7 +31,7 @@ from ..processes.process_groups import ProcessGroups
 
 AS_COMPILED = {
     c10d.all_reduce_.default: c10d.all_reduce.default,
-    autopar.gather_by_broadcasts.default: c10d.all_gather_into_tensor.default,
+    autopar.gather_by_sends.default: c10d.all_gather_into_tensor.default,
 }
 
 
@@ -45,7 +45,7 @@ class LoadedGraph:
         lane = "forward" if phase in FORWARDS else ""
         self.module = bind_groups(module, groups.bind(group_names(module), lane)).to(device)
         if groups.are_gloo:
-            gather_by_broadcasts(self.module)
+            gather_by_sends(self.module)
         self.mesh = str(groups.mesh)
         self.options: Mapping[str, object] | None = None  # of torch.compile, if the graph goes through it
         self.load(phase)
