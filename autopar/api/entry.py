@@ -357,9 +357,10 @@ def _compile(
     watch.start()
     if device_mesh.device_type == "cpu":
         keep_freed_pages()
-    if any(numbers := watch.machines()):
+    numbers, cores = watch.machines()
+    if any(numbers) or cores < 1.0:
         options["hardware"] = agree.from_rank_zero(
-            lambda: fitted_to_machines(hardware_of(device_mesh, options["hardware"]), numbers)
+            lambda: fitted_to_machines(hardware_of(device_mesh, options["hardware"]), numbers, cores)
         )
     if options["precision"] == AUTO:
         given = agree.from_rank_zero(lambda: (plan if isinstance(plan, Plan) else Plan.load(plan)).precision)

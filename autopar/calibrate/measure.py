@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from ..hardware.profile import KINDS
 from ..ops import autopar
-from ..processes.machines import Machine, equal_machines, numbered
+from ..processes.machines import Machine, cores_per_rank, equal_machines, numbered
 
 Call = Callable[[], object]
 TIMEOUT_SECONDS = 60
@@ -268,18 +268,20 @@ def memory_bytes(device: Device, ranks: int) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
 
 
-def ranks_of_a_machine(world: int) -> int:
-    """Return how many ranks each machine has. Raise HardwareError where they are not equally many in a row."""
+def machines_of_ranks(world: int) -> list[Machine]:
+    """Return the machine of each rank."""
     everyone: list = [None] * world
     dist.all_gather_object(everyone, Machine.of_this_process())
-    return equal_machines(numbered(everyone))
+    return everyone
 
 
 def everything(device: Device, effort: Effort, rank: int, world: int) -> dict:
     """Measure all of the above, in a process group of the whole world. Raise HardwareError for machines that are not
     alike."""
-    ranks = ranks_of_a_machine(world)
+    machines = machines_of_ranks(world)
+    ranks = equal_machines(numbered(machines))
     return {
+        "cores_per_device": 0.0 if device.is_gpu else cores_per_rank(machines),
         "products": products(device, effort),
         "attention": attention(device, effort),
         "functions_per_second": functions_per_second(device, effort),

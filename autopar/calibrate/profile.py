@@ -79,6 +79,7 @@ def to_profile(measured: dict, base: Hardware, name: str, fingerprint: Mapping[s
         memory_efficiency=bandwidth / peak,
         memory_bytes=measured["memory_bytes"],
         launch_seconds=launch,
+        cores_per_device=measured["cores_per_device"],
         links=links,
         reduce_scatter_lowering=lowering,
         overlap_slowdown=measured["overlap_slowdown"] if curves else base.overlap_slowdown,
@@ -191,6 +192,8 @@ def to_table(hardware: Hardware) -> dict:
             "source": sources["collectives"],
         },
     }  # fmt: skip
+    if hardware.cores_per_device:
+        table["compute"]["cores_per_device"] = hardware.cores_per_device
     if hardware.sustained != 1.0:
         table["compute"]["sustained"] = hardware.sustained
     if hardware.reserve_bytes:

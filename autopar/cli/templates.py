@@ -16,6 +16,8 @@ from .. import models
 from .._torch import own_progress_lock
 from ..api import entry
 from ..errors import AutoparError
+from ..hardware import profile
+from ..hardware.cores import on_cores
 from ..ir.mesh import Mesh
 from ..planner.spmd.plan_options import IN_DOUBT
 from ..plans.pipeline import axis_of
@@ -53,7 +55,9 @@ def _plan(settings: dict, meshes: Sequence[str], folder: Path) -> None:
     asked = train_rank.asked(settings)
     if settings["device"] == "cpu" and asked["precision"] == "auto":
         asked["precision"] = "fp32"  # as on a DeviceMesh of processors
+    known, cores = profile.load(asked["hardware"]), os.cpu_count() or 1
     for mesh in meshes:
+        asked["hardware"] = on_cores(known, cores / Mesh.parse(mesh).devices)
         in_doubt = IN_DOUBT if asked["strategy"] is None and axis_of(Mesh.parse(mesh)) is None else False
         with contextlib.suppress(AutoparError):  # such as of memory: the run says it if it comes to that mesh
             plan = entry.plan(source, mesh, inputs, baselines=in_doubt, fixes=False, **asked)

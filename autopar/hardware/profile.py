@@ -1,7 +1,7 @@
 """Named hardware profiles, read from TOML (or JSON of the same form); what they hold is in autopar/hardware/schema.py.
 
     name, description, device_names        device_names: patterns of what such devices call themselves
-    [compute]      flops_per_second (by dtype), efficiency, launch_seconds; sustained if known
+    [compute]      flops_per_second (by dtype), efficiency, launch_seconds; sustained, cores_per_device if known
     [memory]       bytes, bytes_per_second, efficiency; reserve_bytes if there are any
     [collectives]  reduce_scatter_lowering; overlap_slowdown if known
     [[links]]      name, devices (not in the last), latency_seconds, bytes_per_second, bucket_bytes; of a network above
@@ -178,6 +178,7 @@ def _read(file: Path) -> Hardware:
         memory_efficiency=memory.share("efficiency"),
         memory_bytes=memory.whole("bytes"),
         launch_seconds=compute.positive("launch_seconds"),
+        cores_per_device=compute.share("cores_per_device") if "cores_per_device" in compute.entries else 0.0,
         links=tiers,
         reduce_scatter_lowering=lowering,
         overlap_slowdown=collectives.at_least_one("overlap_slowdown")

@@ -107,9 +107,10 @@ class Hardware:
 
     `flops_per_second` (by "bf16", "fp16", "fp32", "fp64") and `memory_bytes_per_second` are peaks; the efficiencies say
     which share a matrix product of 8192 cubed and a large copy reach. `launch_seconds`: to start one kernel from
-    Python. `memory_bytes`: what plans may fill, if nobody says otherwise; of any limit, `reserve_bytes` go to the
-    device's context, to the buffers of the communication library and to the rounding of the caching allocator. `host`:
-    the host's memory behind a device, None where nothing can be kept there.
+    Python. `cores_per_device`: of processes on a CPU, the cores that each had while this was measured, one at most; 0
+    of devices that share none. `memory_bytes`: what plans may fill, if nobody says otherwise; of any limit,
+    `reserve_bytes` go to the device's context, to the buffers of the communication library and to the rounding of the
+    caching allocator. `host`: the host's memory behind a device, None where nothing can be kept there.
     `reduce_scatter_lowering`: "native", or "all_to_all" followed by a local sum where the backend's own is slow.
     `overlap_slowdown`: how much longer the longer of a collective and a computation takes for running beside the other;
     2 if nothing is gained by it. `curves`: measured collectives, wrong by `curves_error` (a median, 0.1 is 10 %).
@@ -132,6 +133,7 @@ class Hardware:
     launch_seconds: float
     links: tuple[Tier, ...]
     reduce_scatter_lowering: str
+    cores_per_device: float = 0.0
     overlap_slowdown: float = 2.0
     sustained: float = 1.0
     kernels: Kernels = Kernels()

@@ -1,7 +1,7 @@
-"""Find which ranks share a machine, as the processes see it, and what that means for a profile of links.
+"""Find which ranks share a machine, as the processes see it, and what that means for a profile of links and cores.
 
 A machine is told by its boot, its network namespace and its address: host names are equal in containers of one image,
-and boots in restored snapshots.
+and boots in restored snapshots. Containers of one boot are machines of their own and share its cores.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ import uuid
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import or_
 from pathlib import Path
 
 from ..errors import HardwareError
+from ..hardware.cores import on_cores
 from ..hardware.schema import Hardware
 
 LOOPBACK = "127.0.0.1"
@@ -23,11 +26,12 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Machine:
-    """Tells where a process runs: `identity` is the same in all processes of a machine, and theirs alone; others reach
-    it at `address`."""
+    """Tells where a process runs: `identity` (its boot and network) is the same in all processes of a machine, and
+    theirs alone; others reach it at `address`. `cores`: those that the process may run on, a bit each."""
 
     identity: tuple[str, str]
     address: str
+    cores: int = field(default=0, compare=False)
 
     @classmethod
     def of_this_process(cls) -> Machine:
@@ -37,7 +41,7 @@ class Machine:
             network = str(os.stat("/proc/self/ns/net").st_ino)
         except OSError:  # not Linux
             boot, network = f"{uuid.getnode():x}", ""
-        return cls((boot, network), own_address())
+        return cls((boot, network), own_address(), own_cores())
 
 
 def own_address() -> str:
@@ -50,6 +54,22 @@ def own_address() -> str:
             return way.getsockname()[0]
     except (KeyError, OSError):
         return socket.gethostname()
+
+
+def own_cores() -> int:
+    """Return the cores that this process may run on, a bit each."""
+    try:
+        return sum(1 << core for core in os.sched_getaffinity(0))
+    except AttributeError:  # not Linux
+        return (1 << (os.cpu_count() or 1)) - 1
+
+
+def cores_per_rank(machines: Sequence[Machine]) -> float:
+    """Return the cores that a rank has where they are fewest, at most one, given the machine of each rank."""
+    shared: dict[str, list[int]] = {}
+    for machine in machines:
+        shared.setdefault(machine.identity[0], []).append(machine.cores)
+    return min(1.0, *(reduce(or_, cores).bit_count() / len(cores) for cores in shared.values()))
 
 
 def numbered(machines: Sequence[Machine]) -> tuple[int, ...]:
@@ -94,9 +114,10 @@ def on_machines(hardware: Hardware, numbers: Sequence[int]) -> tuple[Hardware, s
     )
 
 
-def fitted_to_machines(hardware: Hardware, numbers: Sequence[int]) -> Hardware:
-    """Return the profile as `on_machines` has it, and warn of what does not fit together."""
+def fitted_to_machines(hardware: Hardware, numbers: Sequence[int], cores: float = 1.0) -> Hardware:
+    """Return the profile as `on_machines` has it, of ranks that have so many cores each, and warn of links that do not
+    fit together."""
     fitting, sentence = on_machines(hardware, numbers)
     if sentence:
         warnings.warn(sentence, stacklevel=2)
-    return fitting
+    return on_cores(fitting, cores)

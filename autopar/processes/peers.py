@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch.distributed as dist
 
 from . import last_words, process_groups
-from .machines import LOOPBACK, Machine, numbered
+from .machines import LOOPBACK, Machine, cores_per_rank, numbered
 
 GONE, SILENT, CUT_OFF, UNKNOWN = "gone", "silent", "cut off", "unknown"  # instead of an answer
 LONGEST_BYTES = 1 << 16
@@ -34,14 +34,15 @@ _random = random.SystemRandom()  # the program's own numbers stay as they are
 
 class Peers:
     """All ranks of the world. Making one is collective: addresses are exchanged, and a word that only these processes
-    know. `machines`: by rank, the number of its machine.
+    know. `machines`: by rank, the number of its machine; `cores_per_rank`: the cores of a rank where they are fewest,
+    one at most.
 
     `answer`: what this rank says to a message, both plain data; it is called on the listening thread."""
 
     def __init__(self, answer: Callable[[dict], dict]):
         self.rank, self.answer = dist.get_rank(), answer
         everyone_is_on = _gather(Machine.of_this_process())
-        self.machines = numbered(everyone_is_on)
+        self.machines, self.cores_per_rank = numbered(everyone_is_on), cores_per_rank(everyone_is_on)
         is_one = not any(self.machines)
         self.listener = socket.create_server((LOOPBACK, 0), backlog=128) if is_one else _for_all_machines()
         address = LOOPBACK if is_one else everyone_is_on[self.rank].address, self.listener.getsockname()[1]

@@ -291,9 +291,9 @@ def start() -> None:
         _current = Watch()
 
 
-def machines() -> tuple[int, ...]:
-    """Return, by rank, the number of its machine; of the watched world."""
-    return (0,) if _current is None else _current.peers.machines
+def machines() -> tuple[tuple[int, ...], float]:
+    """Return the number of the machine of each rank, and the cores of a rank where they are fewest, one at most."""
+    return ((0,), 1.0) if _current is None else (_current.peers.machines, _current.peers.cores_per_rank)
 
 
 def guarded(module: fx.GraphModule, phase: str, mesh: str, run: Callable) -> Callable:

@@ -28,7 +28,7 @@ class Copies:
     def __init__(self, model: Any, optimizer: torch.optim.Optimizer):
         self.model, self.optimizer = model, optimizer
         self.held: list[Shares] = []  # of the last step, then of the one before
-        ranks, machines = dist.get_world_size(), watch.machines()
+        ranks, machines = dist.get_world_size(), watch.machines()[0]
         here = int(os.environ.get("LOCAL_WORLD_SIZE") or machines.count(machines[0]))  # ranks on a node
         self.apart = here if here < ranks else 1  # ranks from one to the next that has a copy
 

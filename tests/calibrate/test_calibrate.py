@@ -68,8 +68,8 @@ def measured_exactly(world: int = 4, exchanged: float = 0.5, machine_ranks: int 
                 {"kind": kind, "devices": devices, "stride": stride, "bytes": list(SIZES), "seconds": seconds}
             )
     return {"products": products, "functions_per_second": 4e8, "copy_bytes_per_second": 1e10, "launch_seconds": 1e-6,
-            "memory_bytes": 8 * 10**9, "machine_ranks": machine_ranks, "curves": curves, "overlap_slowdown": 1.3,
-            "attention": {"dtype": "fp32", "head_dim": 64, "sequence": 128, "forward": 4e10,
+            "memory_bytes": 8 * 10**9, "machine_ranks": machine_ranks, "cores_per_device": 0.5, "curves": curves,
+            "overlap_slowdown": 1.3, "attention": {"dtype": "fp32", "head_dim": 64, "sequence": 128, "forward": 4e10,
                           "backward": 3e10}}  # fmt: skip
 
 
@@ -88,6 +88,7 @@ def test_fits_find_what_was_put_in():
     assert (tier.latency_seconds, tier.bytes_per_second) == (pytest.approx(1e-4), pytest.approx(1e9))
     assert tier.bucket_bytes == 2**20 and profile.reached_memory_bytes_per_second == 1e10
     assert (profile.overlap_slowdown, profile.reduce_scatter_lowering) == (1.3, "all_to_all")
+    assert profile.cores_per_device == 0.5
     scatters = [c for c in profile.curves if c.kind == "reduce_scatter"]
     assert [(c.devices, c.stride) for c in scatters] == [(2, 1), (2, 2), (4, 1)]
     assert scatters[0].seconds[0] == pytest.approx(0.5 * (1e-4 + 1e4 / 2 / 1e9))
