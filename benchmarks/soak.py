@@ -181,7 +181,8 @@ class Faults:
             (self.folder / f"held-{self.rank}").write_text(repr((*self.settled, *_held())))
 
 
-def _node(rank: int) -> int:
+def node(rank: int) -> int:
+    """Return the node of a rank."""
     return rank // (WORLD // 2)
 
 
@@ -249,7 +250,7 @@ class Soak:
             time.sleep(2)
             os.kill(process.pid, signal.SIGCONT)
         elif kind in OF_NODES:
-            named = {rank for rank in range(WORLD) if _node(rank) == _node(victim)}
+            named = {rank for rank in range(WORLD) if node(rank) == node(victim)}
             if kind == "cable":
                 self.nodes.link("down")
             for rank in named if kind == "node" else ():
@@ -275,7 +276,7 @@ class Soak:
         wrong = "a survivor did not end" if any(p.is_alive() for p in survivors) else ""
         for rank, process in enumerate(self.processes):
             if process in survivors and not wrong:
-                apart = {r for r in range(WORLD) if _node(r) != _node(rank)}
+                apart = {r for r in range(WORLD) if node(r) != node(rank)}
                 wrong = self._said_wrong(rank, error, apart if kind == "cable" else named if names_it else None)
         self.stop()
         if kind in ("differ", "nan"):  # steps after it and before a check had wrong numbers

@@ -1,4 +1,4 @@
-"""Process groups: their timeouts, their names, the store of the world, and exchanges between all members at once."""
+"""Process groups: their timeouts, their names, the store of the world, and sends between all members at once."""
 
 from __future__ import annotations
 
@@ -22,16 +22,24 @@ def group_of(name: str):
     return _resolve_process_group(name)
 
 
-def exchange(sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], name: str) -> None:
-    """Send a tensor to each member of the process group of a name, and fill a tensor with what each of them sends here,
-    all at once; nothing between this member and itself. All receives are posted before the first send: gloo sends
-    nothing before the other side has said that it waits, and would say so behind all that it sends itself."""
-    group, works = group_of(name), []
+def start_exchange(sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], name: str) -> list:
+    """Start to send a tensor to each member of the process group of a name, and to fill a tensor with what each of them
+    sends here; return what to wait for. Nothing goes from this member to itself. All receives are posted before the
+    first send: gloo sends nothing before the other side has said that it waits, and would say so behind all that it
+    sends itself."""
+    group = group_of(name)
     others = [(group.rank() + step) % group.size() for step in range(1, group.size())]
-    works = [group.recv([received[other]], other, 0) for other in reversed(others)]
-    works += [group.send([sent[other]], other, 0) for other in others]
+    works = [group.recv([received[other]], other, 0) for other in reversed(others) if received[other].numel()]
+    return works + [group.send([sent[other]], other, 0) for other in others if sent[other].numel()]
+
+
+def waited_for(tensor: torch.Tensor, works: Sequence) -> torch.Tensor:
+    """Return a tensor that a `wait_tensor` on it, the only one, waits for."""
+    from torch._C._distributed_c10d import _register_work
+
     for work in works:
-        work.wait()
+        _register_work(tensor, work)
+    return tensor
 
 
 def default_store():

@@ -4,7 +4,7 @@ A bucket is packed by copying its tensors side by side, and unpacked into views 
 Where a product makes a gradient that is all-reduced, it can as well write into its place in the bucket; the others are
 copied there. All gradients are views of their bucket from the start, as with `gradient_as_bucket_view` of torch's
 DistributedDataParallel. And where parameters are gathered by sends, a bucket is one wait for several of those, and
-nothing is packed (autopar/ops/gather_by_sends.py).
+nothing is packed (autopar/ops/sends.py).
 
 The order of the nodes counts from here on, since a view does not show what is written to its bucket: this comes last.
 """

@@ -19,8 +19,13 @@ from ..ir.layout import Layout
 from ..ops import autopar
 
 COLLECTIVES = frozenset((
-    autopar.exchange_rows.default, autopar.gather_by_sends.default, autopar.gather_bucket_by_sends.default,
+    autopar.exchange_rows.default, autopar.exchange_by_sends.default, autopar.gather_by_sends.default,
+    autopar.gather_bucket_by_sends.default,
 ))  # fmt: skip
+BY_SENDS = {
+    c10d.all_gather_into_tensor.default: autopar.gather_by_sends.default,
+    c10d.all_to_all_single.default: autopar.exchange_by_sends.default,
+}
 
 
 def group_names(module: fx.GraphModule) -> list[str]:
@@ -42,11 +47,10 @@ def bind_groups(module: fx.GraphModule, names: Mapping[str, str]) -> fx.GraphMod
     return module
 
 
-def gather_by_sends(module: fx.GraphModule) -> fx.GraphModule:
-    """Turn all-gathers of a graph into sends, in place, for groups of gloo."""
+def by_sends(module: fx.GraphModule) -> fx.GraphModule:
+    """Turn all-gathers and all-to-alls of a graph into sends, in place, for groups of gloo."""
     for node in module.graph.nodes:
-        if node.target is c10d.all_gather_into_tensor.default:
-            node.target = autopar.gather_by_sends.default
+        node.target = BY_SENDS.get(node.target, node.target)
     module.recompile()
     return module
 

@@ -29,12 +29,12 @@ from . import (  # noqa: F401  (most for their ops, which they register)
     fake_quant,
     fp8,
     fp8_linear,
-    gather_by_sends,
     grouped,
     linear_loss,
     matmul,
     nf4,
     row_pieces,
+    sends,
     token_rows,
     vocab_loss,
 )

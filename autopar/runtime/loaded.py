@@ -2,7 +2,7 @@
 on demand.
 
 torch.compile takes a graph as it is, collectives and all, but for ops that return what they write to: an all-reduce in
-place becomes one that copies, which Inductor may turn into one in place again. Gathers are collectives that it knows
+place becomes one that copies, which Inductor may turn into one in place again. Sends are collectives that it knows
 again. Inductor leaves collectives where they are: it would put each next to its wait, and nothing would run beside it.
 """
 
@@ -21,7 +21,7 @@ from .._torch import c10d, no_autocast
 from ..codegen.buckets_in_place import buckets_in_place
 from ..codegen.direct_calls import compile_directly
 from ..codegen.follow_size import Line, Sizes, followed
-from ..codegen.python_code import bind_groups, boxed, gather_by_sends, group_names
+from ..codegen.python_code import bind_groups, boxed, by_sends, group_names
 from ..codegen.row_counts import RowCounter
 from ..errors import CompilerError
 from ..ops import autopar
@@ -32,6 +32,7 @@ from ..processes.process_groups import ProcessGroups
 AS_COMPILED = {
     c10d.all_reduce_.default: c10d.all_reduce.default,
     autopar.gather_by_sends.default: c10d.all_gather_into_tensor.default,
+    autopar.exchange_by_sends.default: c10d.all_to_all_single.default,
 }
 
 
@@ -45,7 +46,7 @@ class LoadedGraph:
         lane = "forward" if phase in FORWARDS else ""
         self.module = bind_groups(module, groups.bind(group_names(module), lane)).to(device)
         if groups.are_gloo:
-            gather_by_sends(self.module)
+            by_sends(self.module)
         self.mesh = str(groups.mesh)
         self.options: Mapping[str, object] | None = None  # of torch.compile, if the graph goes through it
         self.load(phase)

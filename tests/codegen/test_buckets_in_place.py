@@ -11,7 +11,7 @@ from torch import fx
 
 from autopar._torch import c10d
 from autopar.codegen.buckets_in_place import buckets_in_place
-from autopar.codegen.python_code import gather_by_sends
+from autopar.codegen.python_code import by_sends
 from autopar.compiler import lower
 from autopar.models import build
 from autopar.ops import autopar
@@ -49,7 +49,7 @@ def before_and_after(model: str, strategy: str, bucket_bytes: float) -> list[tup
     parts = lower(captured, replace(plan, bucket_bytes=bucket_bytes), 0).parts
     found = []
     for part in (parts.forward, parts.backward):
-        packed = gather_by_sends(part)
+        packed = by_sends(part)
         unpacked = copy.deepcopy(packed)
         buckets_in_place(unpacked)
         unpacked.graph.lint()

@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+import autopar
 from autopar import Plan
 from autopar.errors import InputError, PlanFormatError, PlanIncompatible, PlanTampered
+from autopar.hardware.profile import load
 from autopar.ir.graph import fingerprint
 from autopar.ir.mesh import Mesh
 from autopar.models import build
@@ -57,6 +59,16 @@ def test_planning_time_is_not_part_of_a_plan(plan):
 ])  # fmt: skip
 def test_round_trip_of_other_plans(model, mesh, options, tmp_path):
     plan = make(model, mesh, **options)
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+
+
+def test_round_trip_of_a_pipeline_of_small_buckets(tmp_path):
+    """What is reduced at once is then a bucket, and not all gradients of a stage."""
+    gloo = load("cpu-gloo")
+    small = replace(gloo, links=tuple(replace(tier, bucket_bytes=4096) for tier in gloo.links))
+    model, inputs = build("gpt:hidden=32,layers=4,heads=4,vocab=64,seq=16", batch=8, seq=16)
+    plan = autopar.plan(model, "pp=2,dp=2", inputs, hardware=small, precision="fp32", baselines=False)
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
 

@@ -267,7 +267,7 @@ class Parts:
         if not self.e.reduces_once:
             later[:] = 0.0
         for part in self.found if self.e.reduces_once else ():
-            part.reducing_bytes = min(later.max(initial=0.0), 2 * (part.gradient_bytes + part.whole_bytes))
+            part.reducing_bytes = min(float(later.max(initial=0.0)), 2 * (part.gradient_bytes + part.whole_bytes))
         held = (sum(transient, np.zeros(len(live.order.runs))) - later).tolist()
         most: dict[int, float] = {}  # by the parts that a run is in
         for run, bytes_ in zip(live.order.runs, held):
