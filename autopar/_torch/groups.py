@@ -1,4 +1,4 @@
-"""Process groups: their timeouts, their names, the store of the world, and sends between all members at once."""
+"""Process groups: their timeouts, their names, the store of the world, and broadcasts and sends of all members at once."""
 
 from __future__ import annotations
 
@@ -20,6 +20,19 @@ def group_of(name: str):
     from torch.distributed.distributed_c10d import _resolve_process_group
 
     return _resolve_process_group(name)
+
+
+def broadcasts(parts: Sequence[torch.Tensor], name: str) -> None:
+    """Fill part i with what member i of the process group of a name has there, all of them at once."""
+    from torch.distributed.distributed_c10d import BroadcastOptions
+
+    group, works = group_of(name), []
+    for root, part in enumerate(parts):
+        options = BroadcastOptions()
+        options.rootRank = root
+        works.append(group.broadcast([part], options))
+    for work in works:
+        work.wait()
 
 
 def start_exchange(sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], name: str) -> list:

@@ -211,7 +211,7 @@ def calls_of(
         if device.is_gpu:
             dist.all_gather_into_tensor(gathered, held, group=group)
         else:
-            autopar.gather_by_sends(held, n, group.group_name)
+            autopar.gather_by_broadcasts(held, n, group.group_name)
 
     yield "all_gather", gather
     yield "reduce_scatter", lambda: dist.reduce_scatter_tensor(part, held, group=group)

@@ -3,8 +3,8 @@
 A bucket is packed by copying its tensors side by side, and unpacked into views or copies (passes/distribute/bucket.py).
 Where a product makes a gradient that is all-reduced, it can as well write into its place in the bucket; the others are
 copied there. All gradients are views of their bucket from the start, as with `gradient_as_bucket_view` of torch's
-DistributedDataParallel. And where parameters are gathered by sends, a bucket is one wait for several of those, and
-nothing is packed (autopar/ops/sends.py).
+DistributedDataParallel. And where parameters are gathered on gloo, a bucket is one wait for several of those, and
+nothing is packed (autopar/ops/on_gloo.py).
 
 The order of the nodes counts from here on, since a view does not show what is written to its bucket: this comes last.
 """
@@ -22,7 +22,7 @@ from torch import fx
 
 from .._torch import c10d
 from ..ir.graph import operand
-from ..ops import autopar
+from .python_code import GATHERS_OF_BUCKETS
 
 aten = torch.ops.aten
 
@@ -61,8 +61,9 @@ def buckets_in_place(module: fx.GraphModule) -> None:
         members = _members(packed, c10d.all_reduce_.default)
         if any(member.is_product for member in members):
             _write(packed, members)
-        elif members := _members(packed, autopar.gather_by_sends.default):
-            _gather(packed, members)
+        for gather in GATHERS_OF_BUCKETS:
+            if members := _members(packed, gather):
+                _gather(packed, members)
     module.recompile()
 
 
@@ -117,7 +118,7 @@ def _gather(packed: fx.Node, members: list[_Member]) -> None:
     graph, columns = packed.graph, operand(members[0].piece)
     with graph.inserting_before(start):
         args = ([m.made for m in members], *start.args[1:])
-        gathered = graph.call_function(autopar.gather_bucket_by_sends.default, args)
+        gathered = graph.call_function(GATHERS_OF_BUCKETS[start.target], args)
         gathered.meta = dict(start.meta)
     for i, m in enumerate(members):
         with graph.inserting_before(m.result):

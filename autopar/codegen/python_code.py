@@ -7,7 +7,7 @@ of every value beside it.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import fx
@@ -18,13 +18,17 @@ from ..ir.graph import values_of
 from ..ir.layout import Layout
 from ..ops import autopar
 
+GATHERS_OF_BUCKETS = {  # by what gathers one tensor
+    autopar.gather_by_broadcasts.default: autopar.gather_bucket_by_broadcasts.default,
+    autopar.gather_by_sends.default: autopar.gather_bucket_by_sends.default,
+}
 COLLECTIVES = frozenset((
-    autopar.exchange_rows.default, autopar.exchange_by_sends.default, autopar.gather_by_sends.default,
-    autopar.gather_bucket_by_sends.default,
+    autopar.exchange_rows.default, autopar.exchange_by_sends.default, autopar.gather_by_broadcasts.default,
+    autopar.gather_by_sends.default, *GATHERS_OF_BUCKETS.values(),
 ))  # fmt: skip
-BY_SENDS = {
-    c10d.all_gather_into_tensor.default: autopar.gather_by_sends.default,
-    c10d.all_to_all_single.default: autopar.exchange_by_sends.default,
+ON_GLOO = {  # within a machine, and between machines
+    c10d.all_gather_into_tensor.default: (autopar.gather_by_broadcasts.default, autopar.gather_by_sends.default),
+    c10d.all_to_all_single.default: (c10d.all_to_all_single.default, autopar.exchange_by_sends.default),
 }
 
 
@@ -47,10 +51,12 @@ def bind_groups(module: fx.GraphModule, names: Mapping[str, str]) -> fx.GraphMod
     return module
 
 
-def by_sends(module: fx.GraphModule) -> fx.GraphModule:
-    """Turn all-gathers and all-to-alls of a graph into sends, in place, for groups of gloo."""
+def as_on_gloo(module: fx.GraphModule, between_machines: Collection[str]) -> fx.GraphModule:
+    """Turn all-gathers and all-to-alls of a graph with logical groups into what gloo does fastest, in place;
+    `between_machines`: groups that have members on several."""
     for node in module.graph.nodes:
-        node.target = BY_SENDS.get(node.target, node.target)
+        if node.target in ON_GLOO:
+            node.target = ON_GLOO[node.target][node.args[-1] in between_machines]
     module.recompile()
     return module
 

@@ -33,8 +33,8 @@ from . import (  # noqa: F401  (most for their ops, which they register)
     linear_loss,
     matmul,
     nf4,
+    on_gloo,
     row_pieces,
-    sends,
     token_rows,
     vocab_loss,
 )

@@ -2,7 +2,7 @@
 on demand.
 
 torch.compile takes a graph as it is, collectives and all, but for ops that return what they write to: an all-reduce in
-place becomes one that copies, which Inductor may turn into one in place again. Sends are collectives that it knows
+place becomes one that copies, which Inductor may turn into one in place again. Gathers are collectives that it knows
 again. Inductor leaves collectives where they are: it would put each next to its wait, and nothing would run beside it.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Self
 
 import torch
@@ -21,7 +21,7 @@ from .._torch import c10d, no_autocast
 from ..codegen.buckets_in_place import buckets_in_place
 from ..codegen.direct_calls import compile_directly
 from ..codegen.follow_size import Line, Sizes, followed
-from ..codegen.python_code import bind_groups, boxed, by_sends, group_names
+from ..codegen.python_code import as_on_gloo, bind_groups, boxed, group_names
 from ..codegen.row_counts import RowCounter
 from ..errors import CompilerError
 from ..ops import autopar
@@ -31,6 +31,7 @@ from ..processes.process_groups import ProcessGroups
 
 AS_COMPILED = {
     c10d.all_reduce_.default: c10d.all_reduce.default,
+    autopar.gather_by_broadcasts.default: c10d.all_gather_into_tensor.default,
     autopar.gather_by_sends.default: c10d.all_gather_into_tensor.default,
     autopar.exchange_by_sends.default: c10d.all_to_all_single.default,
 }
@@ -44,9 +45,10 @@ class LoadedGraph:
     def __init__(self, module: fx.GraphModule, groups: ProcessGroups, device: torch.device, phase: str):
         # a rank that skips a backward, or makes a forward more, must not meet what others send in theirs
         lane = "forward" if phase in FORWARDS else ""
-        self.module = bind_groups(module, groups.bind(group_names(module), lane)).to(device)
+        names = group_names(module)
         if groups.are_gloo:
-            by_sends(self.module)
+            as_on_gloo(module, _between_machines(names, groups))
+        self.module = bind_groups(module, groups.bind(names, lane)).to(device)
         self.mesh = str(groups.mesh)
         self.options: Mapping[str, object] | None = None  # of torch.compile, if the graph goes through it
         self.load(phase)
@@ -86,6 +88,13 @@ class LoadedGraph:
         self.options, self.rows = options, None
         run = _compiled(self.module, self.phase, options)
         self.run = watch.guarded(self.module, self.phase, self.mesh, run)
+
+
+def _between_machines(names: Iterable[str], groups: ProcessGroups) -> set[str]:
+    """Return those of the logical groups whose members, with this rank, are on several machines."""
+    machines, _ = watch.machines()
+    ranks = {name: groups.mesh.group(tuple(name.split(",")), groups.rank) for name in names if any(machines)}
+    return {name for name, members in ranks.items() if len({machines[rank] for rank in members}) > 1}
 
 
 def _without_autocast(run: Callable) -> Callable:

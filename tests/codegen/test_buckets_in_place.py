@@ -11,7 +11,7 @@ from torch import fx
 
 from autopar._torch import c10d
 from autopar.codegen.buckets_in_place import buckets_in_place
-from autopar.codegen.python_code import by_sends
+from autopar.codegen.python_code import as_on_gloo
 from autopar.compiler import lower
 from autopar.models import build
 from autopar.ops import autopar
@@ -31,9 +31,9 @@ class Alone(fx.Interpreter):
             return args[0] * DEVICES
         if target is c10d.wait_tensor.default:
             return args[0]
-        if target is autopar.gather_by_sends.default:
+        if target is autopar.gather_by_broadcasts.default:
             return torch.cat([args[0]] * DEVICES)
-        if target is autopar.gather_bucket_by_sends.default:
+        if target is autopar.gather_bucket_by_broadcasts.default:
             return [torch.cat([x] * DEVICES) for x in args[0]]
         if target is c10d.all_to_all_single.default:
             return args[0].clone()
@@ -49,7 +49,7 @@ def before_and_after(model: str, strategy: str, bucket_bytes: float) -> list[tup
     parts = lower(captured, replace(plan, bucket_bytes=bucket_bytes), 0).parts
     found = []
     for part in (parts.forward, parts.backward):
-        packed = by_sends(part)
+        packed = as_on_gloo(part, ())
         unpacked = copy.deepcopy(packed)
         buckets_in_place(unpacked)
         unpacked.graph.lint()
@@ -103,6 +103,6 @@ def test_a_product_that_something_else_reads_is_copied():
 
 def test_parameters_are_gathered_in_one_op():
     ((packed, unpacked), _) = before_and_after("mlp:hidden=16,layers=2", "fsdp", 1 << 20)
-    assert autopar.gather_by_sends.default in targets(packed)
-    assert targets(unpacked).count(autopar.gather_bucket_by_sends.default) == 1
-    assert autopar.gather_by_sends.default not in targets(unpacked)
+    assert autopar.gather_by_broadcasts.default in targets(packed)
+    assert targets(unpacked).count(autopar.gather_bucket_by_broadcasts.default) == 1
+    assert autopar.gather_by_broadcasts.default not in targets(unpacked)
