@@ -1,4 +1,4 @@
-"""Process groups: their timeouts, their names, the store of the world, and broadcasts and sends of all members at once."""
+"""Process groups: their timeouts, their names, the store of the world, broadcasts and sends of all members at once."""
 
 from __future__ import annotations
 

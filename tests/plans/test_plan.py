@@ -65,7 +65,7 @@ def test_round_trip_of_other_plans(model, mesh, options, tmp_path):
 
 
 def test_bytes_of_stages_are_numbers_that_a_file_may_hold(monkeypatch):
-    """Where a bucket is smaller than all gradients of a stage, what is reduced at once comes from an array."""
+    """A bucket that is smaller than all gradients of a stage is the largest entry of an array."""
     gloo, found, charge = load("cpu-gloo"), [], Parts._transients
     monkeypatch.setattr(Parts, "_transients", lambda self, live: (charge(self, live), found.extend(self.found))[0])
     small = replace(gloo, links=tuple(replace(tier, bucket_bytes=4096) for tier in gloo.links))

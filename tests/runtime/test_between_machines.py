@@ -1,4 +1,4 @@
-"""Steps of ranks on several machines: gathers and all-to-alls between them are sends whose receives are posted first."""
+"""Steps of ranks on several machines: what passes between them is sent, and receives are posted before sends."""
 
 from __future__ import annotations
 
