@@ -19,6 +19,7 @@ import threading
 import warnings
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch.distributed as dist
 
@@ -136,9 +137,6 @@ def _read_line(connection: socket.socket) -> bytes:
 
 def _gather(value: object) -> list:
     everyone: list = [None] * dist.get_world_size()
-    group = process_groups.control_group()
-    try:
-        dist.all_gather_object(everyone, value, group=group)
-    except RuntimeError as error:  # nobody can be asked yet
-        raise process_groups.broken("the exchange of addresses", error) from error
+    gather = partial(dist.all_gather_object, everyone, value, group=process_groups.control_group())
+    process_groups.all_or_broken("the exchange of addresses", gather)
     return everyone

@@ -160,11 +160,22 @@ def _new_group(ranks: Sequence[int], lane: str, backend: str = "gloo") -> dist.P
             raise _unmet(lost(key, ranks), what, f"any more: {str(error).splitlines()[0]}") from error
 
 
-def broken(what: str, error: RuntimeError) -> CollectiveTimeout:
-    """Return the error of a collective of all ranks that failed before they could ask each other: who does not come to
-    the store any more is named."""
-    missing = lost(f"autopar/broken/{what}", range(dist.get_world_size()))
-    return _unmet(missing, what, f"any more: {str(error).splitlines()[0]}")
+def all_or_broken(what: str, run: Callable[[], Any]) -> None:
+    """Run a collective of all ranks, made before they can ask each other. Raises CollectiveTimeout, on all that live, if
+    it fails on one of them: who does not come to the store any more is named."""
+    call, key, seconds = Call(run), f"autopar/broken/{what}", SECONDS_BETWEEN_LOOKS
+    try:
+        while not call.is_over(seconds):
+            if _torch.default_store().check([key]):
+                raise RuntimeError("it failed on another rank")
+            seconds = min(2 * seconds, MOST_SECONDS_BETWEEN_LOOKS / 4)  # those that ask who is lost wait for it
+    except RuntimeError as error:
+        if is_of_a_loader(error):
+            raise
+        with contextlib.suppress(RuntimeError):  # the store may be gone
+            _torch.default_store().set(key, "here")  # a rank whose neighbours live waits on in the collective
+        missing = lost(key, range(dist.get_world_size()))
+        raise _unmet(missing, what, f"any more: {str(error).splitlines()[0]}") from error
 
 
 def _unmet(missing: list[int], what: str, how: str) -> CollectiveTimeout:
