@@ -163,17 +163,20 @@ def _new_group(ranks: Sequence[int], lane: str, backend: str = "gloo") -> dist.P
 def all_or_broken(what: str, run: Callable[[], Any]) -> None:
     """Run a collective of all ranks, made before they can ask each other. Raises CollectiveTimeout, on all that live, if
     it fails on one of them: who does not come to the store any more is named."""
-    call, key, seconds = Call(run), f"autopar/broken/{what}", SECONDS_BETWEEN_LOOKS
+    call, key, store = Call(run), f"autopar/broken/{what}", _torch.default_store()
+    look = None  # one at a time, apart: the store may be on a machine that is cut off
     try:
-        while not call.is_over(seconds):
-            if _torch.default_store().check([key]):
-                raise RuntimeError("it failed on another rank")
-            seconds = min(2 * seconds, MOST_SECONDS_BETWEEN_LOOKS / 4)  # those that ask who is lost wait for it
+        while not call.is_over(SECONDS_BETWEEN_LOOKS):
+            look = look or Call(partial(store.check, [key]))
+            if look.is_over(0.0):
+                if look.result:
+                    raise RuntimeError("it failed on another rank")
+                look = None
     except RuntimeError as error:
         if is_of_a_loader(error):
             raise
-        with contextlib.suppress(RuntimeError):  # the store may be gone
-            _torch.default_store().set(key, "here")  # a rank whose neighbours live waits on in the collective
+        with contextlib.suppress(RuntimeError):  # a rank whose neighbours live waits on in the collective
+            Call(partial(store.set, key, "here")).is_over(SECONDS_BETWEEN_LOOKS)
         missing = lost(key, range(dist.get_world_size()))
         raise _unmet(missing, what, f"any more: {str(error).splitlines()[0]}") from error
 
