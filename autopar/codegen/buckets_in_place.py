@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -61,9 +61,9 @@ def buckets_in_place(module: fx.GraphModule) -> None:
         members = _members(packed, c10d.all_reduce_.default)
         if any(member.is_product for member in members):
             _write(packed, members)
-        for gather in GATHERS_OF_BUCKETS:
+        for gather, gather_bucket in GATHERS_OF_BUCKETS.items():
             if members := _members(packed, gather):
-                _gather(packed, members)
+                _gather(packed, members, gather_bucket)
     module.recompile()
 
 
@@ -112,13 +112,13 @@ def _write(packed: fx.Node, members: list[_Member]) -> None:
     _erase([packed, *(m.row for m in members), *written])
 
 
-def _gather(packed: fx.Node, members: list[_Member]) -> None:
+def _gather(packed: fx.Node, members: list[_Member], gather_bucket: Callable) -> None:
     """Gather the tensors of a bucket each into memory of its own, where the bucket was gathered."""
     (start,) = packed.users
     graph, columns = packed.graph, operand(members[0].piece)
     with graph.inserting_before(start):
         args = ([m.made for m in members], *start.args[1:])
-        gathered = graph.call_function(GATHERS_OF_BUCKETS[start.target], args)
+        gathered = graph.call_function(gather_bucket, args)
         gathered.meta = dict(start.meta)
     for i, m in enumerate(members):
         with graph.inserting_before(m.result):

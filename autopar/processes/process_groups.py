@@ -161,8 +161,8 @@ def _new_group(ranks: Sequence[int], lane: str, backend: str = "gloo") -> dist.P
 
 
 def all_or_broken(what: str, run: Callable[[], Any]) -> None:
-    """Run a collective of all ranks, made before they can ask each other. Raises CollectiveTimeout, on all that live, if
-    it fails on one of them: who does not come to the store any more is named."""
+    """Run a collective of all ranks, made before they can ask each other. Raises CollectiveTimeout, on all that live,
+    if it fails on one of them: who does not come to the store any more is named."""
     call, key, store = Call(run), f"autopar/broken/{what}", _torch.default_store()
     look = None  # one at a time, apart: the store may be on a machine that is cut off
     try:

@@ -87,7 +87,8 @@ def test_a_cut_cable_is_told_on_both_sides(moment, tmp_path):
     if moment == "addresses":  # nobody can be asked yet, and the store is on the first machine
         first, second = "ranks 2, 3 did not come to", "ranks did not come to"
         for rank, text in enumerate(said):
-            assert text.startswith(f"CollectiveTimeout: {first if rank < 2 else second} the exchange of addresses"), said
+            expected = f"CollectiveTimeout: {first if rank < 2 else second} the exchange of addresses"
+            assert text.startswith(expected), said
         assert seconds < FIRST_STEP * TIMEOUT_SECONDS + 10, (seconds, said)
         return
     for rank, text in enumerate(said):
