@@ -74,55 +74,67 @@ class Core(NamedTuple):
         )
         return core, tuple(dims)
 
-    def moves(self, state: State) -> Iterator[tuple[Move, State]]:
-        """Iterate over single moves that lead from `state` towards the target, and where they lead."""
-        yield from self._reductions(state)
-        wanted = {axis: d for d, axes in enumerate(self.target.dims) for axis in axes}
+
+class Towards:
+    """The single moves that lead towards one state, from any state of the same tensor."""
+
+    def __init__(self, target: State):
+        self.dims, self.parts = target.dims, target.parts
+        self.wanted = {axis: d for d, axes in enumerate(target.dims) for axis in axes}
+
+    def moves(self, state: State) -> list[tuple[Move, State]]:
+        """Return the moves from `state`, and where they lead."""
+        found = self._reductions(state) if state.partial else []
         for d, axes in enumerate(state.dims):
             if not axes or self._is_aligned(state, d):
                 continue
             axis, parts = axes[-1], state.parts[d]
             gathered = state.with_dim(d, axes[:-1], parts)
-            yield Move("all_gather", (axis,), d, parts=parts), gathered
+            found.append((Move("all_gather", (axis,), d, None, "sum", parts), gathered))
             if parts == 1:  # several at once
                 for many in range(2, len(axes) + 1):
-                    yield Move("all_gather", axes[-many:], d), state.with_dim(d, axes[:-many], 1)
-            e = wanted.get(axis)
+                    found.append((Move("all_gather", axes[-many:], d), state.with_dim(d, axes[:-many], 1)))
+            e = self.wanted.get(axis)
             if e is not None and e != d and self._may_append(state, e, axis):
-                to_parts = self.target.parts[e]
+                to_parts = self.parts[e]
                 after = gathered.with_dim(e, (*gathered.dims[e], axis), to_parts)
-                yield Move("all_to_all", (axis,), d, e, parts=parts, to_parts=to_parts), after
-        busy = {axis for axes in state.dims for axis in axes} | {axis for axis, _ in state.partial}
-        for axis, d in wanted.items():
+                found.append((Move("all_to_all", (axis,), d, e, "sum", parts, to_parts), after))
+        busy = {axis for axes in state.dims for axis in axes}
+        busy.update([axis for axis, _ in state.partial])
+        for axis, d in self.wanted.items():
             if axis not in busy and self._may_append(state, d, axis):
-                parts = self.target.parts[d]
-                yield Move("slice", (axis,), d, parts=parts), state.with_dim(d, (*state.dims[d], axis), parts)
+                parts = self.parts[d]
+                after = state.with_dim(d, (*state.dims[d], axis), parts)
+                found.append((Move("slice", (axis,), d, None, "sum", parts), after))
+        return found
 
-    def _reductions(self, state: State) -> Iterator[tuple[Move, State]]:
+    def _reductions(self, state: State) -> list[tuple[Move, State]]:
+        found = []
         for axis, reduction in state.partial:
             if reduction == ROWS:
                 continue
             rest = tuple([p for p in state.partial if p[0] != axis])
-            yield Move("all_reduce", (axis,), reduction=reduction), State(state.dims, state.parts, rest)
-            d = next((d for d, axes in enumerate(self.target.dims) if axis in axes), None)
+            found.append((Move("all_reduce", (axis,), reduction=reduction), State(state.dims, state.parts, rest)))
+            d = self.wanted.get(axis)
             if d is not None and reduction == "sum" and self._may_append(state, d, axis):
-                parts = self.target.parts[d]
+                parts = self.parts[d]
                 after = state.with_dim(d, (*state.dims[d], axis), parts, rest)
-                yield Move("reduce_scatter", (axis,), d, parts=parts), after
-        for reduction in ("sum", "max") if len(state.partial) > 1 else ():
-            axes = tuple([a for a, r in state.partial if r == reduction])
-            if len(axes) > 1:
-                rest = tuple([p for p in state.partial if p[0] not in axes])
-                yield Move("all_reduce", axes, reduction=reduction), State(state.dims, state.parts, rest)
+                found.append((Move("reduce_scatter", (axis,), d, parts=parts), after))
         if len(state.partial) > 1:
-            yield from self._scatters(state)
+            for reduction in ("sum", "max"):
+                axes = tuple([a for a, r in state.partial if r == reduction])
+                if len(axes) > 1:
+                    rest = tuple([p for p in state.partial if p[0] not in axes])
+                    found.append((Move("all_reduce", axes, reduction=reduction), State(state.dims, state.parts, rest)))
+            found += self._scatters(state)
+        return found
 
     def _scatters(self, state: State) -> Iterator[tuple[Move, State]]:
         """Iterate over reduce-scatters over several axes that cut a dim in the order of the mesh. In the other order,
         the closest axis first, one after the other leaves the far links the fewest bytes: layouts say which it is."""
         sums = [axis for axis, reduction in state.partial if reduction == "sum"]  # in the order of the mesh
-        for d, (axes, wanted) in enumerate(zip(state.dims, self.target.dims)):
-            if self.target.parts[d] > 1 or state.parts[d] > 1 or wanted[: len(axes)] != axes:
+        for d, (axes, wanted) in enumerate(zip(state.dims, self.dims)):
+            if self.parts[d] > 1 or state.parts[d] > 1 or wanted[: len(axes)] != axes:
                 continue
             for many in range(2, len(wanted) - len(axes) + 1):
                 added = wanted[len(axes) : len(axes) + many]
@@ -133,11 +145,11 @@ class Core(NamedTuple):
     def _is_aligned(self, state: State, d: int) -> bool:
         """Return whether dim d already starts as the target wants it: its axes need not move."""
         axes = state.dims[d]
-        return axes == self.target.dims[d][: len(axes)] and state.parts[d] == self.target.parts[d]
+        return axes == self.dims[d][: len(axes)] and state.parts[d] == self.parts[d]
 
     def _may_append(self, state: State, d: int, axis: str) -> bool:
         """Return whether adding `axis` as innermost axis of dim d leads towards the target."""
-        if state.dims[d] and state.parts[d] != self.target.parts[d]:
+        axes = state.dims[d]
+        if axes and state.parts[d] != self.parts[d]:
             return False
-        longer = (*state.dims[d], axis)
-        return self.target.dims[d][: len(longer)] == longer
+        return self.dims[d][: len(axes) + 1] == (*axes, axis)

@@ -18,8 +18,6 @@ Byte formulas: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communic
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,8 +26,7 @@ from ..hardware.profile import Link
 from ..ir.layout import Layout
 from ..ir.mesh import Mesh
 from .moves import Core, Move, State
-
-REFERENCE_BYTES = 16 * 2**20  # global bytes at which the order of moves is chosen, for every tensor alike
+from .ways import Step, Ways
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,8 @@ class Redistributor:
     def __init__(self, mesh: Mesh, links: dict[str, Link], memory_bytes_per_second: float):
         self.mesh, self.links, self.memory_bytes_per_second = mesh, links, memory_bytes_per_second
         self._found: dict[tuple[Layout, Layout], Redistribution | None] = {}
-        self._paths: dict[Core, tuple[tuple[Move, State, float], ...] | None] = {}
+        self._paths: dict[Core, tuple[Step, ...] | None] = {}
+        self._ways: dict[State, Ways] = {}  # by target
         self._prices: dict[tuple, tuple[float, float, float]] = {}
         self._order = {axis: i for i, axis in enumerate(mesh.names)}
 
@@ -85,12 +83,17 @@ class Redistributor:
             self._found[key] = self._whole(source, target)
         return self._found[key]
 
-    def path(self, core: Core) -> tuple[tuple[Move, State, float], ...] | None:
+    def path(self, core: Core) -> tuple[Step, ...] | None:
         """Return (move, state after it, share of the elements that a device holds before it) of what moves, as if all
         else were whole; None if nothing leads to the target."""
         if core not in self._paths:
-            self._paths[core] = self._search(core)
+            self._paths[core] = None if core.target.partial else self._ways_to(core.target).path(core.source)
         return self._paths[core]
+
+    def _ways_to(self, target: State) -> Ways:
+        if target not in self._ways:
+            self._ways[target] = Ways(self.mesh, self.price, target)
+        return self._ways[target]
 
     def share_in_place(self, source: Layout, dims: tuple[int, ...]) -> float:
         """Return the share of the elements that the dims which stay in place leave to a device; `dims` are those that
@@ -122,30 +125,6 @@ class Redistributor:
             steps.append(MoveStep(moved, before, after, held * share, wire, latency, per_byte))
             before = after
         return Redistribution(tuple(steps))
-
-    def _search(self, core: Core) -> tuple[tuple[Move, State, float], ...] | None:
-        """Find the cheapest moves with Dijkstra's algorithm over states."""
-        if core.target.partial:
-            return None
-        source = State(
-            core.source.dims, core.source.parts, tuple(sorted(core.source.partial, key=lambda p: self._order[p[0]]))
-        )
-        order, queue, size = itertools.count(), [(0.0, 0, source, ())], self.mesh.size
-        nearest = {source: 0.0}
-        while queue:
-            seconds, _, state, path = heapq.heappop(queue)
-            if state == core.target:
-                return path
-            if seconds > nearest[state]:
-                continue
-            held = 1.0 / math.prod([size(axis) for axes in state.dims for axis in axes])
-            for move, after in core.moves(state):
-                _, latency, per_byte = self.price(move.kind, move.axes, held)
-                price = seconds + latency + per_byte * REFERENCE_BYTES
-                if price < nearest.get(after, math.inf):
-                    nearest[after] = price
-                    heapq.heappush(queue, (price, next(order), after, (*path, (move, after, held))))
-        return None
 
     def _price(self, kind: str, axes: tuple[str, ...], held: float) -> tuple[float, float, float]:
         sizes = [self.mesh.size(a) for a in axes]

@@ -12,7 +12,9 @@ from random import Random
 import pytest
 import torch
 
+from autopar.cost.moves import Core, State, Towards
 from autopar.cost.redistribute import Move, Redistribution, Redistributor
+from autopar.cost.ways import REFERENCE_BYTES
 from autopar.hardware.profile import Link
 from autopar.ir.layout import ZIGZAG, Layout, chunk, is_even, is_legal, local_part, local_shape
 from autopar.ir.mesh import Mesh
@@ -261,6 +263,37 @@ def test_an_axis_of_one_device_costs_no_collective():
     assert (found.latency_seconds, found.seconds_per_byte) == (0, 0)
 
 
+def dearest_and_cheapest(search: Redistributor, towards: Towards, state: State, target: State) -> tuple[float, float]:
+    """Return the most and the fewest seconds of all sequences of moves, each followed to its end."""
+    if state == target:
+        return 0.0, 0.0
+    held = 1.0 / math.prod([search.mesh.size(axis) for axes in state.dims for axis in axes])
+    most, fewest = 0.0, math.inf
+    for move, after in towards.moves(state):
+        _, latency, per_byte = search.price(move.kind, move.axes, held)
+        dear, cheap = dearest_and_cheapest(search, towards, after, target)
+        step = latency + per_byte * REFERENCE_BYTES
+        most, fewest = max(most, step + dear), min(fewest, step + cheap)
+    return most, fewest
+
+
+def test_no_order_of_moves_is_cheaper():
+    print("seed 0")
+    random, differ = Random(0), 0
+    for _ in range(150):
+        mesh = random_mesh(random, 3)
+        shape = random_shape(random, mesh, random.randint(1, 3), even=True)
+        source = random_layout(random, shape, mesh, ("sum",), zigzag=True)
+        search, target = redistributor(mesh), random_layout(random, shape, mesh, zigzag=True)
+        core, _ = Core.of(source, target)
+        most, fewest = dearest_and_cheapest(search, Towards(core.target), core.source, core.target)
+        prices = [search.price(move.kind, move.axes, held) for move, _, held in search.path(core)]
+        seconds = sum(latency + per_byte * REFERENCE_BYTES for _, latency, per_byte in prices)
+        assert seconds == pytest.approx(fewest, rel=1e-9), (mesh, source, target)
+        differ += most > 1.01 * fewest
+    assert differ > 50  # many have a choice
+
+
 def test_never_dearer_than_gathering_everything_first():
     print("seed 0")
     random = Random(0)
@@ -270,7 +303,6 @@ def test_never_dearer_than_gathering_everything_first():
         source, target = (random_layout(random, shape, mesh) for _ in range(2))
         search, whole = redistributor(mesh), Layout.replicated(2)
         direct, there, back = search(source, target), search(source, whole), search(whole, target)
-        size_bytes = 16 * 2**20
-        seconds = [r.latency_seconds + size_bytes * r.seconds_per_byte for r in (direct, there, back)]
+        seconds = [r.latency_seconds + REFERENCE_BYTES * r.seconds_per_byte for r in (direct, there, back)]
         assert seconds[0] <= (seconds[1] + seconds[2]) * (1 + 1e-9), (mesh, source, target)
         assert math.isfinite(seconds[0])

@@ -21,6 +21,11 @@ IMPOSSIBLE_SECONDS = 1e4  # in place of infinity, which messages could not be su
 _least = np.minimum.reduce
 
 
+def _cheapest(values: list[np.ndarray]) -> np.ndarray:
+    """Return the minimum of several arrays of one shape."""
+    return values[0] if len(values) == 1 else _least(values)
+
+
 class Side:
     """The map from the options of a class to `count` layouts of one tensor, some of which may have no option."""
 
@@ -85,15 +90,14 @@ class _Block:
         least = (self.once if self.least is None else self.least) + (other.once if other.least is None else other.least)
         return _Block(self.phases | other.phases, self.once + other.once, least)
 
-    def seconds(self, mode: PricedMode, phases: int = 0) -> np.ndarray:
-        """Return what the block costs by producer layout and column, with one more consumer that reads in `phases`."""
-        if not self.phases:
-            return mode.block[phases]
+    def ways(self, phases: int = 0) -> list[tuple[int, np.ndarray | float]]:
+        """Return in which phases the block may read, with one more consumer that reads in `phases`, and what its
+        consumers add by column in each case."""
         phases |= self.phases
         if self.least is None:
-            return mode.block[phases] + self.once
-        late = mode.block[phases | BACKWARD] + self.least
-        return late if phases & BACKWARD else np.minimum(mode.block[phases] + self.once, late)
+            return [(phases, self.once)]
+        late = (phases | BACKWARD, self.least)
+        return [late] if phases & BACKWARD else [(phases, self.once), late]
 
 
 class Factor:
@@ -179,7 +183,9 @@ class Factor:
     def _partitions(self, mode: PricedMode, blocks: list[_Block]) -> list[np.ndarray]:
         """Return, for every set of consumers, by p, the minimum over all ways in which they share payments."""
         best = [np.zeros(len(self.sources))]
-        alone = [None, *(_least(block.seconds(mode), axis=1) for block in blocks[1:])]
+        alone: list = [None]
+        for block in blocks[1:]:
+            alone.append(_cheapest([_least(mode.block[x] + added, axis=1) for x, added in block.ways()]))
         for mask in range(1, len(blocks)):
             lowest = mask & -mask
             rest, result = mask ^ lowest, alone[mask]
@@ -196,22 +202,24 @@ class Factor:
             return _least(self.alone - self.heads[0].message, axis=1)
         blocks = self._blocks(self.heads)
         values = [m.base + self._partitions(m, blocks)[-1] for m in self.modes]
-        return (values[0] if len(values) == 1 else _least(values)).ravel()
+        return _cheapest(values).ravel()
 
     def to_head(self, head: End) -> np.ndarray:
         """Return the minimum over the producer and the other consumers, by this consumer's layout."""
         if len(self.heads) == 1:
             return _least(self.alone - self.tail.message[:, None], axis=0)
         blocks = self._blocks(self.others[id(head)])
-        everyone, cases = len(blocks) - 1, []
+        phases = (head.phase, head.phase | BACKWARD)[: 1 + head.twice]
+        everyone, rows = len(blocks) - 1, [[] for _ in phases]
         for mode in self.modes:
             before, best = _least(mode.base - self.tail.rows), self._partitions(mode, blocks)
             for mask, block in enumerate(blocks):  # the others that join this consumer's block
-                start = before + best[everyone ^ mask] if mask != everyone else before
-                cases.append((mode, block, start[:, None]))
-        phases = (head.phase, head.phase | BACKWARD)[: 1 + head.twice]
-        rows = [_least([_least(block.seconds(mode, p) + start) for mode, block, start in cases]) for p in phases]
-        return np.concatenate([row[head.columns] for row in rows])
+                start = (before + best[everyone ^ mask] if mask != everyone else before)[:, None]
+                ways = [block.ways(own) for own in phases]
+                through = {x: _least(mode.block[x] + start) for x in {x for several in ways for x, _ in several}}
+                for row, several in zip(rows, ways):
+                    row += [through[x] + added for x, added in several]
+        return np.concatenate([_cheapest(row)[head.columns] for row in rows])
 
     def smallest(self) -> float:
         """Return the minimum over all layouts, less the messages that the factor has sent."""
