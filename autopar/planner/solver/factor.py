@@ -210,7 +210,8 @@ class Factor:
             return _least(self.alone - self.tail.message[:, None], axis=0)
         blocks = self._blocks(self.others[id(head)])
         phases = (head.phase, head.phase | BACKWARD)[: 1 + head.twice]
-        everyone, rows = len(blocks) - 1, [[] for _ in phases]
+        everyone = len(blocks) - 1
+        rows: list[list[np.ndarray]] = [[] for _ in phases]
         for mode in self.modes:
             before, best = _least(mode.base - self.tail.rows), self._partitions(mode, blocks)
             for mask, block in enumerate(blocks):  # the others that join this consumer's block
