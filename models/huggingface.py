@@ -33,15 +33,20 @@ def build_from_config(
     except ImportError as error:
         raise ModelError("hf: models need the package transformers", fix="pip install transformers") from error
     config = _read_config(path, transformers)
+    check_length(config, seq)
+    with _refused(path), bounded():
+        with fresh_weights(dtype, device, seed):
+            model = _model(config, path, dtype, transformers)
+        return model, example_inputs(model, batch, seq, dtype, device, seed)
+
+
+def check_length(config, seq: int) -> None:
+    """Raise ModelError if a config's model has fewer positions than `seq`."""
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     if isinstance(longest, int) and longest < seq:
         raise ModelError(
             f"seq {seq} is longer than the model's {longest}", fix=f"set max_position_embeddings to {seq} in the config"
         )
-    with _refused(path), bounded():
-        with fresh_weights(dtype, device, seed):
-            model = _model(config, path, dtype, transformers)
-        return model, _example_inputs(model, batch, seq, dtype, device, seed)
 
 
 @contextmanager
@@ -113,9 +118,10 @@ def _is_model(kind: object, base: type) -> bool:
     return isinstance(kind, type) and issubclass(kind, base) and getattr(kind, "config_class", None) is not None
 
 
-def _example_inputs(
+def example_inputs(
     model: nn.Module, batch: int, seq: int, dtype: torch.dtype, device: torch.device, seed: int
 ) -> dict[str, Tensor]:
+    """Return keyword inputs of a model of transformers (global sizes), with labels if it takes any."""
     config, kind = model.config, type(model).__name__
     if model.main_input_name == "pixel_values":
         size = getattr(config, "image_size", None) or 224

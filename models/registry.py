@@ -196,7 +196,7 @@ def build(
     if ".py:" in text:
         from .user_file import build_from_file
 
-        return build_from_file(text, batch=batch, seq=seq, device=device, dtype=dtype)
+        return build_from_file(text, seed, batch=batch, seq=seq, device=device, dtype=dtype)
     name, config = resolve(text, seq)
     builder = builders()[name]
     with bounded():

@@ -1,4 +1,5 @@
-"""`path/model.py:function`: a user's own model, from a function that returns (model, example_inputs)."""
+"""`path/model.py:function`: a user's own model, from a function that returns (model, example_inputs), or a model of
+transformers alone."""
 
 from __future__ import annotations
 
@@ -9,16 +10,19 @@ from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ..errors import ModelError, nearest
 
 
-def build_from_file(text: str, **wanted) -> tuple[nn.Module, object]:
-    """Call the function and return its (model, example_inputs) as they are.
+def build_from_file(text: str, seed: int = 0, **wanted) -> tuple[nn.Module, object]:
+    """Call the function and return its (model, example_inputs) as they are; a model of transformers alone gets inputs
+    as one that is named by its config does.
 
-    The function is given those of `wanted` (batch, seq, device, dtype) that it has parameters for. Raises ModelError if
-    the file or function is missing, fails, or returns something else."""
+    The function is given those of `wanted` (batch, seq, device, dtype) that it has parameters for, and draws random
+    numbers that follow from `seed`. Raises ModelError if the file or function is missing, fails, or returns something
+    else."""
     file, _, name = text.rpartition(":")
     module = load(text)
     function = getattr(module, name, None)
@@ -28,15 +32,33 @@ def build_from_file(text: str, **wanted) -> tuple[nn.Module, object]:
         raise ModelError(f"{file} has no function {name!r}", fix=f"use {known}")
     accepted = inspect.signature(function).parameters
     try:
-        result = function(**{key: value for key, value in wanted.items() if key in accepted})
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            result = function(**{key: value for key, value in wanted.items() if key in accepted})
     except Exception as error:
         raise ModelError(f"{text} raised {type(error).__name__}: {error}", source=_line_in(file, error)) from error
+    if _is_of_transformers(result):
+        return result, _inputs(result, wanted["batch"], wanted["seq"], seed)
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], nn.Module)):
         raise ModelError(
-            f"{text} returned {type(result).__name__}, not a pair of a module and its inputs",
+            f"{text} returned {type(result).__name__}, neither a pair of a module and its inputs nor a model of "
+            f"transformers",
             fix="return (model, example_inputs)",
         )
     return result
+
+
+def _is_of_transformers(result: object) -> bool:
+    """Return whether this is a model of transformers, which is not imported where nobody has."""
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(result, transformers.PreTrainedModel)
+
+
+def _inputs(model, batch: int, seq: int, seed: int) -> dict[str, Tensor]:
+    from .huggingface import check_length, example_inputs
+
+    check_length(model.config, seq)
+    return example_inputs(model, batch, seq, model.dtype, model.device, seed)
 
 
 def load(text: str) -> ModuleType:

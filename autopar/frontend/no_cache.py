@@ -16,8 +16,8 @@ from torch import nn
 from ..errors import AbsentError, CaptureError
 from .user_lines import line_now
 
-FIELDS = {"past_key_values", "past_buckets_states"}
-IN_EVAL = {"cache_params", "state"}  # of state space models and RWKV, which keep none while they train
+FIELDS = {"cache", "past_key_values", "past_buckets_states", "cache_params", "state"}
+IN_EVAL = {"mamba", "mamba2", "falcon_mamba", "rwkv"}  # types of models that return none while they train
 
 
 class Unwanted:
@@ -80,9 +80,11 @@ def marked(model: nn.Module, kwargs: dict, output):
             "the model returns a tuple with a cache of keys and values in it, and a compiled model computes none",
             fix="pass use_cache=False (or set it in the config), or leave out return_dict=False",
         )
+    if model.training and getattr(getattr(model, "config", None), "model_type", None) in IN_EVAL:
+        return output
     if dataclasses.is_dataclass(output):
-        for name in FIELDS if model.training else FIELDS | IN_EVAL:
-            if getattr(output, name, ...) is None:
+        for name in FIELDS.intersection(field.name for field in dataclasses.fields(output)):
+            if getattr(output, name) is None:
                 setattr(output, name, NoCache())
     return output
 

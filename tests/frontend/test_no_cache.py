@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import pickle
 
 import pytest
@@ -14,6 +15,8 @@ from transformers import (
     BertModel,
     GPT2Config,
     GPT2LMHeadModel,
+    MambaConfig,
+    MambaForCausalLM,
     RwkvConfig,
     RwkvForCausalLM,
 )
@@ -32,6 +35,7 @@ MODELS = {
     "encoder": lambda: BertModel(BertConfig(**SIZES)),
     "encoder and decoder": lambda: BartForConditionalGeneration(BartConfig(**BART)),
     "state": lambda: RwkvForCausalLM(RwkvConfig(**SIZES | {"num_hidden_layers": 2})),
+    "mamba": lambda: MambaForCausalLM(MambaConfig(**SIZES, state_size=4)),
 }
 
 
@@ -45,15 +49,22 @@ MODELS = {
         ("encoder and decoder", False, False),
         ("state", True, False),
         ("state", False, False),
+        ("mamba", True, True),
+        ("mamba", False, False),
     ],
 )
-def test_a_cache_has_its_place(kind, training, labelled):
+def test_a_cache_has_its_place(kind, training, labelled, caplog, monkeypatch):
     model = MODELS[kind]().train(training)
     batch = {"input_ids": torch.arange(1, 9).view(2, 4)}
     if labelled:
         batch["labels"] = batch["input_ids"]
-    returns = compiler.trace(model, batch).returns
-    assert list(returns.rebuild([torch.zeros(1)] * returns.count)) == list(model(**batch))
+    expected = list(model(**batch))
+    logging.Logger.warning_once.cache_clear()  # else it would have warned already
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    with caplog.at_level("WARNING"):
+        returns = compiler.trace(model, batch).returns
+        assert list(returns.rebuild([torch.zeros(1)] * returns.count)) == expected
+    assert "deprecated" not in caplog.text
 
 
 def test_whatever_reads_it_is_told():

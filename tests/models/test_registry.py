@@ -161,6 +161,9 @@ def user_file(tmp_path):
         "def sized(batch, device='cpu'):\n    return torch.nn.Linear(3, 3, device=device), (torch.ones(batch, 3),)\n"
         "def fails():\n    raise KeyError('gone')\n"
         "def wrong():\n    return torch.nn.Linear(3, 3)\n"
+        "def alone():\n    from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "    sizes = dict(vocab_size=32, hidden_size=8, intermediate_size=8, num_attention_heads=2)\n"
+        "    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, max_position_embeddings=16, **sizes))\n"
     )
     return file
 
@@ -172,12 +175,23 @@ def test_function_of_a_file(user_file):
     assert model.weight.device.type == "meta" and inputs[0].shape == (5, 3)
 
 
+def test_a_transformers_model_alone_gets_inputs(user_file):
+    model, inputs = build(f"{user_file}:alone", batch=5, seq=8)
+    assert inputs["input_ids"].shape == (5, 8) and inputs["input_ids"].max() < 32
+    assert torch.equal(inputs["labels"], inputs["input_ids"])
+    assert model(**inputs).loss.isfinite()
+    again, same = build(f"{user_file}:alone", batch=5, seq=8)
+    assert torch.equal(again.lm_head.weight, model.lm_head.weight) and torch.equal(same["labels"], inputs["labels"])
+    with pytest.raises(ModelError, match="seq 17 is longer than the model's 16"):
+        build(f"{user_file}:alone", batch=5, seq=17)
+
+
 @pytest.mark.parametrize(
     "name, complaint",
     [
         ("fixd", "no function 'fixd'(.|\n)*use fixed"),
         ("fails", "raised KeyError: 'gone'(.|\n)*mine.py:7"),
-        ("wrong", "returned Linear, not a pair"),
+        ("wrong", "returned Linear, neither a pair"),
     ],
 )
 def test_refused_functions(user_file, name, complaint):
