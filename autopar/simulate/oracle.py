@@ -150,10 +150,16 @@ def upcast_capture(captured: Captured, narrow: torch.dtype) -> Captured:
     output = graph.output(graph.graph_copy(captured.graph, copies))
     output.meta = dict(output_node(captured.graph).meta)
     module = graph_module(captured.graph_module, graph)
-    for node in copies.values():
+    for original, node in copies.items():
         node.args, node.kwargs = tree_map(type_of, (node.args, node.kwargs))
         if _makes(node, narrow):  # in torch's default type
             node.kwargs = {**node.kwargs, "dtype": WIDER[narrow]}
+        if _floats_of_integers(original, narrow):  # in torch's default type, and no argument says another
+            with graph.inserting_after(node):
+                wide = graph.call_function(torch.ops.aten._to_copy.default, (node,), {"dtype": WIDER[narrow]})
+            wide.meta = {**node.meta, "val": upcast_value(node.meta["val"], narrow)}
+            node.replace_all_uses_with(wide, delete_user_cb=lambda user, wide=wide: user is not wide)
+            continue
         node.meta["val"] = tree_map(partial(upcast_value, narrow=narrow), node.meta["val"])
         if node.op == "get_attr":
             setattr(module, node.target, upcast_value(getattr(module, node.target), narrow))
@@ -168,6 +174,15 @@ def _makes(node: fx.Node, dtype: torch.dtype) -> bool:
         return False
     value = node.meta["val"]
     return isinstance(value, Tensor) and value.dtype is dtype and any(a.name == "dtype" for a in schema.arguments)
+
+
+def _floats_of_integers(node: fx.Node, dtype: torch.dtype) -> bool:
+    """Return whether an op makes a tensor of `dtype` from numbers and tensors that have no float type."""
+    value, given = node.meta["val"], [n.meta["val"] for n in node.all_input_nodes]
+    is_op = node.op == "call_function" and bool(given) and node.kwargs.get("dtype") is None
+    if not is_op or not isinstance(value, Tensor) or value.dtype is not dtype:
+        return False
+    return all(isinstance(v, Tensor) and not v.is_floating_point() for v in given) and dtype not in node.args
 
 
 def upcast_value(value: object, narrow: torch.dtype):

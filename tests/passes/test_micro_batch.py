@@ -372,3 +372,19 @@ def test_samples_twice_in_one_tensor_of_the_call_are_refused(returns, what):
     error = refused(Doubled(returns), (torch.randn(4, 6), torch.randn(4 if returns else 8, 4)))
     assert error.message.startswith(f"{what} has the samples of the batch 2 times in dim 0")
     assert "one tensor for each time" in error.fix
+
+
+class FromBooleans(nn.Module):
+    """A factor of torch's default type, made of booleans."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+
+    def forward(self, x):
+        return (((x > 0) + 1.5) * x * self.weight).sum()
+
+
+def test_floats_of_booleans_are_as_wide_as_the_case():
+    case = staged.Case.of(FromBooleans(), (torch.randn(4, 3),))
+    micro_batch(case.captured, 2)  # which compares each op with what its graph says
