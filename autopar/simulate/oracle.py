@@ -158,7 +158,7 @@ def upcast_capture(captured: Captured, narrow: torch.dtype) -> Captured:
             with graph.inserting_after(node):
                 wide = graph.call_function(torch.ops.aten._to_copy.default, (node,), {"dtype": WIDER[narrow]})
             wide.meta = {**node.meta, "val": upcast_value(node.meta["val"], narrow)}
-            node.replace_all_uses_with(wide, delete_user_cb=lambda user, wide=wide: user is not wide)
+            node.replace_all_uses_with(wide, delete_user_cb=wide.__ne__)
             continue
         node.meta["val"] = tree_map(partial(upcast_value, narrow=narrow), node.meta["val"])
         if node.op == "get_attr":
