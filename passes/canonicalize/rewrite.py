@@ -19,6 +19,7 @@ from .attention import attention
 from .batch_norm import batch_norm
 from .by_block import by_block
 from .experts import bmm, grouped_mm
+from .filled_slices import join_filled_slices
 from .loss import cross_entropy, nll_loss
 from .random import has_formula, number_streams, random_op, refuse_the_rest
 from .rows import index, squeeze
@@ -42,6 +43,7 @@ def canonicalize(graph_module: fx.GraphModule) -> fx.GraphModule:
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target in CHECKS:
             graph.erase_node(node)
+    join_filled_slices(graph)
     written_attention(graph_module)
     for node in list(graph.nodes):
         rewrite = random_op if has_formula(node) else _rewrite_of(node)

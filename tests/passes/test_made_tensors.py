@@ -21,18 +21,21 @@ class Filled(nn.Module):
         left, right = self.left(x), self.right(x)
         made = x.new_empty(len(x), 6) if self.kind != "zeros" else x.new_zeros(len(x), 6)
         made[:, 2:] = left
+        seen = made[:, 2:].sum() if self.kind == "read" else 0.0
+        if self.kind == "changed":
+            left.mul_(2.0)
         made[:, : 1 if self.kind == "zeros" else 2] = right  # wider than what is copied there
         if self.kind == "overlapping":
             made[:, 1:3] = left[:, :2]
-        return made.square().mean()
+        return made.square().mean() + seen
 
 
-@pytest.mark.parametrize("kind", ["filled", "zeros", "overlapping"])
+@pytest.mark.parametrize("kind", ["filled", "zeros", "overlapping", "read", "changed"])
 def test_slices_that_fill_a_tensor_are_joined(kind):
     torch.manual_seed(0)
     model, x = Filled(kind), torch.randn(4, 8)
     targets = {n.target for n in compiler.trace(model, (x,)).graph.nodes if n.meta.get("phase") == "forward"}
-    assert (aten.cat.default in targets) == (kind != "zeros")
+    assert (aten.cat.default in targets) == (kind in ("filled", "overlapping"))
     assert (aten.slice_scatter.default in targets) == (kind != "filled")
     assert not {aten.new_empty.default, aten.new_zeros.default} & targets
     assert autopar.verify(model, "dp=2", (x,)).match

@@ -14,8 +14,6 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-import networkx
-
 from ...frontend.repeated_blocks import FIRST
 from ..objective.checkpoint_blocks import block_of
 from ..objective.checkpoint_min_cut import FULL, key_of
@@ -125,6 +123,8 @@ def keep_copies(problem: Problem, e: Evaluation, limit_bytes: float, pricer: Pri
 def _components(problem: Problem, lean: dict[int, int], fast: dict[int, int]) -> list[list[int]]:
     """Return the vertices whose choices differ, in groups that share no tensor with each other, in order of the
     graph."""
+    import networkx  # 290 modules, which few searches need
+
     differing = {v for v in lean if lean[v] != fast[v]}
     together = networkx.Graph()
     together.add_nodes_from(differing)
