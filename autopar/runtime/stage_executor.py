@@ -31,7 +31,7 @@ class StageExecutor:
     def __init__(self, programs: Sequence[StageProgram], run: Run, is_smaller: Callable[[int], bool]):
         self.programs, self.run, self.is_smaller = tuple(programs), run, is_smaller
         self.program, self.index = self.programs[0], self.programs[0].stage.index
-        self._signatures: dict[GraphKey, tuple[list[fx.Node], list]] = {}
+        self._signatures: dict[tuple[GraphKey, int], tuple[list[fx.Node], list]] = {}
 
     def begin(self, leaf: Leaf, output: Output) -> None:
         """Begin a call, and make the copies that all its micro-batches share. `leaf(placeholder, micro-batch, rank)`
@@ -113,13 +113,13 @@ class StageExecutor:
             for mine, result in zip(sums, results):
                 mine |= dict(zip(deferred.layouts, result))
 
-    def _signature(self, key: GraphKey) -> tuple[list[fx.Node], list]:
-        """Return (placeholders, roles of the outputs) of a graph."""
-        if key not in self._signatures:
-            graph = self.program.graph(key).graph
+    def _signature(self, key: GraphKey, at: int = 0) -> tuple[list[fx.Node], list]:
+        """Return (placeholders, roles of the outputs) of a graph of one of the programs."""
+        if (key, at) not in self._signatures:
+            graph = self.programs[at].graph(key).graph
             takes = [n for n in graph.nodes if n.op == "placeholder"]
-            self._signatures[key] = takes, output_node(graph).meta["roles"]
-        return self._signatures[key]
+            self._signatures[key, at] = takes, output_node(graph).meta["roles"]
+        return self._signatures[key, at]
 
     def _arguments(self, nodes: Sequence[fx.Node], i: int, arrived: Values) -> list[list[Tensor]]:
         """Return by rank what placeholders take for a micro-batch. Empties `arrived`."""
@@ -155,4 +155,5 @@ class StageExecutor:
                 sent[role.name] = values
             elif role is not None and not is_gradient(role):  # of an input
                 self.output(role, i, values)
-        return sent, [[value for role, value in zip(roles, result) if role is None] for result in results]
+        each = [zip(self._signature(key, at)[1], result) for at, result in enumerate(results)]  # uneven ranks keep more
+        return sent, [[value for role, value in mine if role is None] for mine in each]

@@ -44,3 +44,8 @@ def test_what_is_added_goes_round_in_zigzag(kind):
     )
     assert report.match and max(report.errors.values()) <= EXACT, report
     assert {one.scheme for one in report.plan.attentions} == {"ring over cp in zigzag"}
+
+
+def test_ranks_that_keep_other_values_for_the_weights_part():
+    """A rank with fewer rows pads what it keeps between the two parts of a backward, so that it keeps more."""
+    assert checked("t5", "mha", ("cp=3", "ring"), "plain", 23, "pp") <= EXACT
