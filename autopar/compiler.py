@@ -58,6 +58,7 @@ from .passes.distribute.lower_ops import lower_ops
 from .passes.distribute.overlap import overlap
 from .passes.distribute.partition import partition
 from .passes.distribute.recompute import recompute
+from .passes.distribute.save_on_host import save_on_host
 from .passes.distribute.tile import tile
 from .passes.pipeline.compute_once import compute_once
 from .passes.pipeline.micro_batch import MicroBatched, micro_batch
@@ -168,6 +169,8 @@ RANK = (
     Pass("localize", localize, _localized),
     Pass("tile", tile, lambda here: (here.plan.tiled,), lambda here: bool(here.plan.tiled), needs="--tile loss+mlp"),
     Pass("recompute", recompute, lambda here: (here.plan.sharding.recomputed, bool(here.plan.tiled))),
+    Pass("save_on_host", save_on_host, lambda here: (here.plan.saved_on_host.values,),
+         lambda here: here.plan.saved_on_host is not None, needs="--offload activations and little --memory"),
     Pass("lower_ops", lower_ops),
     Pass("bucket", bucket, lambda here: (here.plan.bucket_bytes,)),
     Pass("by_tier", by_tier, _tiered, lambda here: bool(here.plan.sharding.hierarchy),
@@ -326,7 +329,8 @@ def lower_deferred(captured: Captured, plan: Plan, rank: int, saved: tuple[str, 
             "a backward without reductions needs other saved values than the one with them", mesh=plan.mesh
         )
     reduce, sharding = defer.reductions(graph, plan.sharding)
-    reduce = _local(captured, reduce, replace(plan, sharding=sharding), rank, prefix="reductions ")
+    alone = replace(plan, sharding=sharding, saved_on_host=None)
+    reduce = _local(captured, reduce, alone, rank, prefix="reductions ")
     return DeferredProgram(parts.backward, reduce, defer.unreduced_layouts(graph, plan.sharding))
 
 
