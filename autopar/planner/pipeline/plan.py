@@ -150,6 +150,11 @@ def check_solver(options: PlanOptions) -> None:
 
 def _check_options(options: PlanOptions, axis: str) -> None:
     check_solver(options)
+    if options.offload == ACTIVATIONS:
+        raise StrategyError(
+            "stages of a pipeline keep what their backwards read on the device",
+            fix='leave offload out, or give "optimizer" or "auto", which is about parameters there',
+        )
     for what, texts in (("pin", options.pin.values()), ("forbidden layout", (layout for _, layout in options.forbid))):
         for text in texts:
             if f"{axis}:" in text.replace(" ", ""):

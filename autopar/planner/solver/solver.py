@@ -26,6 +26,7 @@ from .dual import Dual
 from .hyperedges import HyperedgePrices, hyperedges_of
 from .memory_limit import WithinLimit
 from .minimize import DUAL, BeyondCutoff, Search
+from .on_host import fastest_with_host
 from .search import Outcome, RestrictedSearch, Starts
 
 MOST_TRIES = 4  # to make one plan fit
@@ -65,6 +66,11 @@ class Solver:
             self.unit_price * 1e-5, gradients=0.0, overlap=overlap, links=links, micro_batches=pricer.micro_batches
         )
 
+    @property
+    def host_bytes_per_second(self) -> float:
+        """Return the speed of the link to the host for values that wait there, 0 where none may."""
+        return self.problem.offload.activation_bytes_per_second
+
     @cached_property
     def hyperedges(self) -> list[HyperedgePrices]:
         """Return the prices of all hyperedges, which a solver that evaluates plans alone does not need."""
@@ -102,6 +108,8 @@ class Solver:
         if fastest.bound_seconds >= self.search.cutoff_seconds:
             raise BeyondCutoff(fastest.bound_seconds)
         fitted = None if is_free or fastest.fits else self.made_to_fit(fastest.evaluation)
+        if not is_free and not fastest.fits:
+            fitted = (fastest_with_host(self, [(fastest.evaluation, self.free)], fitted) or [fitted])[-1]
         return fastest if fitted is None else replace(fastest, evaluation=fitted, fits=True)
 
     def allowed(self, restriction: Restriction, pins: dict[str, str] | None = None) -> dict[int, np.ndarray]:

@@ -137,7 +137,8 @@ def _problem(
     offload."""
     hardware, optimizer = options.hardware, options.of_state()
     cost = HostCost(hardware.host, options.micro_batches) if hardware.host else None
-    on_host = offload.Offload(options.offload, cost, options.on_host)
+    is_one = options.within is None and options.tail is None and options.recompute == fixed_recompute.AUTO
+    on_host = offload.Offload(options.offload, cost, options.on_host, is_one)
     if known is not None and known.whole is captured.graph:
         update = UpdateCost(hardware.reached_memory_bytes_per_second, options.micro_batches)
         return with_offload(known, on_host, update)
