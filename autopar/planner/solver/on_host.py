@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 SHARES = (0.25, 0.5, 0.7, 0.85, 1.0, 2.0)  # of the bytes that can be hidden, which are tried
 MOST_TRIES = 4  # to make one plan fit: what passes by is known afterwards only
+MOST_TURNS = 6  # to find how many bytes have to be on the host
 MOST_PLANS = 4  # that are made to fit, of those that a search has tried
 MARGIN = 1.02  # of the bytes that are still missing
 ENOUGH = 5e-3  # of the limit, which may be left over
@@ -75,8 +76,8 @@ def _mixtures(solver: Solver, e: Evaluation, prices: Prices) -> list[Evaluation]
         return []
     hidden = solver.host_bytes_per_second * min(e.loads[phase].every.seconds(e.overlap) for phase in PHASES)
     least = solver.blocks.least_bytes(e) - solver.limit_bytes  # that no recomputation frees
-    amounts = {min(missing, max(MARGIN * least, share * hidden)) for share in SHARES}
-    fitted = (_fitted(solver, e, prices, bytes_) for bytes_ in sorted(amounts))
+    amounts = {min(missing, max(MARGIN * least, share * min(missing, hidden))) for share in (*SHARES, 0.0)}
+    fitted = (_fitted(solver, e, prices, bytes_) for bytes_ in sorted(amounts) if bytes_ > 0)
     return [one for one in fitted if one is not None]
 
 
@@ -97,15 +98,18 @@ def _fitted(solver: Solver, e: Evaluation, prices: Prices, bytes_: float) -> Eva
 def _as_few_as_fit(solver: Solver, e: Evaluation, bytes_: float) -> tuple[Evaluation | None, float]:
     """Return a plan with as many values on the host as it takes to fit, about so many bytes, or None if all that may
     are too few; and the bytes that it is then too large."""
-    able, best, excess = may_wait_on_host(solver.blocks, e, solver.host_bytes_per_second), None, 0.0
-    for _ in range(MOST_TRIES):
-        values = taken(able, bytes_)
-        found = solver.with_peak(saved_on_host(e, values))
+    able = may_wait_on_host(solver.blocks, e, solver.host_bytes_per_second)
+    most, low, best, excess = sum(value.bytes_ * value.count for value in able), 0.0, None, 0.0
+    for turn in range(MOST_TURNS):
+        found = solver.with_peak(saved_on_host(e, taken(able, bytes_)))
         excess = found.bytes_ - solver.limit_bytes
         if excess <= 0:
             best = found if best is None or found.host_bytes < best.host_bytes else best
-        there = sum(value.bytes_ * value.count for value in values)
-        if -ENOUGH * solver.limit_bytes <= excess <= 0 or there < min(bytes_, bytes_ + excess):
+        else:
+            low = max(low, found.host_bytes)
+        if -ENOUGH * solver.limit_bytes <= excess <= 0 or best is None and found.host_bytes >= most:
             break
-        bytes_ += excess * (MARGIN if excess > 0 else 1.0)
+        bytes_ += excess * (MARGIN * 2**turn if excess > 0 else 1.0)
+        if best is not None:  # between what is too little and what is enough
+            bytes_ = min(max(bytes_, (3 * low + best.host_bytes) / 4), best.host_bytes)
     return best, excess
