@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from torch import fx
 
 # fields that a file leaves out where they say nothing
-LEFT_OUT = "reduce_dtype state_dtype outputs batches tiled packed fp8 attentions routing unmade_bytes saved_on_host".split()
+LEFT_OUT = (
+    "reduce_dtype state_dtype outputs batches tiled packed fp8 attentions routing unmade_bytes saved_on_host".split()
+)
 
 
 @dataclass(frozen=True)

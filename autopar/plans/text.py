@@ -296,8 +296,8 @@ def offloaded_lines(plan: Plan) -> list[str]:
         many = len(saved.values)
         hidden = percent(saved.seconds - saved.exposed_seconds, saved.seconds)
         lines.append(
-            f"on the host between forward and backward: {many} activation{'s' if many > 1 else ''}, {size(saved.bytes_)} "
-            f"a device; {ms(saved.seconds)} a step to copy them there and back, {hidden} hidden"
+            f"on the host between forward and backward: {many} activation{'s' if many > 1 else ''}, "
+            f"{size(saved.bytes_)} a device; {ms(saved.seconds)} a step to copy them there and back, {hidden} hidden"
         )
     return lines
 

@@ -10,7 +10,6 @@ what trains; Rhu et al., vDNN, arXiv 1602.08124, for values, a layer ahead.)
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -21,14 +20,15 @@ from ...errors import VerifyError
 from ...ir.block_order import blocks_in_order, one_ahead, one_behind
 from ...ir.graph import describe, tensor_of, values_of
 from ...ops import autopar
+from ...plans.saved_on_host import SavedOnHost
 from .emit import Builder
 from .partition import phase_of, view_base
 
 
-def save_on_host(local: fx.GraphModule, values: Collection[tuple[str, int]]) -> fx.GraphModule:
-    """Rewrite a local joint graph in place; `values`: names of ops of the forward, and which of their outputs. Raises
-    VerifyError for a value that the graph does not have, that is a view, or that the backward does not read."""
-    if not values:
+def save_on_host(local: fx.GraphModule, saved: SavedOnHost | None) -> fx.GraphModule:
+    """Rewrite a local joint graph in place, if there is something to do. Raises VerifyError for a value that the graph
+    does not have, that is a view, or that the backward does not read."""
+    if saved is None:
         return local
     graph, found = local.graph, {}
     for node in graph.nodes:
@@ -36,7 +36,7 @@ def save_on_host(local: fx.GraphModule, values: Collection[tuple[str, int]]) -> 
             producer, output = tensor_of(node)
             found[producer.name, output] = node
     order, moves = _Order(graph), []
-    for name, output in values:
+    for name, output in saved.values:
         if (name, output) not in found:
             raise VerifyError(f"output {output} of {name} is to wait on the host, and no op of the forward gives it")
         moves.append(_Move.of(found[name, output], order))

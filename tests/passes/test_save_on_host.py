@@ -48,7 +48,7 @@ def planned(family: str, mesh: str, recompute: str = "none", strategy: str | Non
 
 
 def candidates(program) -> list[tuple[str, int]]:
-    """What the forward saves in memory of its own and is an output of an op of the joint graph."""
+    """Return what the forward saves in memory of its own that is an output of an op of the joint graph."""
     names, graph = set(program.parts.saved), program.local.graph
     made = [n for n in graph.nodes if n.op == "call_function" and n.name in names and view_base(n) is None]
     return [(tensor_of(n)[0].name, tensor_of(n)[1]) for n in made if "sharding" in tensor_of(n)[0].meta]
@@ -100,7 +100,9 @@ def test_copies_have_the_time_of_a_block():
 
 def test_on_gpus_what_waits_is_in_the_memory_of_the_host():
     module, inputs = build(MODELS["gpt"], batch=4, seq=8, device="cpu")
-    plan, captured = step.plan_and_capture(module, "dp=2", inputs, hardware="cpu-gloo", strategy="fsdp", baselines=False)
+    plan, captured = step.plan_and_capture(
+        module, "dp=2", inputs, hardware="cpu-gloo", strategy="fsdp", baselines=False
+    )
     plan = with_host(plan, candidates(lower(captured, plan, 0)))
     move(captured, torch.device("cuda"))
     program = lower(captured, plan, 0, check=True)

@@ -17,8 +17,8 @@ from autopar.ir.graph import bytes_of
 from autopar.models import build
 from autopar.ops import autopar
 from autopar.planner.objective.expand import whole_of
-from autopar.planner.objective.host_values import may_wait_on_host, saved_on_device, saved_on_host, taken
 from autopar.planner.objective.host_travels import host_travels
+from autopar.planner.objective.host_values import may_wait_on_host, saved_on_device, saved_on_host, taken
 from autopar.planner.objective.memory_timeline import SAVED, live_bytes
 from autopar.planner.objective.player import played_seconds
 from autopar.planner.objective.timeline import HOST_LINK, simulate
@@ -119,7 +119,7 @@ def on_host(planned: Planned, speed: float = HOST.link_bytes_per_second, overlap
 
 
 def test_the_link_is_a_stream_of_its_own():
-    """What it carries beside compute costs nothing, what it carries beyond that its own time."""
+    """Copies beside compute cost nothing, those beyond that their own time."""
     planned = found("gpt", "dp=2")
     problem, pricer = planned.problem, planned.pricer
     plain = played_seconds(problem, replace(planned.evaluation, overlap=0.5), pricer)
@@ -155,7 +155,7 @@ def test_the_device_holds_the_values_of_two_blocks():
 
 @pytest.mark.slow
 def test_a_deep_model_is_written_out_block_by_block():
-    """What is planned of few blocks is what the whole graph costs."""
+    """The plan of few blocks costs what that of the whole graph does."""
     model = "llama:hidden=32,layers=14,heads=2,kv_heads=2,ffn=64,vocab=32,seq=32"
     module, inputs = build(model, batch=8, seq=32, device="meta")
     free = api.search(module, "dp=2", inputs, **OPTIONS)
@@ -171,7 +171,7 @@ def test_a_deep_model_is_written_out_block_by_block():
 
 @pytest.mark.slow
 def test_what_nothing_else_fits_is_planned():
-    """What each of many blocks is computed again from is more than the host may leave on the device."""
+    """Many blocks each save what they are computed again from."""
     module, inputs = build("gpt:hidden=32,layers=16,heads=2,vocab=32,seq=32", batch=32, seq=32, device="meta")
     options = OPTIONS | {"cache": kept.captures(), "strategy": "ddp"}
     with pytest.raises(MemoryInfeasibleError) as refused:

@@ -19,7 +19,13 @@ MACHINE = replace(load("cpu-gloo"), host=Host(1e12, 4e9, 10**9))
 
 @pytest.mark.parametrize("micro_batches", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_peaks_fall_as_predicted(alone, micro_batches):
-    options = {"hardware": MACHINE, "baselines": False, "micro_batches": micro_batches, "tile": "none", "strategy": "ddp"}
+    options = {
+        "hardware": MACHINE,
+        "baselines": False,
+        "micro_batches": micro_batches,
+        "tile": "none",
+        "strategy": "ddp",
+    }
     peaks, gradients, host_bytes = [], [], []
     for share in (None, 0.55):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Say when the values that wait on the host are on their way in a step: as passes/distribute/save_on_host.py lets them."""
+"""Say when values that wait on the host are on their way in a step, as passes/distribute/save_on_host.py lets them."""
 
 from __future__ import annotations
 

@@ -130,9 +130,7 @@ def taken(values: Sequence[HostValue], bytes_: float) -> list[HostValue]:
     return found
 
 
-def written_out(
-    values: Sequence[HostValue], match: Callable[[int, str, int], int]
-) -> Iterator[HostValue]:
+def written_out(values: Sequence[HostValue], match: Callable[[int, str, int], int]) -> Iterator[HostValue]:
     """Iterate over the values of every block of the whole graph. `match`: gives the vertex that a copy of a block has,
     or reads, in place of one of the compact graph."""
     for value in values:

@@ -4,7 +4,7 @@ The compute stream goes from piece to piece. A collective that it waits for has 
 is hidden on them is pushed aside, and goes on afterwards. Hidden collectives of a class run in the order in which they
 were issued, as soon as those of other classes that they follow have ended; while one runs, whatever the compute stream
 does goes slower (`drag`). Copies between the host and the device are on a stream of their own, in one direction at a
-time, and slow nothing down. Where the next piece wants a hidden collective that has not ended, the compute stream stands.
+time, and slow nothing down. Where the next piece wants something hidden that has not ended, the compute stream stands.
 
 So a phase takes at least what its busiest stream needs (autopar/planner/objective/loads.py), which the search bounds.
 """

@@ -12,23 +12,24 @@ from ...ir.graph import op_base_name
 from ..problem.multipliers import PHASES
 from ..problem.problem import Problem
 from .evaluate import Evaluation
-from .module_table import module_of
 from .host_travels import HostTravel
+from .module_table import module_of
 from .player import Player
 from .pricer import Pricer
 from .script import COMPUTES, Piece, StreamOf, scripts_of
 from .step_order import Execution
 
 COMPUTE, HOST_LINK = "compute", "host"
+TO_HOST, FROM_HOST = "to host", "from host"
 NOTHING_GAINED = 2.0  # a slowdown: both together take as long as one after the other
 
 
 @dataclass(frozen=True)
 class Event:
     """One op on the compute stream, or a stretch of one move of a tensor. `streams`: "compute", the axes of a
-    collective, or "host" for copies to the host and back. `name`: of the op's node, or of the node whose tensor moves; `vertex`: its number in the problem,
-    `output` which of its tensors. `kind`: the op, the move, or a cast of what is moved. `bytes_`: what a device
-    sends."""
+    collective, or "host" for copies to the host and back. `name`: of the op's node, or of the node whose tensor moves;
+    `vertex`: its number in the problem, `output` which of its tensors. `kind`: the op, the move, or a cast of what is
+    moved. `bytes_`: what a device sends."""
 
     streams: tuple[str, ...]
     name: str
@@ -109,8 +110,10 @@ class _Writer:
                          run.vertex, 0, None, run.recomputed)  # fmt: skip
         if isinstance(piece.source, HostTravel):
             value = piece.source.value
-            v, way = self.problem.vertices[value.key[0]], "to host" if self.phase == PHASES[0] else "from host"
-            return Event((HOST_LINK,), v.name, way, module_of(v), self.phase, start, seconds, value.bytes_, *value.key[:2])
+            v, way = self.problem.vertices[value.key[0]], TO_HOST if self.phase == PHASES[0] else FROM_HOST
+            return Event(
+                (HOST_LINK,), v.name, way, module_of(v), self.phase, start, seconds, value.bytes_, *value.key[:2]
+            )
         travel, step = piece.source
         t, v = travel.transfer, self.problem.vertices[travel.transfer.producer]
         if piece.stream == COMPUTES:

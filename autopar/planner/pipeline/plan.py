@@ -25,6 +25,7 @@ from ...schedule.actions import Schedule
 from ...schedule.catalogue import KINDS, canonical
 from ...utils.format import percent, size
 from ...utils.gc_pause import paused_collector
+from ..problem.offload import ACTIVATIONS
 from ..solver.minimize import ILP
 from ..spmd.batch import data_ways, samples_of
 from ..spmd.fixed_recompute import AUTO
