@@ -169,7 +169,8 @@ RANK = (
     Pass("localize", localize, _localized),
     Pass("tile", tile, lambda here: (here.plan.tiled,), lambda here: bool(here.plan.tiled), needs="--tile loss+mlp"),
     Pass("recompute", recompute, lambda here: (here.plan.sharding.recomputed, bool(here.plan.tiled))),
-    Pass("save_on_host", save_on_host, lambda here: (here.plan.saved_on_host,)),
+    Pass("save_on_host", save_on_host, lambda here: (here.plan.saved_on_host,),
+         lambda here: here.plan.saved_on_host is not None, needs="--offload activations and little --memory"),
     Pass("lower_ops", lower_ops),
     Pass("bucket", bucket, lambda here: (here.plan.bucket_bytes,)),
     Pass("by_tier", by_tier, _tiered, lambda here: bool(here.plan.sharding.hierarchy),
@@ -293,8 +294,7 @@ def trace_to_plan(
 def lower_plan(
     captured: Captured, plan: Plan, rank: int, check: bool | None = None
 ) -> LoweredProgram | PipelineProgram:
-    """Return what a rank runs of a plan: one program, or those of its stages. Raises as `lower` and `lower_pipeline`
-    do."""
+    """Return what a rank runs of a plan: one program, or those of its stages. Raises as these do."""
     return (lower if plan.pipeline.is_one_program else lower_pipeline)(captured, plan, rank, check)
 
 

@@ -25,11 +25,9 @@ from .emit import Builder
 from .partition import phase_of, view_base
 
 
-def save_on_host(local: fx.GraphModule, saved: SavedOnHost | None) -> fx.GraphModule:
-    """Rewrite a local joint graph in place, if there is something to do. Raises VerifyError for a value that the graph
-    does not have, that is a view, or that the backward does not read."""
-    if saved is None:
-        return local
+def save_on_host(local: fx.GraphModule, saved: SavedOnHost) -> fx.GraphModule:
+    """Rewrite a local joint graph in place. Raises VerifyError for a value that the graph does not have, that is a
+    view, or that the backward does not read."""
     graph, found = local.graph, {}
     for node in graph.nodes:
         if node.op == "call_function" and isinstance(node.meta["val"], torch.Tensor) and phase_of(node) == "forward":

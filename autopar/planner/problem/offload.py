@@ -55,8 +55,9 @@ class Offload:
     @property
     def activation_bytes_per_second(self) -> float:
         """Return the speed of the link for values that wait on the host, 0 where none may."""
-        may = self.is_one and self.level in (AUTO, ACTIVATIONS) and self.cost is not None
-        return self.cost.host.link_bytes_per_second if may else 0.0
+        if self.cost is None or not self.is_one or self.level not in (AUTO, ACTIVATIONS):
+            return 0.0
+        return self.cost.host.link_bytes_per_second
 
     def memory_kinds(self, v: Vertex) -> tuple[bool, ...]:
         """Return the kinds of memory that a parameter may be in: on the device (False), on the host (True), or

@@ -16,6 +16,7 @@ from ...utils.format import size
 from ..objective.checkpoint_blocks import Blocks
 from ..objective.evaluate import Evaluation
 from ..objective.memory_timeline import live_bytes
+from ..objective.player import played_seconds
 from ..objective.pricer import Pricer
 from ..problem.allowed import allowed_strategies
 from ..problem.hf_tp_plan import TensorPlan
@@ -109,7 +110,8 @@ class Solver:
             raise BeyondCutoff(fastest.bound_seconds)
         fitted = None if is_free or fastest.fits else self.made_to_fit(fastest.evaluation)
         if not is_free and not fastest.fits:
-            fitted = (fastest_with_host(self, [(fastest.evaluation, self.free)], fitted) or [fitted])[-1]
+            with_host = fastest_with_host(self, [(fastest.evaluation, self.free)], fitted)
+            fitted = min(with_host, key=lambda e: played_seconds(self.problem, e, self.pricer), default=fitted)
         return fastest if fitted is None else replace(fastest, evaluation=fitted, fits=True)
 
     def allowed(self, restriction: Restriction, pins: dict[str, str] | None = None) -> dict[int, np.ndarray]:
