@@ -60,8 +60,8 @@ def with_host(plan: Plan, values) -> Plan:
 
 
 CASES = [
-    ("llama", "dp=2,tp=2", "selective", None), ("gpt", "dp=2", "none", "fsdp"), ("llama", "tp=2", "none", "megatron_sp"),
-    ("moe", "dp=2,tp=2", "none", None),
+    ("llama", "dp=2,tp=2", "selective", None), ("gpt", "dp=2", "none", "fsdp"),
+    ("llama", "tp=2", "none", "megatron_sp"), ("moe", "dp=2,tp=2", "none", None),
 ]  # fmt: skip
 
 

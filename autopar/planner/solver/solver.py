@@ -110,8 +110,9 @@ class Solver:
             raise BeyondCutoff(fastest.bound_seconds)
         fitted = None if is_free or fastest.fits else self.made_to_fit(fastest.evaluation)
         if not is_free and not fastest.fits:
-            with_host = fastest_with_host(self, [(fastest.evaluation, self.free)], fitted)
-            fitted = min(with_host, key=lambda e: played_seconds(self.problem, e, self.pricer), default=fitted)
+            mixed = fastest_with_host(self, [(fastest.evaluation, self.free)], fitted)
+            found = [*([] if fitted is None else [fitted]), *mixed]
+            fitted = min(found, key=lambda e: played_seconds(self.problem, e, self.pricer)) if mixed else fitted
         return fastest if fitted is None else replace(fastest, evaluation=fitted, fits=True)
 
     def allowed(self, restriction: Restriction, pins: dict[str, str] | None = None) -> dict[int, np.ndarray]:
