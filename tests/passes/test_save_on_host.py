@@ -60,13 +60,13 @@ def with_host(plan: Plan, values) -> Plan:
 
 
 CASES = [
-    ("llama", "dp=2,tp=2", "selective", None), ("gpt", "dp=2", "none", "fsdp"),
+    ("llama", "tp=2", "selective", None), ("gpt", "dp=2", "none", "fsdp"),
     ("llama", "tp=2", "none", "megatron_sp"), ("moe", "dp=2,tp=2", "none", None),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", [CASES[0], *(pytest.param(case, marks=pytest.mark.slow) for case in CASES[1:])])
-@settings(max_examples=3, deadline=None, derandomize=True)
+@settings(max_examples=2, deadline=None, derandomize=True)
 @given(picks=st.randoms(use_true_random=False))
 def test_gradients_are_the_same_bits_whatever_waits_on_the_host(case, picks):
     plan, captured, values, able, want = planned(*case)

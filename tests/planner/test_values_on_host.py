@@ -74,7 +74,7 @@ def test_plans_with_little_memory_compute_the_same_in_less_time(family, mesh, st
     assert alone.plan.saved_on_host is None and plan.saved_on_host is not None
     assert plan.peak_bytes <= plan.memory_limit_bytes
     assert plan.bound <= plan.step_seconds <= alone.plan.step_seconds
-    assert plan.recompute_seconds < alone.plan.recompute_seconds
+    assert not strategy or plan.recompute_seconds < alone.plan.recompute_seconds
     assert "on the host between forward and backward" in str(plan) and Plan.from_json(plan.to_json()) == plan
     assert max(sent_bytes(plan, captured, rank) for rank in range(plan.mesh.devices)) == plan.saved_on_host.bytes_
     values = global_values(captured, module, inputs)
