@@ -65,7 +65,8 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [CASES[0], *(pytest.param(case, marks=pytest.mark.slow) for case in CASES[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 @settings(max_examples=2, deadline=None, derandomize=True)
 @given(picks=st.randoms(use_true_random=False))
 def test_gradients_are_the_same_bits_whatever_waits_on_the_host(case, picks):

@@ -104,6 +104,7 @@ def test_no_plan_is_slower_for_a_host(family, mesh, offload):
         assert share < 1 or plan.saved_on_host is None
 
 
+@pytest.mark.slow
 def test_what_fits_on_the_device_alone_goes_nowhere():
     model = MODELS["gpt"].replace("layers=3", "layers=1")
     plans = [make(model, "dp=2", MACHINE, offload=offload) for offload in ("none", "activations")]
@@ -184,10 +185,10 @@ def test_what_nothing_else_fits_is_planned():
     assert plan.saved_on_host is not None and plan.peak_bytes <= memory
 
 
-def test_what_cannot_be_refused_late_is_refused_early():
-    with pytest.raises(StrategyError, match="nothing of a host"):
-        make(MODELS["gpt"], "dp=2", toy(), offload="activations")
+def test_profiles_without_a_host_and_stages_are_refused():
     module, inputs = built("gpt")
+    with pytest.raises(StrategyError, match="nothing of a host"):
+        api.plan(module, "dp=2", inputs, **OPTIONS | {"hardware": toy()}, offload="activations")
     with pytest.raises(StrategyError, match="stages of a pipeline keep"):
         api.plan(module, "pp=2,dp=2", inputs, **OPTIONS, offload="activations")
 

@@ -17,7 +17,8 @@ MODEL = "llama:hidden=32,layers=4,heads=2,kv_heads=2,ffn=64,vocab=64,seq=128"
 MACHINE = replace(load("cpu-gloo"), host=Host(1e12, 4e9, 10**9))
 
 
-@pytest.mark.parametrize("micro_batches", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("micro_batches", [1, 2])
 def test_peaks_fall_as_predicted(alone, micro_batches):
     options = {
         "hardware": MACHINE,
