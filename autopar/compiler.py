@@ -58,6 +58,7 @@ from .passes.distribute.lower_ops import lower_ops
 from .passes.distribute.overlap import overlap
 from .passes.distribute.partition import partition
 from .passes.distribute.recompute import recompute
+from .passes.distribute.save_on_host import save_on_host
 from .passes.distribute.tile import tile
 from .passes.pipeline.compute_once import compute_once
 from .passes.pipeline.micro_batch import MicroBatched, micro_batch
@@ -168,6 +169,8 @@ RANK = (
     Pass("localize", localize, _localized),
     Pass("tile", tile, lambda here: (here.plan.tiled,), lambda here: bool(here.plan.tiled), needs="--tile loss+mlp"),
     Pass("recompute", recompute, lambda here: (here.plan.sharding.recomputed, bool(here.plan.tiled))),
+    Pass("save_on_host", save_on_host, lambda here: (here.plan.saved_on_host,),
+         lambda here: here.plan.saved_on_host is not None, needs="--offload activations and little --memory"),
     Pass("lower_ops", lower_ops),
     Pass("bucket", bucket, lambda here: (here.plan.bucket_bytes,)),
     Pass("by_tier", by_tier, _tiered, lambda here: bool(here.plan.sharding.hierarchy),
@@ -291,8 +294,7 @@ def trace_to_plan(
 def lower_plan(
     captured: Captured, plan: Plan, rank: int, check: bool | None = None
 ) -> LoweredProgram | PipelineProgram:
-    """Return what a rank runs of a plan: one program, or those of its stages. Raises as `lower` and `lower_pipeline`
-    do."""
+    """Return what a rank runs of a plan: one program, or those of its stages. Raises as these do."""
     return (lower if plan.pipeline.is_one_program else lower_pipeline)(captured, plan, rank, check)
 
 
@@ -316,8 +318,7 @@ def _local(
 
 
 def lower_deferred(captured: Captured, plan: Plan, rank: int, saved: tuple[str, ...]) -> DeferredProgram:
-    """Return a rank's graphs for gradient accumulation, next to a forward that saves the values `saved`. Raises
-    VerifyError if they need others."""
+    """Return a rank's graphs for gradient accumulation beside a forward that saves `saved`. Raises VerifyError."""
     graph = captured.graph
     unreduced = replace(plan, sharding=defer.without_reductions(graph, plan.sharding))
     parts = partition(_local(captured, captured.graph_module, unreduced, rank, prefix="deferred "))
@@ -326,7 +327,7 @@ def lower_deferred(captured: Captured, plan: Plan, rank: int, saved: tuple[str, 
             "a backward without reductions needs other saved values than the one with them", mesh=plan.mesh
         )
     reduce, sharding = defer.reductions(graph, plan.sharding)
-    reduce = _local(captured, reduce, replace(plan, sharding=sharding), rank, prefix="reductions ")
+    reduce = _local(captured, reduce, replace(plan, sharding=sharding, saved_on_host=None), rank, prefix="reductions ")
     return DeferredProgram(parts.backward, reduce, defer.unreduced_layouts(graph, plan.sharding))
 
 
@@ -379,8 +380,7 @@ def lower_stage(stage: Stage, micro: MicroBatched, plan: Plan, rank: int, check:
 
 
 def _shared(program: StageProgram) -> tuple:
-    """Return what micro-batches of all sizes have in common: copies of parameters and gradients, by name, local shape
-    and layout."""
+    """Return what micro-batches of all sizes share: copies of parameters and gradients, by name, shape and layout."""
     made = output_node(program.copies.graph) if program.copies is not None else None
     copies = (
         [] if made is None else [(r.name, tuple(v.meta["val"].shape)) for v, r in zip(made.args[0], made.meta["roles"])]

@@ -104,7 +104,7 @@ def test_words_are_those_that_are_known():
     def listed(alias) -> set[str]:
         return {word for part in get_args(alias) for word in (get_args(part) or [part]) if isinstance(word, str)}
 
-    assert listed(words.Offload) == {offload.NONE, offload.AUTO, offload.OPTIMIZER}
+    assert listed(words.Offload) == {*offload.LEVELS}
     assert listed(words.Recompute) == {*fixed_recompute.LEVELS}
     assert listed(words.Solver) == {minimize.DUAL, minimize.ILP}
     assert listed(words.Strategy) <= {*recipes.RECIPES, recipes.MODELS_OWN} and len(listed(words.Strategy)) == 11

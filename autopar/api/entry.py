@@ -120,13 +120,13 @@ def plan(
     stages a rank. For a number of devices the plan may have stages or not; it has some if a schedule is asked for.
     `recompute`: "auto", or "none", "selective" or "full" for all blocks. `tile`: what is computed in pieces
     of rows: the last linear layer and its loss, without logits ("loss"), MLPs ("mlp"), both ("loss+mlp"), "none", or
-    "auto", where memory is short and that is faster (docs/sequences.md). `offload`: whether parameters that train may
-    live on the host, with their gradients and optimizer state: "none", "auto" (where memory is short), "optimizer" (all
-    of them). `solver`: "dual", the search, or "ilp", which for a small model on a mesh without stages gives the full
-    integer program to OR-tools, as a cross-check. With `tokens_per_second` the batch is free: that of `example_inputs`
-    times powers of two, and the plan is that of the one with the most tokens a second that fits. Raises subclasses of
-    AutoparError; MemoryInfeasibleError with `fixes`, what would fit instead, unless `fixes=False` leaves that out: it
-    takes several searches."""
+    "auto", where memory is short and that is faster (docs/sequences.md). `offload`: what the host holds: "none"; where
+    memory is short, values that the backward reads ("activations"), or also parameters that train, with their gradients
+    and optimizer state ("auto"); or all of those parameters ("optimizer"). `solver`: "dual", the search, or "ilp",
+    which for a small model on a mesh without stages gives the full integer program to OR-tools, as a cross-check. With
+    `tokens_per_second` the batch is free: that of `example_inputs` times powers of two, and the plan is that of the one
+    with the most tokens a second that fits. Raises subclasses of AutoparError; MemoryInfeasibleError with `fixes`, what
+    would fit instead, unless `fixes=False` leaves that out: it takes several searches."""
     return search(
         model, mesh, example_inputs, hardware=hardware, memory=memory, optimizer=optimizer, precision=precision,
         reduce_dtype=reduce_dtype, state_dtype=state_dtype, execution=execution, expert_load=expert_load,

@@ -5,7 +5,7 @@ from typing import Literal
 
 Inputs = Literal["global", "local"]
 Outputs = Literal["stage", "everywhere", "sharded"]
-Offload = Literal["none", "auto", "optimizer"]
+Offload = Literal["none", "auto", "activations", "optimizer"]
 Recompute = Literal["auto", "none", "selective", "full"]
 Tile = Literal["auto", "none", "loss", "mlp", "loss+mlp"]
 Solver = Literal["dual", "ilp"]

@@ -79,9 +79,10 @@ def add_planning(parser, hardware: str | None) -> None:
     parser.add_argument("--memory", help="memory limit of a device, such as 40GiB or 80GB (default: the hardware's)")
     pin = "layout of the parameters that GLOB matches, such as '*.c_fc.weight=tp:S(1)'; may be repeated"
     offload = (
-        "parameters that train on the host, with their optimizer's state: where memory is short, or all (default none)"
+        "where memory is short, on the host: values that the backward reads (activations), and parameters that train, "
+        "with their optimizer's state (auto); or all of those parameters (optimizer) (default none)"
     )
-    parser.add_argument("--offload", choices=("none", "auto", "optimizer"), default="none", help=offload)
+    parser.add_argument("--offload", choices=("none", "auto", "activations", "optimizer"), default="none", help=offload)
     parser.add_argument("--pin", action="append", default=[], metavar="GLOB=LAYOUT", help=pin)
 
 

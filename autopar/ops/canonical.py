@@ -30,6 +30,7 @@ from . import (  # noqa: F401  (most for their ops, which they register)
     fp8,
     fp8_linear,
     grouped,
+    host_copies,
     linear_loss,
     matmul,
     nf4,

@@ -21,6 +21,7 @@ from ..rules.lookup import has_rows
 from ..rules.loss_regions import loss_regions
 from ..rules.row_regions import row_regions
 from ..rules.rule import Strategy
+from .saved_on_host import SavedOnHost
 from .sharding import NodeSharding, Sharding
 from .tiled import TiledRegion
 
@@ -76,6 +77,17 @@ def check_tiled(graph: fx.Graph, regions: Sequence[TiledRegion]) -> None:
             kind = "last layer of a loss" if region.is_loss else "end of row-wise ops"
             raise PlanIncompatible(
                 f"the plan computes {region.node:.80} in pieces, which is no {kind}", fix="plan again"
+            )
+
+
+def check_saved_on_host(graph: fx.Graph, saved: SavedOnHost | None) -> None:
+    """Raise PlanIncompatible if one of the values that wait on the host is none that an op of the forward makes."""
+    early = {n.name: len(values_of(n)) for n in graph.nodes if is_op(n) and n.meta["phase"] == "forward"}
+    for name, output in saved.values if saved else ():
+        if output >= early.get(name, 0):
+            raise PlanIncompatible(
+                f"the plan keeps output {output} of {name:.80} on the host, which no op of the forward makes",
+                fix="plan again",
             )
 
 

@@ -70,6 +70,7 @@ def _costs(plans: Sequence[Plan]) -> Rows:
         "recomputation": [p.recompute_seconds for p in plans],
         "optimizer": [p.update_seconds for p in plans],
         "offload": [p.offloaded.seconds for p in plans],
+        "copies of activations": [p.saved_on_host.seconds if p.saved_on_host else 0.0 for p in plans],
         "waiting of the mean rank": [waiting_seconds(p) for p in plans],
         **{row: [p.bound if row == wording(p).bound_row else 0.0 for p in plans] for row in BOUND_ROWS},
     }

@@ -52,6 +52,8 @@ def _costs(plan: Plan) -> dict[str, str]:
         "offload": plan.offloaded.seconds,
         "bound": plan.bound,
     }  # fmt: skip
+    if plan.saved_on_host:
+        seconds["copies of activations"] = plan.saved_on_host.seconds
     waits = waiting_seconds(plan)
     return {name: ms(value) for name, value in seconds.items()} | (
         {"waiting of the mean rank": ms(waits)} if waits else {}

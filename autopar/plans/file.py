@@ -268,6 +268,7 @@ OPTIONAL: Json = {
     "fp8": "",
     "unmade_bytes": 0.0,
     "routing": {"load": 1.0, "worst_peak_bytes": 0.0, "sent_bytes": 0.0, "gathered_bytes": 0.0},
+    "saved_on_host": {"values": [], "bytes_": 0.0, "seconds": 0.0, "exposed_seconds": 0.0},
     "update_seconds": 0.0,
     "flops": NO_FLOPS,
     "program": NO_PROGRAM,
@@ -305,6 +306,7 @@ SCHEMA: Kind = {
     "unmade_bytes": amount, "packed": count, "fp8": text,
     "attentions": [{"name": text, "copies": size, "scheme": text, "pairs": amount, "balance": amount,
                     "sent_bytes": amount}],
+    "saved_on_host": {"values": [(text, count)], "bytes_": amount, "seconds": amount, "exposed_seconds": amount},
     "tiled": [{"node": text, "layer": text, "bytes_": amount, "seconds": amount, "pieces": count}],
     "reduces_once": flag, "overlaps": flag, "samples": count,
     "pipeline": {

@@ -21,6 +21,7 @@ from .entries import Alternative, BatchCandidate, Collective, Flops, MeshCandida
 from .file import MEMORY_KINDS, VERSION, Json
 from .pipeline import Pipeline, StageCost
 from .program import DecidedProgram
+from .saved_on_host import SavedOnHost
 from .sharding import Sharding
 from .sharding_data import sharding_from_json, sharding_to_json
 from .text import plan_text
@@ -30,7 +31,9 @@ if TYPE_CHECKING:
     from torch import fx
 
 # fields that a file leaves out where they say nothing
-LEFT_OUT = "reduce_dtype state_dtype outputs batches tiled packed fp8 attentions routing unmade_bytes".split()
+LEFT_OUT = (
+    "reduce_dtype state_dtype outputs batches tiled packed fp8 attentions routing unmade_bytes saved_on_host".split()
+)
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ class Plan:
     batches: tuple[BatchCandidate, ...] = ()  # the smallest first; empty if the batch was given
     update_seconds: float = 0.0  # of the optimizer on the device
     offloaded: Offloaded = Offloaded()
+    saved_on_host: SavedOnHost | None = None  # of what the backward reads
     flops: Flops = Flops()
     program: DecidedProgram = DecidedProgram()
     state_dtype: str | None = None  # of the optimizer's tensors, if that is narrower than their parameter
@@ -179,6 +183,7 @@ class Plan:
                 "tiled": tuple(TiledRegion(**t) for t in fields.get("tiled", ())),
                 "attentions": tuple(AttentionScheme(**a) for a in fields.get("attentions", ())),
                 "offloaded": Offloaded(**fields["offloaded"]),
+                "saved_on_host": _saved_on_host(fields["saved_on_host"]) if "saved_on_host" in fields else None,
                 "flops": Flops(**fields.get("flops", {})),
                 "program": DecidedProgram(**fields.get("program", {})),
                 "routing": Routing(**fields["routing"]) if "routing" in fields else None,
@@ -196,7 +201,7 @@ class Plan:
         """Raise PlanIncompatible if the plan was made for another mesh or another graph, or takes a decision that the
         graph does not allow."""
         from ..ir.graph import fingerprint  # of torch, which a plan is read and printed without
-        from .check import check_decisions, check_tiled
+        from .check import check_decisions, check_saved_on_host, check_tiled
 
         if self.mesh != mesh:
             raise PlanIncompatible(
@@ -214,6 +219,11 @@ class Plan:
         if self.micro_batches == 1:  # else they are about the graph of a micro-batch (see autopar/compiler.py)
             check_decisions(graph, self.sharding)
             check_tiled(graph, self.tiled)
+            check_saved_on_host(graph, self.saved_on_host)
+
+
+def _saved_on_host(data: Json) -> SavedOnHost:
+    return SavedOnHost(**data | {"values": tuple((name, output) for name, output in data["values"])})
 
 
 def _pipeline_from_json(data: Json, mesh: Mesh) -> Pipeline:

@@ -102,6 +102,7 @@ def _parts(plan: Plan) -> dict[str, float]:
         "recomputation": plan.recompute_seconds,
         "optimizer": plan.update_seconds,
         "offload": plan.offloaded.seconds,
+        "copies of activations": plan.saved_on_host.seconds if plan.saved_on_host else 0.0,
         "waiting": waiting_seconds(plan),
     }
 
@@ -109,7 +110,7 @@ def _parts(plan: Plan) -> dict[str, float]:
 def waiting_seconds(plan: Plan) -> float:
     """Return what the mean rank waits in a step: nothing without stages, nor where it is mere rounding."""
     busy = plan.compute_seconds + plan.recompute_seconds + plan.exposed_seconds + plan.offloaded.seconds
-    busy += plan.update_seconds
+    busy += plan.update_seconds + (plan.saved_on_host.exposed_seconds if plan.saved_on_host else 0.0)
     waits = plan.step_seconds - busy
     return waits if waits > 1e-6 * plan.step_seconds else 0.0
 
@@ -283,14 +284,22 @@ def tiled_lines(plan: Plan) -> list[str]:
 
 
 def offloaded_lines(plan: Plan) -> list[str]:
-    """Return a line on what the plan keeps on the host, none if that is nothing."""
-    o = plan.offloaded
+    """Return a line on the parameters that the plan keeps on the host, and one on the activations that wait there."""
+    o, saved = plan.offloaded, plan.saved_on_host
     line = (
         f"on the host: {o.parameters} parameter{'s' if o.parameters > 1 else ''} with gradients and optimizer state, "
         f"{size(o.host_bytes)} a device; {ms(o.copy_seconds)} a step to copy, {ms(o.optimizer_seconds)} for the "
         f"optimizer there"
     )
-    return [line] if o.parameters else []
+    lines = [line] if o.parameters else []
+    if saved is not None:
+        many = len(saved.values)
+        hidden = percent(saved.seconds - saved.exposed_seconds, saved.seconds)
+        lines.append(
+            f"on the host between forward and backward: {many} activation{'s' if many > 1 else ''}, "
+            f"{size(saved.bytes_)} a device; {ms(saved.seconds)} a step to copy them there and back, {hidden} hidden"
+        )
+    return lines
 
 
 def _alternatives(plan: Plan) -> list[str]:

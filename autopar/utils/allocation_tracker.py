@@ -7,7 +7,7 @@
 What is seen is what ops take and return, on this thread and in the backward that it runs. What a kernel allocates for
 itself and frees before it returns is not, nor what a communication library keeps. Tensors that are there before are
 told by `hold`, or met when an op first reads them. A kind may be given to a storage after it was freed, by a mark that
-was set while it lived.
+was set while it lived. Copies of values that wait on the host count apart, as if the device had memory of its own.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from .._torch import TorchDispatchMode, local_of, storage_key, tree_flatten
 
 TRANSIENT, BUCKETS = "values between ops", "collective buffers"
+ON_HOST = "autopar::on_host"  # the op that gives copies in the host's memory
 
 
 @dataclass(eq=False)
@@ -37,19 +38,24 @@ class Storage:
 
 
 class Allocations(TorchDispatchMode):
-    """A context. `changes` are storages with +1 as they come, -1 as they go, in order."""
+    """A context. `changes` are storages with +1 as they come, -1 as they go, in order; `host_changes` those of copies
+    of values that wait on the host."""
 
     def __init__(self):
         super().__init__()
         self.changes: list[tuple[Storage, int]] = []
+        self.host_changes: list[tuple[Storage, int]] = []
         self._alive: dict[int, Storage] = {}
         self._left_out: set[int] = set()
+        self._on_host: set[int] = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # it calls ops on its local tensors, which come by here in turn
         self._track(tree_flatten((args, kwargs))[0], TRANSIENT, "")
         results = func(*args, **kwargs or {})
+        if func.name() == ON_HOST:
+            self._on_host.add(storage_key(results))
         self._track(tree_flatten(results)[0], BUCKETS if "c10d" in func.namespace else TRANSIENT, str(func))
         return results
 
@@ -86,11 +92,13 @@ class Allocations(TorchDispatchMode):
             if memory.device.type == "meta" or key in self._alive or key in self._left_out:
                 continue
             storage = self._alive[key] = Storage(memory.nbytes(), kind, maker, tuple(value.shape))
-            self.changes.append((storage, 1))
+            (self.host_changes if key in self._on_host else self.changes).append((storage, 1))
             weakref.finalize(memory, self._free, key).atexit = False
 
     def _free(self, key: int) -> None:
-        self.changes.append((self._alive.pop(key), -1))
+        changes = self.host_changes if key in self._on_host else self.changes
+        changes.append((self._alive.pop(key), -1))
+        self._on_host.discard(key)
 
     @property
     def total(self) -> list[int]:
@@ -101,6 +109,11 @@ class Allocations(TorchDispatchMode):
     def peak_bytes(self) -> int:
         """Return the most bytes that were alive at once."""
         return max(self.total, default=0)
+
+    @property
+    def host_peak_bytes(self) -> int:
+        """Return the most bytes of copies on the host that were alive at once."""
+        return max(accumulate(sign * storage.bytes_ for storage, sign in self.host_changes), default=0)
 
     def storages_at_peak(self) -> list[Storage]:
         """Return what was alive when most was, the largest first."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..planner.objective.memory_timeline import ends_of
-from ..planner.objective.timeline import COMPUTE, Event, Timeline
+from ..planner.objective.timeline import Event, Timeline
 from ..planner.spmd.planned import Planned
 from ..plans.file import MEMORY_KINDS
 from ..utils.format import byte_unit, ms, size
@@ -20,7 +20,7 @@ MEMORY_CLASSES = {kind: f"memory-{kind.replace(' ', '-')}" for kind in MEMORY_KI
 
 def timeline_chart(planned: Planned, timeline: Timeline) -> Html:
     """Draw one lane a stream, and a mark every round number of milliseconds; what a bar is stands in its tooltip."""
-    lanes = {name: i for i, name in enumerate((COMPUTE, *planned.problem.mesh.names))}
+    lanes = {name: i for i, name in enumerate(timeline.busy_seconds)}
     total = timeline.seconds or 1.0
     height = len(lanes) * (LANE + GAP)
     bars = []

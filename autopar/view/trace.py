@@ -11,7 +11,7 @@ from ..ir.graph import values_of
 from ..ir.layout import Layout, local_shape
 from ..ops import autopar
 from ..planner.objective.memory_timeline import ends_of
-from ..planner.objective.timeline import COMPUTE, Event, Timeline
+from ..planner.objective.timeline import COMPUTE, FROM_HOST, TO_HOST, Event, Timeline
 from ..planner.spmd.planned import Planned
 
 EMITTED = {  # canonical ops as passes/distribute/lower_ops.py emits them
@@ -33,6 +33,8 @@ MOVES = {
     "reduce_scatter": "_c10d_functional::reduce_scatter_tensor",
     "all_to_all": "_c10d_functional::all_to_all_single",
     "slice": "aten::slice",
+    TO_HOST: "Memcpy DtoH",
+    FROM_HOST: "Memcpy HtoD",
 }
 
 
@@ -41,14 +43,14 @@ def trace_of(planned: Planned, timeline: Timeline | None = None) -> dict:
     another one than the plan's own, such as with a slowdown."""
     timeline = planned.timeline if timeline is None else timeline
     mesh = planned.problem.mesh
-    rows = {name: i for i, name in enumerate((COMPUTE, *mesh.names))}
+    rows = {name: i for i, name in enumerate(timeline.busy_seconds)}
     events = [_named("process_name", 0, f"predicted step of {planned.model} on mesh {mesh}")]
     for name, row in rows.items():
         events += [_named("thread_name", row, name if name == COMPUTE else f"links of {name}"),
                    {"ph": "M", "pid": 0, "tid": row, "name": "thread_sort_index",
                     "args": {"sort_index": row}}]  # fmt: skip
     for event in timeline.events:
-        arguments = _move_arguments(planned, event) if event.step is not None else _op_arguments(planned, event)
+        arguments = _arguments(planned, event)
         for stream in event.streams:
             events.append(
                 {
@@ -69,6 +71,8 @@ def trace_of(planned: Planned, timeline: Timeline | None = None) -> dict:
 
 def profiler_name(planned: Planned, event: Event) -> str:
     """Return what torch.profiler calls the work of an event."""
+    if event.kind in (TO_HOST, FROM_HOST):
+        return MOVES[event.kind]
     if event.step is not None:
         kind = event.step.move.kind
         is_exchange = kind == "reduce_scatter" and planned.options.hardware.reduce_scatter_lowering == "all_to_all"
@@ -92,6 +96,12 @@ def _us(seconds: float) -> float:
 def _strategy(planned: Planned, vertex: int):
     problem, evaluation = planned.whole
     return problem.choices(vertex).strategies[evaluation.choice[vertex]]
+
+
+def _arguments(planned: Planned, event: Event) -> dict:
+    if event.kind in (TO_HOST, FROM_HOST):
+        return _where(event, planned.whole[0].vertices[event.vertex]) | {"bytes": round(event.bytes_)}
+    return _move_arguments(planned, event) if event.step is not None else _op_arguments(planned, event)
 
 
 def _op_arguments(planned: Planned, event: Event) -> dict:

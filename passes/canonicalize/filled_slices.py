@@ -4,7 +4,7 @@ multi-head latent attention): they become the `cat` of what is copied into the s
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import fx
 
@@ -80,9 +80,9 @@ def _fill_of(view: fx.Node, order: dict[fx.Node, int]) -> Fill | None:
     (copy,) = view.users
     if copy.target is not aten.copy_.default or copy.args[0] is not view or copy.users:
         return None
-    dim, *limits = (*view.args[1:], *(0, None, None, None)[len(view.args) - 1 :])
-    shape = operand(view).meta["val"].shape
-    start, stop, step = slice(*limits).indices(shape[dim])
+    given: tuple[Any, ...] = (*view.args[1:], None, None, None)
+    dim, shape = given[0] or 0, operand(view).meta["val"].shape
+    start, stop, step = slice(*given[1:4]).indices(shape[dim])
     return Fill(order[copy], dim % len(shape), start, stop, operand(copy, 1), copy) if step == 1 else None
 
 

@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from autopar.planner.objective.checkpoint_blocks import Blocks, block_of
+from autopar.ir.block_order import block_of
+from autopar.planner.objective.checkpoint_blocks import Blocks
 from autopar.planner.objective.checkpoint_min_cut import FULL, SELECTIVE, Moves, Rematerialization
 from autopar.planner.problem.multipliers import Prices
 

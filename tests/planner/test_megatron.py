@@ -15,7 +15,7 @@ import torch
 
 from autopar import compiler
 from autopar.compiler import lower
-from autopar.planner.objective.checkpoint_blocks import block_of
+from autopar.ir.block_order import block_of
 
 from .planning import captured, counts, make, toy
 

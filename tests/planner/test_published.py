@@ -10,8 +10,9 @@ import pytest
 
 from autopar import compiler
 from autopar.cost.compute import flops_of
+from autopar.ir.block_order import block_of
 from autopar.models import registry
-from autopar.planner.objective.checkpoint_blocks import Blocks, block_of
+from autopar.planner.objective.checkpoint_blocks import Blocks
 from autopar.planner.objective.checkpoint_min_cut import FULL, SELECTIVE
 from autopar.planner.problem.multipliers import Prices
 

@@ -9,8 +9,9 @@ import random
 
 import pytest
 
+from autopar.ir.block_order import block_of
 from autopar.ir.mesh import Mesh
-from autopar.planner.objective.checkpoint_blocks import Blocks, block_of
+from autopar.planner.objective.checkpoint_blocks import Blocks
 from autopar.planner.objective.evaluate import Evaluation
 from autopar.planner.objective.pricer import Pricer
 from autopar.planner.objective.timeline import COMPUTE, Timeline, simulate

@@ -13,29 +13,18 @@ that free most bytes a second are taken first.
 from __future__ import annotations
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import lru_cache
 
 from ...cost.compute import flops_of
+from ...ir.block_order import block_of
 from ...ir.layout import Layout
 from ..problem.multipliers import Prices
 from ..problem.problem import Problem
 from .checkpoint_min_cut import FULL, Moves, Recomputation, Rematerialization
 from .evaluate import Evaluation, held
 from .pricer import Pricer
-
-_BLOCK = re.compile(r"^(.*?\.?\d+)(?:\.|$)")
-
-
-@lru_cache(100_000)
-def block_of(module: str) -> str:
-    """Return the block of a module, its name up to the first number: `"model.layers.3.mlp"` -> `"model.layers.3"`; ""
-    outside of module lists."""
-    match = _BLOCK.match(module)
-    return match.group(1) if match else ""
 
 
 def recomputed_vertices(evaluation: Evaluation) -> dict[int, str]:

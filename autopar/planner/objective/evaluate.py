@@ -18,6 +18,7 @@ from ...ir.layout import Layout
 from ..problem.multipliers import PHASES, Prices, spans_of
 from ..problem.problem import Problem
 from ..problem.vertices import STATE, Use
+from .host_values import HostValue
 from .loads import PhaseLoads
 from .modes import BACKWARD, FORWARD, MAKE, ONCE, Copy, cheapest, modes_of, waits
 from .pricer import Pricer
@@ -81,6 +82,7 @@ class Evaluation:
     whole_gradient_bytes: float = 0.0  # what gradients that wait for one reduction take beyond their shards
     reduces_once: bool = False  # gradients of several passes wait for one reduction
     gathers_once: bool = False  # copies of parameters that are kept serve all passes of a step
+    on_host: tuple[HostValue, ...] = ()  # values that wait there, of which no bytes are in `saved`
     transient_bytes: float = 0.0  # one recomputed block, alive again during its backward
     uncharged_bytes: float = (
         0.0  # what else is alive when memory peaks, less what of the rest is not (see memory_timeline.py)
@@ -109,9 +111,20 @@ class Evaluation:
         return sum(t.seconds * t.copies for t in self.every_transfer)
 
     @property
+    def host_bytes(self) -> float:
+        """Return the bytes that the host holds of a device's values, at most."""
+        return sum(value.bytes_ * value.count for value in self.on_host)
+
+    @property
+    def host_seconds(self) -> float:
+        """Return the seconds of the link to the host for values that wait there, both ways."""
+        return 2 * sum(value.seconds * value.count for value in self.on_host)
+
+    @property
     def apart_seconds(self) -> float:
         """Return the seconds of all parts one after the other."""
-        return self.compute_seconds + self.recompute_seconds + self.communication_seconds + self.parameter_seconds
+        moved = self.communication_seconds + self.host_seconds
+        return self.compute_seconds + self.recompute_seconds + moved + self.parameter_seconds
 
     @cached_property
     def seconds(self) -> float:
@@ -133,6 +146,8 @@ class Evaluation:
             load = found[t.phase].once if t.times < self.micro_batches else found[t.phase].every
             seconds = t.seconds * t.copies * (self.micro_batches if t.times < self.micro_batches else 1)
             load.add(t.split, seconds, t.is_hidden)
+        for phase in PHASES if self.on_host else ():  # there in the forward, back in the backward
+            found[phase].every = replace(found[phase].every, host=self.host_seconds / 2)
         return found
 
     def slopes(self) -> np.ndarray:

@@ -17,13 +17,16 @@ from ..problem.vertices import STATE, vertices_of
 from .checkpoint_blocks import taking
 from .checkpoint_min_cut import FULL, SELECTIVE, Key, Recomputation
 from .evaluate import Evaluation
+from .host_values import saved_on_device, saved_on_host, written_out
 
 
 def whole_of(problem: Problem, evaluation: Evaluation) -> tuple[Problem, Evaluation]:
     """Return the problem of the whole graph and the same plan of it, both as they are if no blocks were left out."""
     if problem.compact is None:
         return problem, evaluation
-    return _Writer(problem, evaluation).write()
+    writer = _Writer(problem, saved_on_device(evaluation))
+    whole, e = writer.write()
+    return whole, saved_on_host(e, list(written_out(evaluation.on_host, writer.match))) if evaluation.on_host else e
 
 
 def few_of(problem: Problem, evaluation: Evaluation) -> tuple[Problem, Evaluation]:
@@ -178,15 +181,17 @@ class _Writer:
                     {level: (self._one(step, name, i), 1) for level, (step, count) in levels.items() if i < count},
                 )
 
-    def _one(self, step: Recomputation, name: str, copy: int) -> Recomputation:
-        block = self.small.compact.small_names.number(step.block)
+    def match(self, v: int, name: str, copy: int) -> int:
+        """Return what a copy of a block has, or reads, in place of a vertex."""
+        block = self.small.compact.small_names.number(name) if name else None
+        if block in (None, self.small.vertices[v].block) or (block, v) not in self.reads:
+            return self.unrolled[v][min(copy, len(self.unrolled[v]) - 1)]
+        reader, position = self.reads[block, v]
+        return self.problem.vertices[self.unrolled[reader][copy]].inputs[position][0]
 
+    def _one(self, step: Recomputation, name: str, copy: int) -> Recomputation:
         def match(v: int) -> int:
-            """Return what this copy has, or reads, in place of a vertex."""
-            if block in (None, self.small.vertices[v].block) or (block, v) not in self.reads:
-                return self.unrolled[v][min(copy, len(self.unrolled[v]) - 1)]
-            reader, position = self.reads[block, v]
-            return self.problem.vertices[self.unrolled[reader][copy]].inputs[position][0]
+            return self.match(v, step.block, copy)
 
         def held(values) -> tuple[tuple[Key, float], ...]:
             return tuple(((match(v), o, layout), bytes_ / step.copies) for (v, o, layout), bytes_ in values)

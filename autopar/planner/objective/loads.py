@@ -15,10 +15,12 @@ from ..problem.multipliers import drag
 
 @dataclass(frozen=True)
 class Load:
-    """Seconds of one phase, by stream: of compute and of collectives that it waits for, and of those beside it."""
+    """Seconds of one phase, by stream: of compute and of collectives that it waits for, and of those beside it; and of
+    the link to the `host`, beside which nothing goes slower."""
 
     waited: np.ndarray
     hidden: np.ndarray
+    host: float = 0.0
 
     @classmethod
     def empty(cls, streams: int) -> Load:
@@ -28,7 +30,7 @@ class Load:
     @property
     def total(self) -> float:
         """Return the seconds of all streams together."""
-        return float(self.waited.sum() + self.hidden.sum())
+        return float(self.waited.sum() + self.hidden.sum()) + self.host
 
     def add(self, split: tuple[float, ...], seconds: float, is_hidden: bool) -> None:
         """Add a transfer that spends these shares of its seconds on the streams."""
@@ -40,10 +42,10 @@ class Load:
         """Return the load with so many more seconds of compute, whose stream is the first."""
         waited = self.waited.copy()
         waited[0] += seconds
-        return Load(waited, self.hidden)
+        return Load(waited, self.hidden, self.host)
 
     def __add__(self, other: Load) -> Load:
-        return Load(self.waited + other.waited, self.hidden + other.hidden)
+        return Load(self.waited + other.waited, self.hidden + other.hidden, self.host + other.host)
 
     def rows(self, overlap: float) -> np.ndarray:
         """Return the seconds that each stream needs: first the one that computes and waits, then the links."""
@@ -53,7 +55,8 @@ class Load:
 
     def seconds(self, overlap: float) -> float:
         """Return what the busiest stream needs."""
-        return float(self.rows(overlap).max() if overlap else self.rows(overlap)[0])
+        rows = self.rows(overlap)
+        return max(float(rows.max()), self.host) if overlap else float(rows[0]) + self.host
 
 
 @dataclass

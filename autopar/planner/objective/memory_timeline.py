@@ -2,7 +2,8 @@
 passes by.
 
 Parameters and optimizer state stay all through training; a gradient lives from the op that makes it to the end. A
-tensor saved for the backward lives from the op that makes it to its last reader. Besides these live the values between
+tensor saved for the backward lives from the op that makes it to its last reader, or, if it waits on the host, until it
+is there and from where it is brought back. Besides these live the values between
 two ops, gathered parameters on their way through a block, buckets of collectives, gradients before they are reduced,
 and what an op of a GPU allocates while it runs. A view lives in the memory of what it looks at. What the device's
 context, the communication library and the allocator keep for themselves is there all the time.
@@ -30,9 +31,10 @@ from ..problem.vertices import STATE, Vertex
 from ..problem.weight_codes import is_gathered_ahead
 from .bucket_bytes import BUCKETS, GATHERED, bucket_bytes
 from .evaluate import Evaluation, is_of_one, unreduced_bytes
+from .host_travels import host_travels
 from .pricer import Pricer
 from .step_order import StepOrder, Travel, one_op_a_region, step_order
-from .timeline import Timeline
+from .timeline import COMPUTE, Timeline
 
 PARAMETERS = "parameters"
 RESIDENT = (PARAMETERS, "optimizer", "buffers")
@@ -196,6 +198,9 @@ class _Lives:
                 yield kind, 0, len(self.order.runs), bytes_
                 continue
             yield from self._of_all_copies(kind, first, last, vertex, bytes_)
+        for value in host_travels(self.problem, e, self.order):  # of the copies of a block one at a time is on its way
+            yield SAVED, value.made, value.end, value.value.bytes_
+            yield SAVED, value.start, value.last, value.value.bytes_
         yield from self._computing_copies()
         yield from self._gradients()
         yield from self._collective_buffers()
@@ -215,6 +220,7 @@ class _Lives:
     def _values(self):
         """Iterate over the spans of what ops make and of what they allocate while they run."""
         e, vertices, never_made = self.evaluation, self.problem.vertices, self.problem.never_made
+        saved = {*e.saved, *(value.key for value in e.on_host)}
         returned = {(u.producer, u.output): u for u in self.problem.uses if u.slot == STATE and u.phase == "backward"}
         for i, run in enumerate(self.order.runs):
             v, reads = run.vertex, self.reads[run.phase]
@@ -224,7 +230,7 @@ class _Lives:
                 tensor = v, output
                 if v in self.views and self._base(v, output)[0] != v:
                     continue
-                if not run.recomputed and (v, output, layout) in e.saved:
+                if not run.recomputed and (v, output, layout) in saved:
                     continue
                 use = returned.get(tensor)
                 if use and self._layout(use.consumer, 0) == layout and self._keeps_gradient(use.consumer):
@@ -357,7 +363,7 @@ class _Lives:
 
 def ends_of(order: StepOrder, timeline: Timeline) -> list[float]:
     """Return when each run of a step ends in a timeline of it; one that takes no time ends with the one before it."""
-    taken = {(e.vertex, e.recomputed): e.end_seconds for e in timeline.events if e.step is None}
+    taken = {(e.vertex, e.recomputed): e.end_seconds for e in timeline.events if e.streams == (COMPUTE,) and not e.step}
     result, now = [], 0.0
     for run in order.runs:
         now = taken.get((run.vertex, run.recomputed), now)

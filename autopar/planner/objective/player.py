@@ -3,7 +3,8 @@
 The compute stream goes from piece to piece. A collective that it waits for has the links of its class to itself: what
 is hidden on them is pushed aside, and goes on afterwards. Hidden collectives of a class run in the order in which they
 were issued, as soon as those of other classes that they follow have ended; while one runs, whatever the compute stream
-does goes slower (`drag`). Where the next piece wants a hidden collective that has not ended, the compute stream stands.
+does goes slower (`drag`). Copies between the host and the device are on a stream of their own, in one direction at a
+time, and slow nothing down. Where the next piece wants something hidden that has not ended, the compute stream stands.
 
 So a phase takes at least what its busiest stream needs (autopar/planner/objective/loads.py), which the search bounds.
 """
@@ -18,7 +19,7 @@ from ..problem.multipliers import PHASES, drag
 from ..problem.problem import Problem
 from .evaluate import Evaluation
 from .pricer import Pricer
-from .script import Overlapped, Piece, Script, StreamOf, scripts_of
+from .script import HOST, Overlapped, Piece, Script, StreamOf, scripts_of
 from .step_order import StepOrder, step_order
 
 Tell = Callable[[Piece, float, float], None]
@@ -43,7 +44,7 @@ class Player:
     """Plays one script. `tell` is given each stretch of a piece with its begin and end."""
 
     def __init__(self, script: Script, overlap: float, tell: Tell | None = None):
-        classes = len({piece.stream for overlapped in script.overlapped for piece in overlapped.pieces})
+        classes = len({piece.stream for overlapped in script.overlapped for piece in overlapped.pieces} - {HOST})
         self.script, self.loss, self.tell, self.now = script, drag(overlap, classes), tell, 0.0
         self.queues: dict[int, deque[_Running]] = defaultdict(deque)
 
@@ -79,7 +80,8 @@ class Player:
         start = self.now
         while left > LEAST:
             heads = [q[0] for s, q in self.queues.items() if q and (piece is None or s != piece.stream)]
-            speed = max(SLOWEST, 1.0 - self.loss * len(heads))
+            slowing = sum(head.overlapped.pieces[head.next].stream != HOST for head in heads)
+            speed = max(SLOWEST, 1.0 - self.loss * slowing)
             step = min([left / speed, *(head.left for head in heads)])
             for head in heads:
                 self._advance(head, step)

@@ -17,10 +17,11 @@ from ...cost.redistribute import MoveStep
 from ..problem.multipliers import PHASES
 from ..problem.problem import Problem
 from .evaluate import Evaluation, Transfer
+from .host_travels import HostTravel, host_travels
 from .step_order import Execution, StepOrder, Travel, step_order
 
-COMPUTES = 0  # the stream; collectives are on those of their classes of links, from 1 on
-Source = Execution | tuple[Travel, MoveStep]
+COMPUTES, HOST = 0, -1  # streams: the link to the host is one; collectives are on their classes' of links, from 1 on
+Source = Execution | tuple[Travel, MoveStep] | HostTravel
 
 
 @dataclass(frozen=True)
@@ -53,11 +54,13 @@ class Script:
 @dataclass
 class _Segment:
     """A block in one phase: its pieces, in `copies` equal copies. Of what runs beside it: whether it is issued in the
-    block before, after which piece, and before which it is wanted."""
+    block before, after which piece, and before which it is wanted. `sent`: what is copied to the host behind a piece,
+    and waited for at the end of the next block."""
 
     copies: int
     main: list[Piece] = field(default_factory=list)
     overlapped: list[tuple[bool, int, int | None, tuple[Piece, ...]]] = field(default_factory=list)
+    sent: list[tuple[int, Piece]] = field(default_factory=list)
 
 
 def scripts_of(
@@ -108,6 +111,9 @@ class _Writer:
         self.begin, self.end = (own[0], own[-1] + 1) if own else (len(order.runs), len(order.runs))
         self.runs, self.blocks = order.runs[self.begin : self.end], order.blocks[self.begin : self.end]
         self.travels = [t for t in order.travels if t.phase == phase]
+        self.copied: dict[int, list[HostTravel]] = defaultdict(list)  # by run that makes a value or reads it first
+        for travel in host_travels(problem, e, order):
+            self.copied[(travel.sent if phase == PHASES[0] else travel.back) - self.begin].append(travel)
         self.recomputed_copies = {v: self.copies[v] for v in problem.made_again} | {
             v: n for levels in e.recomputed.values() for step, n in levels.values() for v in step.recomputed
         }
@@ -115,6 +121,7 @@ class _Writer:
     def script(self) -> Script:
         segments = self._segments()
         result, before = Script(), 0
+        leaving: list[tuple[int, Piece]] = []  # for the host, from the block before
         for segment in segments:
             for _ in range(segment.copies):
                 start = len(result.main)
@@ -123,6 +130,9 @@ class _Writer:
                     at = min(before + issued, start) if is_before else start + issued
                     result.overlapped.append(Overlapped(pieces, at, None if wanted is None else start + wanted))
                 before = start
+                result.overlapped += [Overlapped((piece,), at, len(result.main)) for at, piece in leaving]
+                leaving = [(start + behind, piece) for behind, piece in segment.sent]
+        result.overlapped += [Overlapped((piece,), at, None) for at, piece in leaving]
         result.overlapped.sort(key=lambda b: (b.issued, len(result.main) if b.wanted is None else b.wanted))
         return result
 
@@ -156,8 +166,16 @@ class _Writer:
                 if travel.first < self.end:  # local work of a hidden transfer
                     segment.main += self._local(travel, seconds / segment.copies)
             at.append(len(segment.main))
+            copies = [self._host_piece(travel, segment.copies) for travel in self.copied.get(i, ())]
+            in_line = [] if self.e.overlap else copies
+            segment.main += in_line if self.phase != PHASES[0] else []
             if op_seconds := self._op_seconds(run):
                 segment.main.append(Piece(COMPUTES, op_seconds / segment.copies, run))
+            segment.main += in_line if self.phase == PHASES[0] else []
+            if self.e.overlap and self.phase == PHASES[0]:
+                segment.sent += [(len(segment.main), piece) for piece in copies]
+            elif self.e.overlap:
+                segment.overlapped += [(True, 0, read_at[i], (piece,)) for piece in copies]
             for travel, seconds, _ in hidden.get(i, ()):
                 if travel.first >= self.end:
                     segment.main += self._local(travel, seconds / segment.copies)
@@ -180,6 +198,10 @@ class _Writer:
                     wanted = read_at[i] if is_wanted else None
                     segments[own].overlapped.append((is_before, issued, wanted, pieces))
         return segments
+
+    def _host_piece(self, travel: HostTravel, copies: int) -> Piece:
+        """Return the copy of a value one way, in the mean of so many copies of its block."""
+        return Piece(HOST, travel.value.seconds * travel.value.count / copies, travel)
 
     def _in_line(self, travel: Travel, seconds: float) -> list[Piece]:
         before, moves, after = self.streams.pieces(travel, seconds)

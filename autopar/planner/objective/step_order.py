@@ -14,9 +14,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
+from ...ir.block_order import block_of
 from ..problem.problem import Problem
 from ..problem.vertices import STATE
-from .checkpoint_blocks import block_of, recomputed_vertices
+from .checkpoint_blocks import recomputed_vertices
 from .checkpoint_min_cut import key_of
 from .evaluate import Evaluation, Transfer
 from .module_table import module_of

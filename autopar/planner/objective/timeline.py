@@ -12,22 +12,24 @@ from ...ir.graph import op_base_name
 from ..problem.multipliers import PHASES
 from ..problem.problem import Problem
 from .evaluate import Evaluation
+from .host_travels import HostTravel
 from .module_table import module_of
 from .player import Player
 from .pricer import Pricer
 from .script import COMPUTES, Piece, StreamOf, scripts_of
 from .step_order import Execution
 
-COMPUTE = "compute"
+COMPUTE, HOST_LINK = "compute", "host"
+TO_HOST, FROM_HOST = "to host", "from host"
 NOTHING_GAINED = 2.0  # a slowdown: both together take as long as one after the other
 
 
 @dataclass(frozen=True)
 class Event:
-    """One op on the compute stream, or a stretch of one move of a tensor. `streams`: "compute", or the axes of a
-    collective. `name`: of the op's node, or of the node whose tensor moves; `vertex`: its number in the problem,
-    `output` which of its tensors. `kind`: the op, the move, or a cast of what is moved. `bytes_`: what a device
-    sends."""
+    """One op on the compute stream, or a stretch of one move of a tensor. `streams`: "compute", the axes of a
+    collective, or "host" for copies to the host and back. `name`: of the op's node, or of the node whose tensor moves;
+    `vertex`: its number in the problem, `output` which of its tensors. `kind`: the op, the move, or a cast of what is
+    moved. `bytes_`: what a device sends."""
 
     streams: tuple[str, ...]
     name: str
@@ -75,7 +77,7 @@ def simulate(problem: Problem, e: Evaluation, pricer: Pricer, slowdown: float | 
         writer = _Writer(problem, pricer, phase, now)
         now += Player(script, e.overlap, writer.tell).play()
         events += writer.events
-    busy = dict.fromkeys((COMPUTE, *problem.mesh.names), 0.0)
+    busy = dict.fromkeys((COMPUTE, *problem.mesh.names, *((HOST_LINK,) if e.on_host else ())), 0.0)
     for event in events:
         for stream in event.streams:
             busy[stream] += event.duration_seconds
@@ -106,6 +108,12 @@ class _Writer:
             run, v = piece.source, self.problem.vertices[piece.source.vertex]
             return Event((COMPUTE,), v.name, op_base_name(v.node), module_of(v), self.phase, start, seconds, 0.0,
                          run.vertex, 0, None, run.recomputed)  # fmt: skip
+        if isinstance(piece.source, HostTravel):
+            value = piece.source.value
+            v, way = self.problem.vertices[value.key[0]], TO_HOST if self.phase == PHASES[0] else FROM_HOST
+            return Event(
+                (HOST_LINK,), v.name, way, module_of(v), self.phase, start, seconds, value.bytes_, *value.key[:2]
+            )
         travel, step = piece.source
         t, v = travel.transfer, self.problem.vertices[travel.transfer.producer]
         if piece.stream == COMPUTES:

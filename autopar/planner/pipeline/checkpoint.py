@@ -8,7 +8,8 @@ of them, compute more again than late ones (Korthikanti et al., arXiv 2205.05198
 
 from __future__ import annotations
 
-from ..objective.checkpoint_blocks import block_of, taking
+from ...ir.block_order import block_of
+from ..objective.checkpoint_blocks import taking
 from ..objective.evaluate import Evaluation
 from ..objective.expand import whole_of
 from ..objective.memory_timeline import SAVED

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from ..objective.checkpoint_blocks import block_of
+from ...ir.block_order import block_of
 from ..objective.loads import Load
 
 FORWARD, INPUT, WEIGHT = "forward", "input", "weight"

@@ -25,6 +25,7 @@ from ...schedule.actions import Schedule
 from ...schedule.catalogue import KINDS, canonical
 from ...utils.format import percent, size
 from ...utils.gc_pause import paused_collector
+from ..problem.offload import ACTIVATIONS
 from ..solver.minimize import ILP
 from ..spmd.batch import data_ways, samples_of
 from ..spmd.fixed_recompute import AUTO
@@ -150,6 +151,11 @@ def check_solver(options: PlanOptions) -> None:
 
 def _check_options(options: PlanOptions, axis: str) -> None:
     check_solver(options)
+    if options.offload == ACTIVATIONS:
+        raise StrategyError(
+            "stages of a pipeline keep what their backwards read on the device",
+            fix='leave offload out, or give "optimizer" or "auto", which is about parameters there',
+        )
     for what, texts in (("pin", options.pin.values()), ("forbidden layout", (layout for _, layout in options.forbid))):
         for text in texts:
             if f"{axis}:" in text.replace(" ", ""):

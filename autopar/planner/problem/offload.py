@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from ..objective.evaluate import Evaluation
     from .problem import Problem
 
-NONE, AUTO, OPTIMIZER = "none", "auto", "optimizer"
-LEVELS = (NONE, AUTO, OPTIMIZER)
+NONE, AUTO, OPTIMIZER, ACTIVATIONS = "none", "auto", "optimizer", "activations"
+LEVELS = (NONE, AUTO, OPTIMIZER, ACTIVATIONS)
 
 
 def check(level: object, on_host: Collection[str], hardware: Hardware) -> None:
     """Raise StrategyError for an unknown level, or where there is no host to offload to."""
     if level not in LEVELS:
         raise StrategyError(f"no offload {level!r} is known", fix=f"use one of {', '.join(LEVELS)}")
-    if (level == OPTIMIZER or on_host) and hardware.host is None:
+    if (level in (OPTIMIZER, ACTIVATIONS) or on_host) and hardware.host is None:
         raise StrategyError(
             f"profile {hardware.name} says nothing of a host beside the device's own memory",
             fix="pass the hardware= that the plan was made for"
@@ -43,11 +43,21 @@ def check(level: object, on_host: Collection[str], hardware: Hardware) -> None:
 @dataclass(frozen=True)
 class Offload:
     """The user's choice: trainable parameters on the host never, where memory is short ("auto"), or all of them
-    ("optimizer"). `on_host`: placeholders of parameters that are there already. `cost`: None without a host."""
+    ("optimizer"). `on_host`: placeholders of parameters that are there already. `cost`: None without a host. `is_one`:
+    whether each pass of a step goes back as soon as it is there, and no stage of a pipeline runs it: then what the
+    backward reads may wait on the host, where memory is short ("auto", "activations")."""
 
     level: str = NONE
     cost: HostCost | None = None
     on_host: Collection[str] = ()
+    is_one: bool = False
+
+    @property
+    def activation_bytes_per_second(self) -> float:
+        """Return the speed of the link for values that wait on the host, 0 where none may."""
+        if self.cost is None or not self.is_one or self.level not in (AUTO, ACTIVATIONS):
+            return 0.0
+        return self.cost.host.link_bytes_per_second
 
     def memory_kinds(self, v: Vertex) -> tuple[bool, ...]:
         """Return the kinds of memory that a parameter may be in: on the device (False), on the host (True), or
@@ -103,7 +113,7 @@ def update_seconds(problem: Problem, e: Evaluation) -> float:
 
 def check_host(problem: Problem, e: Evaluation) -> None:
     """Raise MemoryInfeasibleError if a plan puts more on the host than the host has."""
-    cost, need = problem.offload.cost, offloaded(problem, e).host_bytes
+    cost, need = problem.offload.cost, offloaded(problem, e).host_bytes + e.host_bytes
     if cost is not None and need > cost.host.memory_bytes:
         missing = need - cost.host.memory_bytes
         raise MemoryInfeasibleError(

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ...frontend.repeated_blocks import FIRST
-from ..objective.checkpoint_blocks import block_of
+from ...ir.block_order import block_of
 from ..objective.checkpoint_min_cut import FULL, key_of
 from ..objective.evaluate import Evaluation, held
 from ..objective.modes import waits

@@ -29,6 +29,7 @@ from .interpolate import between, keep_copies, mix
 from .last_word import Room, last_word
 from .local_search import LocalSearch
 from .minimize import ILP, BeyondCutoff, minimize
+from .on_host import bound_with_host, fastest_with_host, smallest_with_host
 from .search import DEAREST_PRICE, Outcome, RestrictedSearch, fastest_played
 from .squeeze import squeezed
 
@@ -59,7 +60,9 @@ class WithinLimit:
         self.bound, self.proved_at, self.smallest = fastest.bound_seconds, fastest.proved_at, self.fast
         self.best: Evaluation | None = None
         self.made_of: tuple[Evaluation, Prices] | None = None  # the plan that `best` was made of, and its prices
-        self.tries, self.program = 0, DecidedProgram()
+        self.tried = [(fastest.evaluation, self.solver.free)]
+        self.bound_with_host = fastest.bound_seconds
+        self.program = DecidedProgram()
         self.rough = replace(run.search, gap=max(run.search.gap, PLAN_GAP), rounds=ROUNDS, largest_program=0)
 
     def outcome(self) -> Outcome:
@@ -75,28 +78,39 @@ class WithinLimit:
             if self.made_of is not None:  # what the limit still has room for, now that it is known what passes by
                 self._keep(self._fitted(*self.made_of, self.limit_bytes - self.best.bytes_)[0])
             self._keep(squeezed(self.run, self.best))
-            return fastest_played([replace(self.last, evaluation=e) for e in [self.best, *self.kept]])
+            with_host = fastest_with_host(self.solver, self.tried, self.best)
+            return fastest_played([replace(self.last, evaluation=e) for e in [self.best, *self.kept, *with_host]])
         best = self.run.smallest(self.smallest)
         if best.bytes_ > self.limit_bytes and self.run.search.largest_program:
             best = squeezed(self.run, best)
-        if best.bytes_ > self.limit_bytes:
+        fitting, prices = [e for e in [best] if e.bytes_ <= self.limit_bytes], self.tried[-1][1]
+        plain = self.solver.with_peak(self.run.evaluate(prices, best.choice, best.first))
+        tried = [*self.tried, (plain, prices)]
+        fitting += fastest_with_host(self.solver, tried, fitting[0] if fitting else None)
+        fitting = fitting or smallest_with_host(self.solver, tried)
+        if not fitting:
             kind = "" if self.run.restriction.name == "auto" else f" with strategy {self.run.restriction.name}"
             raise self.solver.refusal(
                 f"no plan{kind} fits {size(self.limit_bytes)} a device: the smallest found needs", best
             )
-        return replace(self.last, evaluation=best)
+        return fastest_played([replace(self.last, evaluation=e) for e in fitting])
 
     @property
     def last(self) -> Outcome:
         """Return the outcome of the search, with the first half's plan."""
         return replace(
             self.first,
-            bound_seconds=self.bound,
+            bound_seconds=self.proved_bound,
             fits=True,
             found=tuple(self.run.found),
             program=self.program,
             proved_at=self.proved_at,
         )
+
+    @property
+    def proved_bound(self) -> float:
+        """Return the seconds that no plan of the search takes less than."""
+        return self.bound_with_host if self.solver.host_bytes_per_second else self.bound
 
     def _try_program(self) -> None:
         """Try what the full integer program chooses, at several prices of what it keeps and computes again."""
@@ -116,7 +130,7 @@ class WithinLimit:
         if found is None:
             return False
         point, plans = found
-        if self.best is None or self.tries < ENOUGH_TRIES and not self._is_near():
+        if self.best is None or len(self.tried) <= ENOUGH_TRIES and not self._is_near():
             self._bisect(free, point)
         for one, other in itertools.combinations(plans[:MOST_MIXED], 2):
             if self.best is not None and not self._is_near() and one.choice != other.choice:
@@ -150,10 +164,11 @@ class WithinLimit:
             failures = 0 if here > proved else failures + 1
             around, reach = (around, reach / 2) if failures else (point, reach)
             proved = max(proved, here)
+            self.bound_with_host = max(self.bound_with_host, bound_with_host(self.solver, here, prices))
             if here > self.bound:
                 self.bound, self.proved_at = here, (prices,)
-            if self.bound >= run.search.cutoff_seconds:
-                raise BeyondCutoff(self.bound)
+            if self.proved_bound >= run.search.cutoff_seconds:
+                raise BeyondCutoff(self.proved_bound)
             line = self._line(dual, free, point, solution.choice)
             candidate, _ = self._try(prices, dual.strategies(solution.choice))
             if (
@@ -189,6 +204,7 @@ class WithinLimit:
         self.solver.report("mixing plans")
         mixed = between(self.problem, one, other, evaluate, self.limit_bytes)
         candidate = self.solver.with_peak(self.run.evaluate(prices, mixed.choice, mixed.first))
+        self.tried.append((candidate, prices))
         self._keep(self._fitted(candidate, prices)[0], (candidate, prices))
 
     def _keep(self, e: Evaluation | None, made_of: tuple[Evaluation, Prices] | None = None) -> None:
@@ -245,12 +261,12 @@ class WithinLimit:
         recomputation, and what a byte costs that is recomputed to make it fit, infinite if it does not. Keep the
         fastest one that fits."""
         self.solver.report(f"memory price {prices.byte_seconds / self.solver.unit_price:.3g}")
-        self.tries += 1
         if choice is None:
             candidate = self.run.at(prices, self.rough).evaluation
         else:
             candidate = self.run.evaluate(prices, {v.index: choice[v.cls] for v in self.problem.vertices})
             candidate = self.solver.with_peak(candidate)
+        self.tried.append((candidate, prices))
         self.smallest = min(self.smallest, candidate, key=self.solver.blocks.least_bytes)
         fitted, dearest = self._fitted(candidate, prices)
         self._keep(fitted, (candidate, prices))

@@ -65,6 +65,11 @@ class Outcome:
         return self.evaluation.apart_seconds - self.seconds
 
     @property
+    def exposed_seconds(self) -> float:
+        """Return the seconds of communication, and of copies to the host and back, that no compute hides."""
+        return self.evaluation.communication_seconds + self.evaluation.host_seconds - self.hidden_seconds
+
+    @property
     def gap(self) -> float:
         """Return the relative gap between the plan's seconds and the bound."""
         seconds = self.seconds

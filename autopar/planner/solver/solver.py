@@ -16,6 +16,7 @@ from ...utils.format import size
 from ..objective.checkpoint_blocks import Blocks
 from ..objective.evaluate import Evaluation
 from ..objective.memory_timeline import live_bytes
+from ..objective.player import played_seconds
 from ..objective.pricer import Pricer
 from ..problem.allowed import allowed_strategies
 from ..problem.hf_tp_plan import TensorPlan
@@ -26,6 +27,7 @@ from .dual import Dual
 from .hyperedges import HyperedgePrices, hyperedges_of
 from .memory_limit import WithinLimit
 from .minimize import DUAL, BeyondCutoff, Search
+from .on_host import fastest_with_host
 from .search import Outcome, RestrictedSearch, Starts
 
 MOST_TRIES = 4  # to make one plan fit
@@ -65,6 +67,11 @@ class Solver:
             self.unit_price * 1e-5, gradients=0.0, overlap=overlap, links=links, micro_batches=pricer.micro_batches
         )
 
+    @property
+    def host_bytes_per_second(self) -> float:
+        """Return the speed of the link to the host for values that wait there, 0 where none may."""
+        return self.problem.offload.activation_bytes_per_second
+
     @cached_property
     def hyperedges(self) -> list[HyperedgePrices]:
         """Return the prices of all hyperedges, which a solver that evaluates plans alone does not need."""
@@ -102,6 +109,10 @@ class Solver:
         if fastest.bound_seconds >= self.search.cutoff_seconds:
             raise BeyondCutoff(fastest.bound_seconds)
         fitted = None if is_free or fastest.fits else self.made_to_fit(fastest.evaluation)
+        if not is_free and not fastest.fits:
+            mixed = fastest_with_host(self, [(fastest.evaluation, self.free)], fitted)
+            found = [*([] if fitted is None else [fitted]), *mixed]
+            fitted = min(found, key=lambda e: played_seconds(self.problem, e, self.pricer)) if mixed else fitted
         return fastest if fitted is None else replace(fastest, evaluation=fitted, fits=True)
 
     def allowed(self, restriction: Restriction, pins: dict[str, str] | None = None) -> dict[int, np.ndarray]:

@@ -107,6 +107,7 @@ def of_step(plan: Plan, evaluation: Evaluation, tail_seconds: float = 0.0) -> Pl
         compute_seconds=plan.compute_seconds + tail_seconds,
         bound=plan.bound + tail_seconds,
         reduces_once=evaluation.reduces_once,
+        saved_on_host=plan.saved_on_host and times(plan.saved_on_host, "seconds", "exposed_seconds"),
         collectives=tuple(times(c, "seconds") for c in plan.collectives),
         regions=tuple(times(r, "compute_seconds", "communication_seconds") for r in plan.regions),
     )

@@ -37,6 +37,7 @@ from .attention_text import is_packed
 from .model_flops import flops_of_step
 from .outputs import held_bytes, kept_bytes, outputs_in, with_outputs
 from .routing import routing_of
+from .values_on_host import described, exposed_seconds
 
 if TYPE_CHECKING:
     from .planned import Planned, StagedRow
@@ -66,7 +67,7 @@ def describe_plan(planned: Planned) -> Plan:
         compute_seconds=e.compute_seconds,
         communication_seconds=e.communication_seconds,
         recompute_seconds=e.recompute_seconds,
-        exposed_seconds=max(0.0, e.communication_seconds - chosen.hidden_seconds),
+        exposed_seconds=max(0.0, chosen.exposed_seconds - exposed_seconds(chosen)),
         bound=max(0.0, min(chosen.bound_seconds, chosen.seconds)),
         gap=chosen.gap,
         program=chosen.program,
@@ -94,6 +95,7 @@ def describe_plan(planned: Planned) -> Plan:
         meshes=planned.meshes,
         batches=planned.batches,
         offloaded=offloaded(problem, e),
+        saved_on_host=described(problem, e, chosen),
         update_seconds=update_seconds(problem, e),
         reduce_dtype=options.reduce_dtype,
         tiled=tiled.described(problem, e, options.hardware),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from ...cost.collectives import CollectiveCost
@@ -15,7 +16,7 @@ from ...cost.product_seconds import ProductSeconds
 from ...cost.redistribute import Redistributor
 from ...cost.transfer_prices import TransferPrices
 from ...cost.update import UpdateCost
-from ...errors import AutoparError, UnsupportedOpError
+from ...errors import AutoparError, MemoryInfeasibleError, UnsupportedOpError
 from ...frontend.export import Captured
 from ...frontend.precision import reduce_type
 from ...ir.graph import describe
@@ -30,6 +31,7 @@ from ..problem.overlay import fitting
 from ..problem.problem import Problem, build, with_offload
 from ..problem.recipes import MODELS_OWN, Restriction, globs_of, may_cut_sequence
 from ..problem.symmetry import fold, unfolded
+from ..solver.minimize import BeyondCutoff
 from ..solver.search import Outcome, Starts
 from ..solver.solver import Solver
 from . import accumulation, expert_plans, fixed_recompute, tiling
@@ -70,7 +72,17 @@ def search(
         report("searching")
         known = [one.found[-1] for one in others.values() if isinstance(one, Outcome)]
         first = starts if options.strategy else [*known, *starts]
-        return tiling.fastest(accumulation.solvers_for(solvers, options.strategy), restriction, options, first)
+
+        def among(solvers: Sequence[Solver], options: PlanOptions) -> tuple[Solver, Outcome]:
+            return tiling.fastest(accumulation.solvers_for(solvers, options.strategy), restriction, options, first)
+
+        if options.offload != offload.AUTO or not solvers[0].host_bytes_per_second:
+            return among(solvers, options)
+        alone = replace(options, offload=offload.ACTIVATIONS)
+        return _faster(
+            lambda: among(solvers, options),
+            lambda: among(solvers_of(captured, mesh, alone, report, solvers[0].pricer), alone),
+        )
 
     others = expert_plans.rows(solvers, options.styles) if options.baselines not in (False, IN_DOUBT) else {}
     solver, chosen = found(others)
@@ -82,6 +94,28 @@ def search(
         offload.check_host(solver.problem, chosen.evaluation)
     report("done")
     return Planned(model, captured, options, solver, chosen, others, warnings, time.perf_counter() - start)
+
+
+def _faster(
+    free: Callable[[], tuple[Solver, Outcome]], narrow: Callable[[], tuple[Solver, Outcome]]
+) -> tuple[Solver, Outcome]:
+    """Return what a search finds, or, if memory was short there, what a search of some of the same plans finds if that
+    is faster. Raise what the first one raises if neither finds anything."""
+    try:
+        solver, outcome = free()
+    except MemoryInfeasibleError as refused:
+        try:
+            return narrow()
+        except (MemoryInfeasibleError, BeyondCutoff):
+            raise refused from None
+    e = outcome.evaluation
+    if not (outcome.is_limited or e.recomputed or e.on_host or not outcome.fits):
+        return solver, outcome
+    with suppress(MemoryInfeasibleError, BeyondCutoff):
+        other, found = narrow()
+        if found.fits and (not outcome.fits or found.seconds < outcome.seconds):
+            return other, replace(found, bound_seconds=min(found.bound_seconds, outcome.bound_seconds))
+    return solver, outcome
 
 
 def solvers_of(
@@ -137,7 +171,8 @@ def _problem(
     offload."""
     hardware, optimizer = options.hardware, options.of_state()
     cost = HostCost(hardware.host, options.micro_batches) if hardware.host else None
-    on_host = offload.Offload(options.offload, cost, options.on_host)
+    is_one = options.within is None and options.tail is None and options.recompute == fixed_recompute.AUTO
+    on_host = offload.Offload(options.offload, cost, options.on_host, is_one)
     if known is not None and known.whole is captured.graph:
         update = UpdateCost(hardware.reached_memory_bytes_per_second, options.micro_batches)
         return with_offload(known, on_host, update)
