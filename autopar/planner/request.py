@@ -11,6 +11,7 @@ from ..plans.axes import check_axes
 from ..plans.pipeline import axis_of, check_staged, inside
 from ..schedule.actions import Schedule
 from .made_to_fit import made_to_fit
+from .objective.loops import NEVER
 from .options import PIPELINES, options_of
 from .pipeline import mesh_search
 from .pipeline.expert_pipelines import staged_rows
@@ -50,6 +51,7 @@ class PlanRequest:
         stages_per_rank: int | None = None,
         recompute: str = "auto",
         tile: str = "auto",
+        loops: str = NEVER,
         refuses: bool = True,
         solver: str = "dual",
         styles=None,
@@ -64,6 +66,7 @@ class PlanRequest:
             asked,
             recompute=recompute,
             tile=tile,
+            loops=loops,
             refuses=refuses,
             styles=styles or {},
             search=replace(asked.search, solver=solver),
