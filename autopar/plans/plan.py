@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch import fx
 
 # fields that a file leaves out where they say nothing
-LEFT_OUT = "reduce_dtype state_dtype outputs batches tiled packed fp8 attentions routing unmade_bytes".split()
+LEFT_OUT = "reduce_dtype state_dtype outputs batches tiled packed fp8 attentions routing unmade_bytes beside_seconds".split()
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,7 @@ class Plan:
     packed: int = 0  # attentions among documents in a row, told apart by numbers and not by a mask of all pairs
     attentions: tuple[AttentionScheme, ...] = ()  # empty where no sequence is cut
     fp8: str = ""  # what computes in FP8 if the planner chose that, as autopar.FP8.parse reads it, or "none"
+    beside_seconds: float = 0.0  # of communication, what loops hide beside products
     routing: Routing | None = None  # of experts whose rows are sent to them
     pipeline: Pipeline = Pipeline()  # the sharding is of one micro-batch, on the mesh of a stage
     planning_seconds: float = field(default=0.0, compare=False)

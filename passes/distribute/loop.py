@@ -151,7 +151,9 @@ class _Loop:
         """Put a loop in the place of an all-gather and of the products that read what it gives."""
         graph, ring, held = self.start.graph, self.ring, self.source
         self._check(all(operand(p) is self.result and p.target in MULTIPLY for p in self.products))
-        for node in bucket.made_after(self.start, [operand(p, 1) for p in self.products]):
+        weights = bucket.made_after(self.start, [operand(p, 1) for p in self.products])
+        self._check(self.result not in weights)
+        for node in weights:
             self.start.prepend(node)
         blocks: dict[int, fx.Node] = {}
         with graph.inserting_before(self.start):

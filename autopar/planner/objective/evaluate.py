@@ -132,6 +132,11 @@ class Evaluation:
         return sum(t.alone_seconds * t.copies for t in self.every_transfer)
 
     @property
+    def beside_seconds(self) -> float:
+        """Return the seconds of communication that loops hide beside products."""
+        return max(0.0, sum(t.looped.beside_seconds * t.copies for t in self.transfers if t.looped))
+
+    @property
     def apart_seconds(self) -> float:
         """Return the seconds of all parts one after the other."""
         return self.compute_seconds + self.recompute_seconds + self.communication_seconds + self.parameter_seconds

@@ -68,6 +68,7 @@ def describe_plan(planned: Planned) -> Plan:
         communication_seconds=e.communication_seconds,
         recompute_seconds=e.recompute_seconds,
         exposed_seconds=max(0.0, e.communication_seconds - chosen.hidden_seconds),
+        beside_seconds=e.beside_seconds,
         bound=max(0.0, min(chosen.bound_seconds, chosen.unlooped_seconds)),
         gap=chosen.gap,
         program=chosen.program,
