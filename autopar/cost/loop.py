@@ -3,8 +3,9 @@
 Of P devices each makes P - 1 exchanges with its neighbours, each beside the products of a block, and one block's
 products beside none. A block's products are smaller and so slower than a P-th of the whole (autopar/cost/products.py),
 and each exchange has a latency of its own; a message and the products beside it gain of each other what a profile says
-of collectives beside compute. What arrives of a sum is added to a block, what is gathered for others than the products
-is joined by one copy.
+of collectives beside compute. What arrives of a sum is added to a block. What is gathered for others than the products
+is joined by one copy, as blocks of an all-gather are where they are not of the first dim, which has no price there
+either.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def check(rank: int, mesh: str, models: tuple[str, ...], seq: int) -> None:
         model, batch = tiny.own(name, seq=seq)
         options = dict(strategy="megatron_sp", loops="always")
         mine, whole = pair(model.double(), device_mesh(mesh), batch, **options)
-        assert len(mine.plan.sharding.loops) >= 9, mine.plan
+        assert len(mine.plan.sharding.loops) >= 6, mine.plan
         with Messages() as messages:
             loss = mine(**batch).loss
             loss.backward()
@@ -47,7 +47,7 @@ def check(rank: int, mesh: str, models: tuple[str, ...], seq: int) -> None:
 
 
 GPT, LLAMA = "gpt2-tiny:hidden=48,heads=12,layers=1", "llama-tiny:hidden=48,heads=12,kv_heads=12,layers=1"
-GROUPED = "llama-tiny:layers=1"  # fewer heads of keys than of queries
+GROUPED = "llama-tiny:hidden=48,heads=12,kv_heads=6,layers=1"  # fewer heads of keys than of queries
 ALL = (GPT, LLAMA, GROUPED)
 
 
@@ -67,7 +67,7 @@ def test_step(mesh, ranks, models, seq):
 def compiled(rank: int) -> None:
     model, batch = tiny.own(GROUPED, seq=13)
     mine, whole = pair(model.double(), device_mesh("tp=2"), batch, strategy="megatron_sp", loops="always")
-    mine.compile()
+    mine.compile(backend="aot_eager")
     mine(**batch).loss.backward()
     whole(**batch).loss.backward()
     assert_same_gradients(mine, whole, 1e-10)

@@ -135,7 +135,8 @@ class _Sites:
         part, whole = (t.target, t.source) if is_sum else (t.source, t.target)
         part_bytes, whole_bytes = (largest_local_numel(value.shape, x, problem.mesh) * value.element_size()
                                    for x in (part, whole))  # fmt: skip
-        seconds = cost.seconds(block, part_bytes, is_sum, whole_bytes if site.is_joined else 0.0)
+        is_copied = site.is_joined and site.dim == 0  # elsewhere the collective puts its blocks in order by a copy, too
+        seconds = cost.seconds(block, part_bytes, is_sum, whole_bytes if is_copied else 0.0)
         alone = sum(float(problem.choices(v).seconds[choice[v]]) for v in (*site.products, *site.sums))
         return max(0.0, seconds - alone)
 
