@@ -19,6 +19,7 @@ import numpy as np
 
 from ..cost.compute import FREE
 from ..errors import MemoryInfeasibleError, StrategyError
+from ..plans.loops import loop_lines
 from ..plans.text import routing_lines
 from ..rules import Strategy
 from .explain_text import explain_text
@@ -118,7 +119,7 @@ def explain_plan(
         e.bytes_,
         found,
         max(0, len(classes) - choices),
-        () if planned.options.within else tuple(routing_lines(planned.plan)),  # else of the pipeline
+        () if planned.options.within else (*routing_lines(planned.plan), *loop_lines(planned.plan)),
         other_schemes(planned, explainer.solver, report) if any(choice.scheme for choice in found) else (),
     )
 

@@ -3,7 +3,7 @@
 A gather of activations along rows goes round if products read what it gives: those whose weights are there when the
 gathered tensor is first read. A reduce-scatter along rows goes round if it adds up what a product gives, or a sum of
 several that nothing else reads. Prices are those of autopar/cost/loop.py; "auto" takes what gains by them, within the
-closest links. A product is in one loop at most: one that reads a gathered tensor is not also beside a reduce-scatter.
+closest links, where collectives run beside compute. A product is in one loop at most: one that reads a gathered tensor is not also beside a reduce-scatter.
 
 The plan is searched for without loops. A transfer that goes round is charged with what its loop takes more than the
 products do by themselves, so that the played step has the loop in it; the bound is of plans without loops.
@@ -61,6 +61,8 @@ def looped(
 ) -> Evaluation:
     """Return the evaluation of a plan with its loops; `around`: the mesh on which distances are measured."""
     if loops == NEVER or problem.tiled:
+        return e
+    if loops == AUTO and not hardware.overlap_gain:
         return e
     launch = min(hardware.launch_seconds, GAP_SECONDS) if execution == COMPILED else hardware.launch_seconds
     sites, transfers = _Sites(problem, e), []
