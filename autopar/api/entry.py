@@ -148,8 +148,8 @@ def search(
     execution="eager", expert_load=1.0, tokens_per_second=False, cache=NO_CACHE, **staged,
 ) -> Planned:  # fmt: skip
     """Plan as `plan` does, and return all that the search knows beside the plan. `cache`: a CompileCache, in which
-    captures are looked for and kept. `staged`: micro_batches, schedule, stages_per_rank, recompute, tile, loops, solver, and
-    `refuses=False`, with which what does not fit is planned all the same."""
+    captures are looked for and kept. `staged`: micro_batches, schedule, stages_per_rank, recompute, tile, loops,
+    solver, and `refuses=False`, with which what does not fit is planned all the same."""
     check_model(model)
     precision = precision_on(Mesh.of(mesh) if isinstance(mesh, Mapping) else mesh, hardware, precision, model)
     asked = dict(hardware=hardware, memory=memory, optimizer=optimizer, precision=precision, strategy=strategy, pin=pin)

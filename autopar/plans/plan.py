@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from torch import fx
 
 # fields that a file leaves out where they say nothing
-LEFT_OUT = "reduce_dtype state_dtype outputs batches tiled packed fp8 attentions routing unmade_bytes beside_seconds".split()
+LEFT_OUT = (
+    "reduce_dtype state_dtype outputs batches tiled packed fp8 attentions routing unmade_bytes beside_seconds".split()
+)
 
 
 @dataclass(frozen=True)

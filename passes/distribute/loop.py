@@ -182,17 +182,15 @@ class _Loop:
         """Put a loop in the place of a reduce-scatter and of the products whose results, or their sum, it adds up."""
         graph, ring = self.start.graph, self.ring
         self._check(set(self._summands(self.source)) == set(self.products))
-        total: fx.Node | None = None
         with graph.inserting_before(self.start):
-            for step in range(ring.size):
+            total = self._product_of(*self.ends[ring.place - 1])
+            for step in range(1, ring.size):
                 block = (ring.place - 1 - step) % ring.size
                 self._belong_to(self.start)
-                started = None if total is None else self._send(total)
+                started = self._send(total)
                 own = self._product_of(*self.ends[block])
                 self._belong_to(self.start)
-                if started is not None:
-                    own = self.builder.call(aten.add_.Tensor, own, self._received(started, block))
-                total = own
+                total = self.builder.call(aten.add_.Tensor, own, self._received(started, block))
             bucket.become(self.result, total)
         self._remove()
 
@@ -211,7 +209,7 @@ class _Loop:
         """Return the products that a value is the sum of, which nothing else reads."""
         self._check(len(node.users) == 1)
         if node.target is aten.add.Tensor:
-            return [one for argument in node.args for one in self._summands(argument)]
+            return [one for argument in (operand(node), operand(node, 1)) for one in self._summands(argument)]
         self._check(node.target in MULTIPLY)
         return [node]
 

@@ -1,4 +1,4 @@
-"""Which collectives a plan lets go round beside products, and what it says that this costs."""
+"""A plan lets collectives go round beside products where that gains, and says what it gains."""
 
 from __future__ import annotations
 

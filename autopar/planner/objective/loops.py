@@ -3,7 +3,8 @@
 A gather of activations along rows goes round if products read what it gives: those whose weights are there when the
 gathered tensor is first read. A reduce-scatter along rows goes round if it adds up what a product gives, or a sum of
 several that nothing else reads. Prices are those of autopar/cost/loop.py; "auto" takes what gains by them, within the
-closest links, where collectives run beside compute. A product is in one loop at most: one that reads a gathered tensor is not also beside a reduce-scatter.
+closest links, where collectives run beside compute. A product is in one loop at most: one that reads a gathered tensor
+is not also beside a reduce-scatter.
 
 The plan is searched for without loops. A transfer that goes round is charged with what its loop takes more than the
 products do by themselves, so that the played step has the loop in it; the bound is of plans without loops.
@@ -14,7 +15,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from torch import fx
 
@@ -56,9 +56,7 @@ class Site:
     is_joined: bool
 
 
-def looped(
-    problem: Problem, e: Evaluation, loops: str, hardware: Hardware, around: Mesh, execution: str
-) -> Evaluation:
+def looped(problem: Problem, e: Evaluation, loops: str, hardware: Hardware, around: Mesh, execution: str) -> Evaluation:
     """Return the evaluation of a plan with its loops; `around`: the mesh on which distances are measured."""
     if loops == NEVER or problem.tiled:
         return e
@@ -116,8 +114,9 @@ class _Sites:
         if t.is_hidden or len(steps) != 1 or any(self._kind(c) == "parameter" for c in t.consumers):
             return None
         move = steps[0].move
-        is_row = move.dim is not None and move.dim + 1 < len(t.target.dims)
-        if len(move.axes) != 1 or move.parts != 1 or not is_row or self.problem.mesh.size(move.axes[0]) == 1:
+        if move.dim is None or move.dim + 1 == len(t.target.dims):  # it does not move rows
+            return None
+        if len(move.axes) != 1 or move.parts != 1 or self.problem.mesh.size(move.axes[0]) == 1:
             return None
         if key_of(t) in self.moved_again:  # the backward shares the copy with what it computes again
             return None
@@ -135,8 +134,9 @@ class _Sites:
         value = problem.vertices[t.producer].values[t.output]
         is_sum = t.redistribution.steps[0].move.kind == "reduce_scatter"
         part, whole = (t.target, t.source) if is_sum else (t.source, t.target)
-        part_bytes, whole_bytes = (largest_local_numel(value.shape, x, problem.mesh) * value.element_size()
-                                   for x in (part, whole))  # fmt: skip
+        part_bytes, whole_bytes = (
+            largest_local_numel(value.shape, x, problem.mesh) * value.element_size() for x in (part, whole)
+        )
         is_copied = site.is_joined and site.dim == 0  # elsewhere the collective puts its blocks in order by a copy, too
         seconds = cost.seconds(block, part_bytes, is_sum, whole_bytes if is_copied else 0.0)
         alone = sum(float(problem.choices(v).seconds[choice[v]]) for v in (*site.products, *site.sums))
