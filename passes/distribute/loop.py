@@ -264,9 +264,10 @@ class _Rows:
 
     @cached_property
     def whole(self) -> fx.Node:
-        """Return the memory of the result."""
+        """Return the memory of the result, made of what is gathered: what is made of weights alone may be made once for
+        several micro-batches."""
         value = self.product.meta["val"]
-        return self.call(aten.new_empty.default, operand(self.product, 1), list(value.shape), dtype=value.dtype)
+        return self.call(aten.new_empty.default, self.around.source, list(value.shape), dtype=value.dtype)
 
     def write(self, block: fx.Node, begin: int, end: int) -> None:
         """Multiply a block into its rows of the result."""
