@@ -54,6 +54,7 @@ from .passes.distribute.bucket import bucket
 from .passes.distribute.by_tier import by_tier
 from .passes.distribute.in_place import in_place
 from .passes.distribute.localize import localize
+from .passes.distribute.loop import loop
 from .passes.distribute.lower_ops import lower_ops
 from .passes.distribute.overlap import overlap
 from .passes.distribute.partition import partition
@@ -141,10 +142,6 @@ def _localized(here: Local) -> tuple:
     return here.plan.sharding, here.rank, lowering, None, reduce_type(here.plan.reduce_dtype)
 
 
-def _tiered(here: Local) -> tuple:
-    return here.plan.sharding.mesh, here.plan.sharding.hierarchy, here.plan.reduce_scatter
-
-
 MODEL = (
     Pass("export", _export, _itself, takes=CAPTURE),
     Pass("explicit_casts", _explicit_casts, _itself),
@@ -171,10 +168,13 @@ RANK = (
     Pass("recompute", recompute, lambda here: (here.plan.sharding.recomputed, bool(here.plan.tiled))),
     Pass("save_on_host", save_on_host, lambda here: (here.plan.saved_on_host,),
          lambda here: here.plan.saved_on_host is not None, needs="--offload activations and little --memory"),
+    Pass("loop", loop, lambda here: (here.plan.sharding.loops,), lambda here: bool(here.plan.sharding.loops),
+         needs="--loops auto"),
     Pass("lower_ops", lower_ops),
     Pass("bucket", bucket, lambda here: (here.plan.bucket_bytes,)),
-    Pass("by_tier", by_tier, _tiered, lambda here: bool(here.plan.sharding.hierarchy),
-         needs="a profile with two tiers of links"),
+    Pass("by_tier", by_tier,
+         lambda here: (here.plan.sharding.mesh, here.plan.sharding.hierarchy, here.plan.reduce_scatter),
+         lambda here: bool(here.plan.sharding.hierarchy), needs="a profile with two tiers of links"),
     Pass("in_place", in_place),
     Pass("overlap", overlap, lambda here: (here.plan.overlaps,)),
 )  # fmt: skip

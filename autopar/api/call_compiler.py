@@ -261,7 +261,8 @@ class CallCompiler:
             reduce_dtype=first.reduce_dtype,
             state_dtype=first.state_dtype,
         )
-        return replace(asked_again, tile=with_regions(self.options["tile"], captured.graph))
+        tile = with_regions(self.options["tile"], captured.graph)
+        return replace(asked_again, tile=tile, loops=self.options["loops"])
 
 
 def _with_decisions(like: Plan, captured: Captured) -> Plan:

@@ -90,6 +90,7 @@ def plan(
     stages_per_rank: int | None = None,
     recompute: words.Recompute = "auto",
     tile: words.Tile = "auto",
+    loops: words.Loops = "never",
     offload: words.Offload = "none",
     fixes: bool = True,
     solver: words.Solver = "dual",
@@ -120,20 +121,22 @@ def plan(
     stages a rank. For a number of devices the plan may have stages or not; it has some if a schedule is asked for.
     `recompute`: "auto", or "none", "selective" or "full" for all blocks. `tile`: what is computed in pieces
     of rows: the last linear layer and its loss, without logits ("loss"), MLPs ("mlp"), both ("loss+mlp"), "none", or
-    "auto", where memory is short and that is faster (docs/sequences.md). `offload`: what the host holds: "none"; where
-    memory is short, values that the backward reads ("activations"), or also parameters that train, with their gradients
-    and optimizer state ("auto"); or all of those parameters ("optimizer"). `solver`: "dual", the search, or "ilp",
-    which for a small model on a mesh without stages gives the full integer program to OR-tools, as a cross-check. With
-    `tokens_per_second` the batch is free: that of `example_inputs` times powers of two, and the plan is that of the one
-    with the most tokens a second that fits. Raises subclasses of AutoparError; MemoryInfeasibleError with `fixes`, what
-    would fit instead, unless `fixes=False` leaves that out: it takes several searches."""
+    "auto", where memory is short and that is faster (docs/sequences.md). `loops`: which gathers and reduce-scatters go
+    round beside the products that read or make what they move: "never", "auto", where that is faster, or "always"
+    where it can be (docs/planning.md). `offload`: what the host holds: "none"; where memory is short, values that the
+    backward reads ("activations"), or also parameters that train, with their gradients and optimizer state ("auto"); or
+    all of those parameters ("optimizer"). `solver`: "dual", the search, or "ilp", which for a small model on a mesh
+    without stages gives the full integer program to OR-tools, as a cross-check. With `tokens_per_second` the batch is
+    free: that of `example_inputs` times powers of two, and the plan is that of the one with the most tokens a second
+    that fits. Raises subclasses of AutoparError; MemoryInfeasibleError with `fixes`, what would fit instead, unless
+    `fixes=False` leaves that out: it takes several searches."""
     return search(
         model, mesh, example_inputs, hardware=hardware, memory=memory, optimizer=optimizer, precision=precision,
         reduce_dtype=reduce_dtype, state_dtype=state_dtype, execution=execution, expert_load=expert_load,
         strategy=strategy, pin=pin,
         forbid=forbid, adapt=adapt, passes=passes, loss_fn=loss_fn, strict=strict, baselines=baselines,
         micro_batches=micro_batches, schedule=schedule, stages_per_rank=stages_per_rank, recompute=recompute,
-        tile=tile, offload=offload, fixes=fixes, solver=solver,
+        tile=tile, loops=loops, offload=offload, fixes=fixes, solver=solver,
         tokens_per_second=tokens_per_second, name=name, report=report,
     ).plan  # fmt: skip
 
@@ -145,8 +148,8 @@ def search(
     execution="eager", expert_load=1.0, tokens_per_second=False, cache=NO_CACHE, **staged,
 ) -> Planned:  # fmt: skip
     """Plan as `plan` does, and return all that the search knows beside the plan. `cache`: a CompileCache, in which
-    captures are looked for and kept. `staged`: micro_batches, schedule, stages_per_rank, recompute, tile, solver, and
-    `refuses=False`, with which what does not fit is planned all the same."""
+    captures are looked for and kept. `staged`: micro_batches, schedule, stages_per_rank, recompute, tile, loops,
+    solver, and `refuses=False`, with which what does not fit is planned all the same."""
     check_model(model)
     precision = precision_on(Mesh.of(mesh) if isinstance(mesh, Mapping) else mesh, hardware, precision, model)
     asked = dict(hardware=hardware, memory=memory, optimizer=optimizer, precision=precision, strategy=strategy, pin=pin)
@@ -239,6 +242,7 @@ def compile(
     micro_batches: words.MicroBatches | None = None,
     offload: words.Offload = "none",
     tile: words.Tile = "auto",
+    loops: words.Loops = "never",
     schedule: words.Schedule | Schedule = "auto",
     stages_per_rank: int | None = None,
     pad: Padding | None = None,
@@ -317,6 +321,7 @@ def compile(
         micro_batches=micro_batches,
         offload=offload,
         tile=tile,
+        loops=loops,
         schedule=schedule,
         stages_per_rank=stages_per_rank,
         pad=pad,

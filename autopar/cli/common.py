@@ -104,7 +104,7 @@ def add_search(parser, baselines: bool = False) -> None:
 
 
 def add_batching(parser) -> None:
-    """Add --micro-batches, --micro-batch, --tile and --recompute."""
+    """Add --micro-batches, --micro-batch, --tile, --loops and --recompute."""
     parts = (
         "parts of the batch, whose gradients are added up; auto: the fewest that fit without recomputation (default 1, "
         "with pp as many as are best)"
@@ -115,6 +115,8 @@ def add_batching(parser) -> None:
     level = "what the backward computes again, in every block (default auto: as little as the memory demands)"
     tile = "the last layer and its loss without logits, MLPs in pieces of rows (default auto: where memory is short)"
     parser.add_argument("--tile", choices=("auto", "none", "loss", "mlp", "loss+mlp"), default="auto", help=tile)
+    loops = "collectives that go round beside products: none, where that is faster, where it can be (default never)"
+    parser.add_argument("--loops", choices=("never", "auto", "always"), default="never", help=loops)
     parser.add_argument("--recompute", choices=("auto", "none", "selective", "full"), default="auto", help=level)
 
 
@@ -183,6 +185,7 @@ def search(args: argparse.Namespace, report: Report, **options) -> Planned:
         micro_batches=many,
         recompute=args.recompute,
         tile=args.tile,
+        loops=args.loops,
         schedule=getattr(args, "schedule", None) or "auto",
         stages_per_rank=getattr(args, "stages_per_rank", None),
         baselines=PIPELINES if staged else compares,

@@ -25,6 +25,7 @@ from ..rules import Strategy
 from ..rules.layers import ring_axes
 from ..rules.reading import bound, tensors_by_name
 from .attention import Shape, attention_seconds
+from .messages import message_seconds, together_seconds
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,7 @@ class RingCost:
 
     def message_seconds(self, bytes_: float, mesh: Mesh, hardware: Hardware) -> float:
         """Return the seconds of one exchange between neighbours."""
-        if not bytes_:
-            return 0.0
-        links = [hardware.links_for(mesh)[axis] for axis in self.axes]
-        return max(l.latency_seconds for l in links) + bytes_ / min(l.bytes_per_second for l in links)
+        return message_seconds(self.axes, bytes_, mesh, hardware)
 
     def sent_seconds(self, mesh: Mesh, hardware: Hardware) -> float:
         """Return the seconds of all messages, were nothing beside them."""
@@ -71,7 +69,7 @@ class RingCost:
         sent, gradients = (self.message_seconds(b, mesh, hardware) for b in (self.key_bytes, self.gradient_bytes))
         steps = self.ring.size - 1
         beside = sent + gradients * (steps - 1) / steps
-        together = whole + beside - hardware.overlap_gain * min(whole, beside)
+        together = together_seconds(whole, beside, hardware)
         joins = self.joined_bytes / hardware.reached_memory_bytes_per_second
         return own + steps * together + gradients + joins
 

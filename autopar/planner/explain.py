@@ -19,6 +19,7 @@ import numpy as np
 
 from ..cost.compute import FREE
 from ..errors import MemoryInfeasibleError, StrategyError
+from ..plans.loops import loop_lines
 from ..plans.text import routing_lines
 from ..rules import Strategy
 from .explain_text import explain_text
@@ -31,6 +32,7 @@ from .solver.search import Outcome
 from .solver.solver import Solver
 from .spmd.attention_schemes import scheme_text
 from .spmd.attention_text import attention_text
+from .spmd.plan import with_loops
 from .spmd.planned import Planned
 
 SWEEPS = 16
@@ -117,7 +119,7 @@ def explain_plan(
         e.bytes_,
         found,
         max(0, len(classes) - choices),
-        () if planned.options.within else tuple(routing_lines(planned.plan)),  # else of the pipeline
+        () if planned.options.within else (*routing_lines(planned.plan), *loop_lines(planned.plan)),
         other_schemes(planned, explainer.solver, report) if any(choice.scheme for choice in found) else (),
     )
 
@@ -246,6 +248,7 @@ class _Explainer:
         chosen one and needs more memory than there is."""
         limit = self.planned.solver.limit_bytes
         found = self._solver(limit * FAR_MORE).solve(self.restriction, self.pins, [self.chosen])
+        found = with_loops(found, self.planned.options)
         is_faster = found.seconds < self.planned.chosen.seconds * (1 - 1e-6)
         return found if is_faster and found.evaluation.bytes_ > limit else None
 
@@ -278,7 +281,7 @@ class _Explainer:
         self.report(f"{_name(self.problem.vertices[cls])} as {text}")
         required, starts = replace(self.restriction, required=((cls, k),)), [self.chosen | {cls: k}]
         try:
-            outcome = self.solver.solve(required, self.pins, starts)
+            outcome = with_loops(self.solver.solve(required, self.pins, starts), self.planned.options)
         except MemoryInfeasibleError:
             return Instead(text, False)
         found = outcome.evaluation
@@ -309,7 +312,7 @@ class _Explainer:
         """Return the seconds of communication of the tensors that the members of a class make or read."""
         members = set(self.problem.classes[cls].members)
         return sum(
-            t.seconds * t.copies
+            t.alone_seconds * t.copies
             for t in e.every_transfer
             if t.producer in members or not members.isdisjoint(t.consumers)
         )

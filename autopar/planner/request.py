@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from ..errors import StrategyError
 from ..frontend.export import Captured
 from ..ir.mesh import Mesh
 from ..plans.axes import check_axes
 from ..plans.pipeline import axis_of, check_staged, inside
 from ..schedule.actions import Schedule
 from .made_to_fit import made_to_fit
+from .objective.loops import ALWAYS, NEVER
 from .options import PIPELINES, options_of
 from .pipeline import mesh_search
 from .pipeline.expert_pipelines import staged_rows
@@ -50,6 +52,7 @@ class PlanRequest:
         stages_per_rank: int | None = None,
         recompute: str = "auto",
         tile: str = "auto",
+        loops: str = NEVER,
         refuses: bool = True,
         solver: str = "dual",
         styles=None,
@@ -64,6 +67,7 @@ class PlanRequest:
             asked,
             recompute=recompute,
             tile=tile,
+            loops=loops,
             refuses=refuses,
             styles=styles or {},
             search=replace(asked.search, solver=solver),
@@ -73,6 +77,8 @@ class PlanRequest:
             accumulation.check(micro_batches)
         if not is_count:
             check_staged(read, schedule, stages_per_rank)
+            if loops == ALWAYS and axis_of(read) is not None:
+                raise StrategyError("stages have no loops", fix='leave out loops="always", or the axis pp')
             asked.check(inside(read))
         return request
 

@@ -252,6 +252,7 @@ SHARDING: Kind = {
     "on_host": [text],
     "hierarchy": [(by_tier, [text], [text], count, count)],
     "layouts": [(rank, text)],
+    "loops": [(by_tier, text, count, text, [text])],
 }
 # What a file may leave out, and what it could be.
 NO_FLOPS: Json = {"model": 0.0, "dtype": "fp32", "peak_per_second": 0.0, "published": 0.0}
@@ -267,6 +268,7 @@ OPTIONAL: Json = {
     "attentions": [],
     "fp8": "",
     "unmade_bytes": 0.0,
+    "beside_seconds": 0.0,
     "routing": {"load": 1.0, "worst_peak_bytes": 0.0, "sent_bytes": 0.0, "gathered_bytes": 0.0},
     "saved_on_host": {"values": [], "bytes_": 0.0, "seconds": 0.0, "exposed_seconds": 0.0},
     "update_seconds": 0.0,
@@ -303,7 +305,7 @@ SCHEMA: Kind = {
     "program": {"choices": count, "excluded": count, "decided": count, "variables": count, "proved": flag},
     "outputs": [{"name": text, "shape": [count], "layout": text, "wire_bytes": amount, "seconds": amount}],
     "routing": {"load": amount, "worst_peak_bytes": amount, "sent_bytes": amount, "gathered_bytes": amount},
-    "unmade_bytes": amount, "packed": count, "fp8": text,
+    "unmade_bytes": amount, "beside_seconds": amount, "packed": count, "fp8": text,
     "attentions": [{"name": text, "copies": size, "scheme": text, "pairs": amount, "balance": amount,
                     "sent_bytes": amount}],
     "saved_on_host": {"values": [(text, count)], "bytes_": amount, "seconds": amount, "exposed_seconds": amount},
@@ -327,8 +329,10 @@ SCHEMA: Kind = {
 
 
 def _in_full(body: Json) -> Json:
-    """Return a plan's data with what its alternatives leave out."""
-    rows = body.get("alternatives")
+    """Return a plan's data with what its alternatives and its sharding leave out."""
+    rows, sharding = body.get("alternatives"), body.get("sharding")
+    if isinstance(sharding, dict):
+        body = body | {"sharding": {"loops": []} | sharding}
     if not isinstance(rows, list):
         return body
     return body | {"alternatives": [OF_ALTERNATIVES | row if isinstance(row, dict) else row for row in rows]}

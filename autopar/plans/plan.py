@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 # fields that a file leaves out where they say nothing
 LEFT_OUT = (
-    "reduce_dtype state_dtype outputs batches tiled packed fp8 attentions routing unmade_bytes saved_on_host".split()
+    "reduce_dtype state_dtype outputs batches tiled packed fp8 attentions routing unmade_bytes saved_on_host "
+    "beside_seconds".split()
 )
 
 
@@ -92,6 +93,7 @@ class Plan:
     packed: int = 0  # attentions among documents in a row, told apart by numbers and not by a mask of all pairs
     attentions: tuple[AttentionScheme, ...] = ()  # empty where no sequence is cut
     fp8: str = ""  # what computes in FP8 if the planner chose that, as autopar.FP8.parse reads it, or "none"
+    beside_seconds: float = 0.0  # of communication, what loops hide beside products
     routing: Routing | None = None  # of experts whose rows are sent to them
     pipeline: Pipeline = Pipeline()  # the sharding is of one micro-batch, on the mesh of a stage
     planning_seconds: float = field(default=0.0, compare=False)

@@ -28,6 +28,22 @@ class NodeSharding:
 
 
 @dataclass(frozen=True)
+class Loop:
+    """A collective that goes round beside the products that it feeds or sums up (passes/distribute/loop.py).
+
+    kind: "all_gather", of what the products multiply, or "reduce_scatter", of what they give or of its sum.
+    tensor, layout, phase: name of the node that is redistributed, to which layout, and in which phase.
+    products: names of the op nodes.
+    """
+
+    kind: str
+    tensor: str
+    layout: Layout
+    phase: str
+    products: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Sharding:
     """All decisions for one joint graph.
 
@@ -40,6 +56,7 @@ class Sharding:
     recomputed: names of the op nodes that the backward computes again instead of reading what they gave.
     on_host: placeholders whose local value arrives in the host's memory; what is their gradient leaves to there.
     hierarchy: collectives that go one tier of links after the other.
+    loops: collectives that go round beside products.
     """
 
     mesh: Mesh
@@ -52,6 +69,7 @@ class Sharding:
     recomputed: frozenset[str] = field(default_factory=frozenset)
     on_host: frozenset[str] = field(default_factory=frozenset)
     hierarchy: Hierarchy = field(default_factory=dict)
+    loops: tuple[Loop, ...] = ()
 
     @cached_property
     def redistributor(self) -> Redistributor:

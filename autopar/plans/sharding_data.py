@@ -9,7 +9,7 @@ from ..hardware.profile import Link
 from ..ir.layout import Layout
 from ..ir.mesh import Mesh
 from .file import Json
-from .sharding import NodeSharding, Sharding
+from .sharding import Loop, NodeSharding, Sharding
 
 
 def sharding_to_json(sharding: Sharding) -> Json:
@@ -26,6 +26,7 @@ def sharding_to_json(sharding: Sharding) -> Json:
     leaves = {name: number(layout) for name, layout in sorted(sharding.leaves.items())}
     outputs = [number(x) for x in sharding.outputs]
     kept = sorted([name, index, number(layout)] for name, index, layout in sharding.kept)
+    loops = [[x.kind, x.tensor, number(x.layout), x.phase, [*x.products]] for x in sharding.loops]
     return {
         "links": {
             a: [x.latency_seconds, x.bytes_per_second, x.all_to_all_bytes_per_second] for a, x in sharding.links.items()
@@ -39,7 +40,7 @@ def sharding_to_json(sharding: Sharding) -> Json:
         "on_host": sorted(sharding.on_host),
         "hierarchy": [[x.kind, [*x.outer], [*x.inner], x.from_bytes, x.to_bytes] for x in sharding.hierarchy.values()],
         "layouts": [[len(layout.dims), layout.text()] for layout in numbers],
-    }
+    } | ({"loops": loops} if loops else {})
 
 
 def sharding_from_json(data: Json, mesh: Mesh) -> Sharding:
@@ -74,6 +75,10 @@ def sharding_from_json(data: Json, mesh: Mesh) -> Sharding:
         frozenset(data["again"]),
         frozenset(data["on_host"]),
         _hierarchy_from_json(data["hierarchy"], mesh),
+        tuple(
+            Loop(kind, tensor, layouts[number], phase, tuple(products))
+            for kind, tensor, number, phase, products in data.get("loops", ())
+        ),
     )
 
 

@@ -11,6 +11,7 @@ from .attentions import attention_lines
 from .axes import axis_lines
 from .entries import Alternative, Region
 from .file import MEMORY_KINDS
+from .loops import loop_lines
 from .pipeline_text import pipeline_lines
 from .wording import wording
 
@@ -21,10 +22,11 @@ MOST_KINDS = 6  # that a line names
 
 
 def plan_text(plan: Plan) -> str:
-    """Return all of a plan, in sections: result, pipeline, modules, attentions, collectives, outputs, memory,
+    """Return all of a plan, in sections: result, pipeline, modules, attentions, collectives, loops, outputs, memory,
     recomputation, offload, alternatives, meshes, batches, warnings."""
-    sections = (_result, pipeline_lines, _modules, _attentions, _collectives, _outputs, _memory, recomputed_lines,
-                tiled_lines, offloaded_lines, _alternatives, _meshes, _batches, _warnings)  # fmt: skip
+    sections = (_result, pipeline_lines, _modules, _attentions, _collectives, loop_lines, _outputs,
+                _memory, recomputed_lines, tiled_lines, offloaded_lines, _alternatives, _meshes, _batches,
+                _warnings)  # fmt: skip
     return "\n\n".join("\n".join(lines) for section in sections if (lines := section(plan))) + "\n"
 
 

@@ -44,7 +44,8 @@ def wording(plan: Plan) -> Wording:
 
 def _bound_of_strategy(plan: Plan) -> str:
     of_these = "" if plan.strategy == "auto" else f" of {plan.strategy}"
-    return f"no plan{of_these} takes less than {ms(plan.bound)}"
+    without = " without loops" if plan.sharding.loops else ""
+    return f"no plan{of_these}{without} takes less than {ms(plan.bound)}"
 
 
 def _batches(plan: Plan) -> list[str]:

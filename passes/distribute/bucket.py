@@ -111,7 +111,7 @@ def _is_wait_of_bucket(node: fx.Node, *kinds: str) -> bool:
     return node.target is c10d.wait_tensor.default and operand(node).meta.get("bucket") in kinds
 
 
-def _made_after(anchor: fx.Node, values: Iterable[fx.Node]) -> list[fx.Node]:
+def made_after(anchor: fx.Node, values: Iterable[fx.Node]) -> list[fx.Node]:
     """Return these values and what they are computed from, as far as it stands behind `anchor`, in order."""
     order = {node: i for i, node in enumerate(anchor.graph.nodes)}
     found, left = set(), list(values)
@@ -145,7 +145,7 @@ def _pack(graph: fx.Graph, kind: str, starts: list[fx.Node]) -> fx.Node:
     builder = Builder(graph)
     anchor = starts[0] if kind == "gather" else starts[-1]
     if kind == "gather":
-        for node in _made_after(anchor, [operand(s) for s in starts]):
+        for node in made_after(anchor, [operand(s) for s in starts]):
             anchor.prepend(node)
     waits = [next(iter(start.users)) for start in starts]
     devices = (

@@ -31,8 +31,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..._torch import c10d, op_name
-from ...ir.graph import bytes_of
+from ..._torch import op_name
 from ...ir.layout import ZIGZAG, dim_ranges
 from ...ir.mesh import Mesh
 from ...ops import ATTENTION, autopar
@@ -42,7 +41,8 @@ from ...plans.sharding import NodeSharding
 from ...rules.layers import is_added, ring_axes
 from ...rules.localize import heads_read
 from ...rules.reading import bound, tensors_by_name
-from .emit import Builder, Collective
+from .emit import Builder
+from .neighbours import Neighbours
 from .ring_mask import COLUMNS, ROWS, MaskGradient, with_zeros
 
 aten = torch.ops.aten
@@ -308,21 +308,17 @@ class _Steps:
         else:
             message = self.call(aten.new_empty.default, like[0], [0, sum(self._counts(like))])
             message = self._in(dtype or like[0].meta["val"].dtype, message)
-        received, sent = (
-            [int(p in sources) for p in range(self.ring.size)],
-            [int(p == to) for p in range(self.ring.size)],
-        )
-        arguments = message, received, sent, ",".join(self.axes)
-        started = self.call(c10d.all_to_all_single.default, *arguments, name=f"{self.node.name}_{what}_start")
-        bytes_, phase = bytes_of(message.meta["val"]), self.builder.meta.get("phase", "forward")
-        started.meta["collective"] = Collective("all_to_all", self.axes, float(bytes_), self.node.name, phase)
-        started.meta["tensor_bytes"] = sum(self._counts(like)) * message.meta["val"].element_size() * self.ring.size
-        return started
+        return self.neighbours.start(message, to, sources, f"{self.node.name}_{what}_start")
 
     def _arrived(self, started: fx.Node) -> tuple[fx.Node, fx.Node]:
         """Wait for an exchange; return what came and a mark of it, which holds no memory."""
-        arrived = self.call(c10d.wait_tensor.default, started)
+        arrived = self.neighbours.arrived(started, f"{self.node.name}_wait_tensor")
         return arrived, self.call(aten.new_empty.default, arrived, [0])
+
+    @cached_property
+    def neighbours(self) -> Neighbours:
+        """Return what sends messages."""
+        return Neighbours(self.builder, self.axes, self.ring.size, self.place, "all_to_all", self.node.name)
 
     @cached_property
     def longest(self) -> int:

@@ -7,6 +7,7 @@ once for all consumers of a phase that want the same layout, and served in the c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,6 +16,7 @@ import numpy as np
 
 from ...cost.redistribute import MoveStep, Redistribution
 from ...ir.layout import Layout
+from ...ir.mesh import Mesh
 from ..problem.multipliers import PHASES, Prices, spans_of
 from ..problem.problem import Problem
 from ..problem.vertices import STATE, Use
@@ -25,10 +27,19 @@ from .pricer import Pricer
 
 
 @dataclass(frozen=True)
+class Looped:
+    """A transfer goes round beside products (autopar/planner/objective/loops.py), which takes it so many seconds less
+    than by itself."""
+
+    beside_seconds: float
+
+
+@dataclass(frozen=True)
 class Transfer:
     """A redistribution that the plan makes: of which tensor, in which phase, from and to which layout, and the price of
     one of its `copies`, on average over the passes of a step, in `times` of which it is made. What is hidden may run
-    beside compute: parameters gathered ahead, gradients reduced behind."""
+    beside compute: parameters gathered ahead, gradients reduced behind. One that is `looped` has the price of what its
+    loop takes more than the products in it."""
 
     producer: int
     output: int
@@ -43,6 +54,18 @@ class Transfer:
     is_hidden: bool
     times: int = 1
     split: tuple[float, ...] = (1.0,)  # shares of the seconds by stream
+    looped: Looped | None = None
+
+    @property
+    def alone_seconds(self) -> float:
+        """Return the seconds of one copy with nothing beside it."""
+        return self.seconds + (self.looped.beside_seconds if self.looped else 0.0)
+
+    def called_as(self, step: MoveStep, mesh: Mesh) -> tuple[str, int]:
+        """Return the kind of the collectives of a step in one pass, and their number."""
+        if not self.looped:
+            return step.move.kind, 1
+        return f"{step.move.kind}_loop", math.prod(map(mesh.size, step.move.axes)) - 1
 
     def priced(self, prices: Prices, micro_batches: int) -> float:
         """Return the seconds of one copy at some prices, in a step of so many passes."""
@@ -52,7 +75,7 @@ class Transfer:
     def step_seconds(self) -> list[tuple[MoveStep, float]]:
         """Return the steps with what the plan charges for each: a tensor in a bucket pays part of the latency."""
         r = self.redistribution
-        charged = self.seconds / max(r.latency_seconds + r.seconds_per_byte * self.bytes_, 1e-30)
+        charged = self.alone_seconds / max(r.latency_seconds + r.seconds_per_byte * self.bytes_, 1e-30)
         return [(s, charged * (s.latency_seconds + s.seconds_per_byte * self.bytes_)) for s in r.steps]
 
 
@@ -108,7 +131,12 @@ class Evaluation:
     @property
     def communication_seconds(self) -> float:
         """Return the seconds of every transfer in all its copies, whether hidden or not."""
-        return sum(t.seconds * t.copies for t in self.every_transfer)
+        return sum(t.alone_seconds * t.copies for t in self.every_transfer)
+
+    @property
+    def beside_seconds(self) -> float:
+        """Return the seconds of communication that loops hide beside products."""
+        return max(0.0, sum(t.looped.beside_seconds * t.copies for t in self.transfers if t.looped))
 
     @property
     def host_bytes(self) -> float:

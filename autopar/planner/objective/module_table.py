@@ -72,10 +72,11 @@ def regions_of(problem: Problem, e: Evaluation) -> tuple[Region, ...]:
     for transfer in e.every_transfer:
         at = next((c for c in transfer.consumers if c in row_names), transfer.producer)
         row = rows[row_names.get(at, "(outside of modules)")]
-        row["communication"] += transfer.seconds
+        row["communication"] += transfer.alone_seconds
         for step in transfer.redistribution.steps:
             if step.move.kind != "slice":
-                row["collectives"][step.move.kind] += transfer.times
+                kind, calls = transfer.called_as(step, problem.mesh)
+                row["collectives"][kind] += transfer.times * calls
     return tuple(
         Region(
             name,

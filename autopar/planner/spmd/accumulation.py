@@ -99,6 +99,7 @@ def of_step(plan: Plan, evaluation: Evaluation, tail_seconds: float = 0.0) -> Pl
         "recompute_seconds",
         "update_seconds",
         "exposed_seconds",
+        "beside_seconds",
         "bound",
     )
     return replace(

@@ -24,6 +24,7 @@ from ...plans.sharding import NodeSharding, Sharding
 from ..objective.checkpoint_blocks import recomputed_vertices
 from ..objective.checkpoint_min_cut import FULL
 from ..objective.evaluate import Evaluation
+from ..objective.loops import loops_of
 from ..objective.module_table import regions_of
 from ..objective.pricer import Pricer
 from ..problem import tiled
@@ -68,7 +69,8 @@ def describe_plan(planned: Planned) -> Plan:
         communication_seconds=e.communication_seconds,
         recompute_seconds=e.recompute_seconds,
         exposed_seconds=max(0.0, chosen.exposed_seconds - exposed_seconds(chosen)),
-        bound=max(0.0, min(chosen.bound_seconds, chosen.seconds)),
+        beside_seconds=e.beside_seconds,
+        bound=max(0.0, min(chosen.bound_seconds, chosen.unlooped_seconds)),
         gap=chosen.gap,
         program=chosen.program,
         peak_bytes=planned.live_bytes.peak_bytes,
@@ -207,8 +209,9 @@ def _collectives(problem: Problem, e: Evaluation, hardware: Hardware, micro_batc
         for step, charged in transfer.step_seconds:
             if step.move.kind == "slice":
                 continue
-            key = (step.move.kind, step.move.axes, transfer.phase)
-            count[key] += transfer.times
+            kind, calls = transfer.called_as(step, problem.mesh)
+            key = (kind, step.move.axes, transfer.phase)
+            count[key] += transfer.times * calls
             wire[key] += step.wire_fraction * transfer.bytes_ * transfer.times
             seconds[key] += charged
     return tuple(
@@ -278,6 +281,7 @@ def _sharding(problem: Problem, e: Evaluation, pricer: Pricer) -> Sharding:
         frozenset(node.name for node in _recomputed_nodes(problem, e)),
         frozenset(v.name for v in problem.vertices if strategy(v.index).on_host),
         pricer.prices.hierarchy,
+        loops_of(problem, e),
     )
 
 

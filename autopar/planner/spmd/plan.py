@@ -24,6 +24,7 @@ from ...ir.mesh import Mesh
 from ...plans.plan import Plan
 from ...rules.register import suggestion
 from ...utils.gc_pause import paused_collector
+from ..objective import loops
 from ..objective.pricer import Pricer
 from ..objective.tail_cost import NO_TAIL, tail_cost
 from ..problem import offload
@@ -89,7 +90,8 @@ def search(
     if options.baselines == IN_DOUBT and chosen.gap > options.search.gap:
         others = expert_plans.rows(solvers, options.styles)
         solver, chosen = found(others)
-    chosen = not_worse(chosen, others, options)
+    chosen = with_loops(not_worse(chosen, others, options), options)
+    others = {name: with_loops(one, options) if isinstance(one, Outcome) else one for name, one in others.items()}
     if options.refuses:
         offload.check_host(solver.problem, chosen.evaluation)
     report("done")
@@ -228,6 +230,20 @@ def _by_target(problem: Problem) -> dict[str, list[int]]:
         if v.node in unruled and v.kind == "op":
             found[str(v.node.target)].append(v.index)
     return found
+
+
+def with_loops(chosen: Outcome, options: PlanOptions) -> Outcome:
+    """Return a plan with the loops that are asked for; "auto": with those that gain by themselves, if all together
+    do."""
+    problem, e = chosen.pricer.problem, chosen.evaluation
+    if options.loops == loops.NEVER or options.within is not None:
+        return chosen
+    around = options.around(problem.mesh)
+    looped = loops.looped(problem, e, options.loops, options.hardware, around, options.execution)
+    if not any(t.looped for t in looped.transfers):
+        return chosen
+    found = replace(chosen, evaluation=looped, without_loops=chosen)
+    return found if options.loops == loops.ALWAYS or found.seconds < chosen.seconds else chosen
 
 
 def not_worse(chosen: Outcome, others: dict[str, Outcome | AutoparError], options: PlanOptions) -> Outcome:

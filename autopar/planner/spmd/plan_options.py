@@ -16,6 +16,7 @@ from ...hardware.profile import Hardware
 from ...ir.layout import Layout
 from ...ir.mesh import Mesh
 from ...passes.pipeline.tail import Tail
+from ..objective import loops
 from ..problem import offload
 from ..problem.recipes import Restriction
 from ..solver.minimize import DUAL, ILP, Search
@@ -29,7 +30,8 @@ class PlanOptions:
     """The options of a search. `fixed`: layouts by placeholder name. `forbid`: pairs of a glob and a layout
     that it may not take. `memory_bytes`: None takes the hardware's. `execution`: see `Plan`. `micro_batches`: of a
     step; the graph that is planned is that of one of them. `recompute`: "auto", or the level of every block; `tile`:
-    "auto", or what is computed in pieces (see autopar/planner/spmd/tiling.py);
+    "auto", or what is computed in pieces (see autopar/planner/spmd/tiling.py); `loops`: see
+    autopar/planner/objective/loops.py;
     `refuses`: what does not fit the memory (else it is planned anyway). `offload`: see
     autopar/planner/problem/offload.py; `on_host`: placeholders of parameters that are on the host already. `styles`:
     the model's own tensor parallelism (see hf_tp_plan.py), one of the baselines. `reduce_dtype`, `state_dtype`: see
@@ -56,6 +58,7 @@ class PlanOptions:
     micro_batches: int = 1
     recompute: str = "auto"
     tile: str = "auto"
+    loops: str = loops.NEVER
     refuses: bool = True
     offload: str = offload.NONE
     on_host: frozenset[str] = frozenset()
@@ -94,6 +97,7 @@ class PlanOptions:
         accumulation.check(self.micro_batches)
         fixed_recompute.check(self.recompute)
         tiling.check(self.tile)
+        loops.check(self.loops)
         offload.check(self.offload, self.on_host, self.hardware)
         if self.of_state().orthogonalizes and (self.state_dtype or self.offload != offload.NONE):
             raise StrategyError(
