@@ -1,13 +1,14 @@
 """Compare steps with looped collectives to the same steps without, on gloo processes: exactness, bytes and seconds.
 
-    OMP_NUM_THREADS=1 python benchmarks/loops.py                       # 2, 3 and 4 processes; benchmarks/results/loops.txt
+    OMP_NUM_THREADS=1 python benchmarks/loops.py                       # 2, 3 and 4 processes
     OMP_NUM_THREADS=1 python benchmarks/loops.py --ranks 2 --hidden 512 --seq 512
 
 Prints for each model and mesh, without loops and with all that the plan has a place for: the number of loops and of
 their messages, the largest relative error of the loss and of a gradient against one process in fp64, and against the
-step without loops, the bytes that rank 0 sends in a step, as counted where collectives are called and as planned, and the seconds of a forward and
-backward of the slowest rank, the median of several. Collectives of gloo run on the cores that compute, so that loops
-gain nothing here; a plan with `loops="auto"` has none of them.
+step without loops, the bytes that rank 0 sends in a step, as counted where collectives are called and as planned, and
+the seconds of a forward and backward of the slowest rank, the median of several. Collectives of gloo run on the cores
+that compute, so that loops gain nothing here; a plan with `loops="auto"` has none of them. What it printed is in
+benchmarks/results/loops.txt.
 """
 
 from __future__ import annotations
@@ -146,8 +147,8 @@ def main() -> None:
         found = list(rows)
     print(f"fp64, hidden {args.hidden}, 2 layers, {args.batch} samples, megatron_sp, gloo processes on shared cores")
     cells = [
-        [r.model, r.mesh, str(r.seq), str(r.loops), str(r.messages), f"{r.error:.1e}", f"{r.from_plain:.1e}", f"{r.sent_bytes:,.0f}",
-         f"{r.planned_bytes:,.0f}", f"{r.seconds * 1e3:.0f}"] for r in found
+        [r.model, r.mesh, str(r.seq), str(r.loops), str(r.messages), f"{r.error:.1e}", f"{r.from_plain:.1e}",
+         f"{r.sent_bytes:,.0f}", f"{r.planned_bytes:,.0f}", f"{r.seconds * 1e3:.0f}"] for r in found
     ]  # fmt: skip
     header = ["model", "mesh", "tokens", "loops", "messages", "error", "from plain", "B sent", "B planned", "ms"]
     print("\n".join(table(header, cells)))
