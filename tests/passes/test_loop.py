@@ -29,6 +29,15 @@ from .lowering import links, local_graphs, local_inputs
 aten = torch.ops.aten
 
 
+@pytest.fixture(autouse=True)
+def new_memory_is_nan():
+    """What is not written shows in the values."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
 class Case:
     """A graph of products of one tensor (a gather), or of products that are added up (a reduce-scatter), over some
     devices that cut `dim`. Every tensor is a placeholder with random values."""

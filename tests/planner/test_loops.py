@@ -76,6 +76,7 @@ def test_near():
     assert [one.is_near for one in cost] == [True, False]
 
 
+@pytest.mark.slow
 def test_no_loop_where_nothing_is_gained():
     """Compute waits for gloo's collectives."""
     tiny = dict(model="llama-tiny:layers=1", seq=64, strategy="megatron_sp", hardware="cpu-gloo", precision="fp32")
@@ -97,12 +98,17 @@ def test_price():
     assert cost.seconds(2e-3, 1e8, False, 4e8) == pytest.approx(2e-3 + 3 * max(2e-3, message) + 8e8 / memory + 1e-6)
 
 
-def test_the_played_step_is_never_slower():
-    for options in ({}, dict(model="gpt2-tiny", seq=64)):
-        found = planned("tp=4", "auto", **options)
-        chosen = found.chosen
-        assert chosen.seconds <= chosen.unlooped_seconds
-        assert chosen.seconds == played_seconds(found.problem, chosen.evaluation, found.pricer)
+@pytest.mark.parametrize("mesh, model, seq", [
+    ("tp=4", SHORT, 8192), pytest.param("tp=4", "gpt2-tiny", 64, marks=pytest.mark.slow),
+    pytest.param("dp=4,tp=4", "llama3-8b:layers=4", 8192, marks=pytest.mark.slow),
+    pytest.param("dp=2,tp=8", "llama3-8b:layers=4", 2048, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_the_played_step_is_never_slower(mesh, model, seq):
+    """Beside what else is hidden, too: gathers of parameters, reductions of gradients."""
+    found = planned(mesh, "auto", model, seq=seq, strategy="megatron_sp+fsdp" if "dp" in mesh else "megatron_sp")
+    chosen = found.chosen
+    assert chosen.seconds <= chosen.unlooped_seconds
+    assert chosen.seconds == played_seconds(found.problem, chosen.evaluation, found.pricer)
 
 
 def test_a_file_keeps_them(tmp_path):

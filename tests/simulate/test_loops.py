@@ -47,7 +47,7 @@ def test_step(name, mesh, seq):
     both(name, mesh, seq)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh, strategy, options", [
     ("dp=2,tp=2", "megatron_sp+fsdp", {}), ("tp=2", "megatron_sp", dict(micro_batches=2)),
     ("tp=2", "megatron_sp", dict(recompute="full")), ("tp=2", "megatron_sp", dict(recompute="selective")),
