@@ -200,14 +200,18 @@ class _Loop:
 
     def _product_of(self, begin: int, end: int) -> fx.Node:
         """Return some rows of the sum of all products."""
-        total: fx.Node | None = None
-        for product in self.products:
-            self._belong_to(product)
-            rows = _Rows(self, product, self.dim)
-            total = rows.added(total, self.builder.call(aten.slice.Tensor, operand(product), self.dim, begin, end))
+        total = self._rows_of(self.products[0], begin, end)
+        for product in self.products[1:]:
+            total = self._rows_of(product, begin, end, total)
         shape = list(self.result.meta["val"].shape)
         shape[self.dim] = end - begin
         return self.reshaped(total, shape)
+
+    def _rows_of(self, product: fx.Node, begin: int, end: int, total: fx.Node | None = None) -> fx.Node:
+        """Return some rows of a product, added to `total` if there is one."""
+        self._belong_to(product)
+        rows = _Rows(self, product, self.dim)
+        return rows.added(total, self.builder.call(aten.slice.Tensor, operand(product), self.dim, begin, end))
 
     def _summands(self, node: fx.Node) -> list[fx.Node]:
         """Return the products that a value is the sum of, which nothing else reads."""

@@ -31,7 +31,7 @@ aten = torch.ops.aten
 
 @pytest.fixture(autouse=True)
 def new_memory_is_nan():
-    """What is not written shows in the values."""
+    """Memory that nothing writes to shows in the values."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     yield
