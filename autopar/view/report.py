@@ -11,6 +11,7 @@ from ..planner.objective.timeline import Timeline
 from ..planner.spmd.planned import Planned
 from ..plans.attentions import attention_table
 from ..plans.entries import Region
+from ..plans.loops import loop_lines
 from ..plans.plan import Plan
 from ..plans.text import (
     alternatives_table,
@@ -338,10 +339,8 @@ def _runners_up(planned: Planned) -> dict[str, tuple[str, float]]:
 
 
 def notes_section(plan: Plan) -> Html | None:
-    """List what is said of passes, of offloading and of experts' rows, and the plan's warnings; None if there is
-    nothing."""
-    notes = [
-        f"{line[0].upper()}{line[1:]}"
-        for line in (*wording(plan).batches(plan), *offloaded_lines(plan), *routing_lines(plan), *plan.warnings)
-    ]
+    """List what is said of passes, of offloading, of experts' rows and of loops, and the plan's warnings; None if there
+    is nothing."""
+    said = (*wording(plan).batches(plan), *offloaded_lines(plan), *routing_lines(plan), *loop_lines(plan))
+    notes = [f"{line[0].upper()}{line[1:]}" for line in (*said, *plan.warnings)]
     return tag("ul", *(tag("li", note) for note in notes)) if notes else None

@@ -33,7 +33,7 @@ from ...ir.mesh import Mesh
 from ...ops import autopar
 from ...plans.sharding import Loop
 from . import bucket
-from .emit import Builder, Emitter
+from .emit import Builder, Emitter, contiguous
 from .neighbours import Neighbours
 
 aten = torch.ops.aten
@@ -158,16 +158,19 @@ class _Loop:
         blocks: dict[int, fx.Node] = {}
         with graph.inserting_before(self.start):
             results = [_Rows(self, p, self.dim) for p in self.products]
+            self._belong_to(self.start)
+            message = self._message(held)
             for step in range(ring.size):
                 block = (ring.place - step) % ring.size
                 self._belong_to(self.start)
-                started = self._send(held) if step + 1 < ring.size else None
+                started = self._send(message) if step + 1 < ring.size else None
                 for rows in results:
                     rows.write(held, *self.ends[block])
                 blocks[block] = held
                 if started is not None:
                     self._belong_to(self.start)
-                    held = self._received(started, (block - 1) % ring.size)
+                    message = self.ring.arrived(started)  # which goes on as it is
+                    held = self._block_in(message, (block - 1) % ring.size)
             outputs = [rows.written() for rows in results]
             for product, output in zip(self.products, outputs):
                 bucket.become(product, output)
@@ -187,23 +190,28 @@ class _Loop:
             for step in range(1, ring.size):
                 block = (ring.place - 1 - step) % ring.size
                 self._belong_to(self.start)
-                started = self._send(total)
+                started = self._send(self._message(total))
                 own = self._product_of(*self.ends[block])
                 self._belong_to(self.start)
-                total = self.builder.call(aten.add_.Tensor, own, self._received(started, block))
+                arrived = self._block_in(self.ring.arrived(started), block)
+                total = self.builder.call(aten.add_.Tensor, own, arrived)
             bucket.become(self.result, total)
         self._remove()
 
     def _product_of(self, begin: int, end: int) -> fx.Node:
         """Return some rows of the sum of all products."""
-        total: fx.Node | None = None
-        for product in self.products:
-            self._belong_to(product)
-            rows = _Rows(self, product, self.dim)
-            total = rows.added(total, self.builder.call(aten.slice.Tensor, operand(product), self.dim, begin, end))
+        total = self._rows_of(self.products[0], begin, end)
+        for product in self.products[1:]:
+            total = self._rows_of(product, begin, end, total)
         shape = list(self.result.meta["val"].shape)
         shape[self.dim] = end - begin
-        return self.builder.call(aten.reshape.default, total, shape)
+        return self.reshaped(total, shape)
+
+    def _rows_of(self, product: fx.Node, begin: int, end: int, total: fx.Node | None = None) -> fx.Node:
+        """Return some rows of a product, added to `total` if there is one."""
+        self._belong_to(product)
+        rows = _Rows(self, product, self.dim)
+        return rows.added(total, self.builder.call(aten.slice.Tensor, operand(product), self.dim, begin, end))
 
     def _summands(self, node: fx.Node) -> list[fx.Node]:
         """Return the products that a value is the sum of, which nothing else reads."""
@@ -226,18 +234,25 @@ class _Loop:
     def _longest(self) -> int:
         return max(end - begin for begin, end in self.ends)
 
-    def _send(self, block: fx.Node) -> fx.Node:
-        """Start to send a block to the next device, and to take one from the one before."""
+    def _message(self, block: fx.Node) -> fx.Node:
+        """Return a block as a row, padded to the longest."""
+        padded = self.emitter.pad(contiguous(self.builder, block), {self.dim: self._longest})
+        return self.reshaped(padded, [1, padded.meta["val"].numel()])
+
+    def _send(self, message: fx.Node) -> fx.Node:
+        """Start to send a message to the next device, and to take one from the one before."""
         place, size = self.ring.place, self.ring.size
-        message = self.builder.call(aten.reshape.default, self.emitter.pad(block, {self.dim: self._longest}), [1, -1])
         return self.ring.start(message, (place + 1) % size, [(place - 1) % size], f"{self.start.name}_loop")
 
-    def _received(self, started: fx.Node, block: int) -> fx.Node:
+    def _block_in(self, message: fx.Node, block: int) -> fx.Node:
         """Return a block that came."""
         shape, (begin, end) = list(self.result.meta["val"].shape), self.ends[block]
         shape[self.dim] = self._longest
-        rows = self.builder.call(aten.reshape.default, self.ring.arrived(started), shape)
-        return self.emitter.cut(rows, {self.dim: end - begin})
+        return self.emitter.cut(self.reshaped(message, shape), {self.dim: end - begin})
+
+    def reshaped(self, x: fx.Node, shape: list[int], target=aten.reshape.default) -> fx.Node:
+        """Return a value in another shape."""
+        return x if list(x.meta["val"].shape) == shape else self.builder.call(target, x, shape)
 
     def _remove(self) -> None:
         """Remove what nothing reads of the collective that a loop is in the place of."""
@@ -273,14 +288,14 @@ class _Rows:
         """Multiply a block into its rows of the result."""
         self.around._belong_to(self.product)
         rows = self.call(aten.slice.Tensor, self.whole, self.dim, begin, end)
-        rows = self.call(aten.view.default, rows, self._matrices(rows))
+        rows = self.around.reshaped(rows, self._matrices(rows), aten.view.default)
         self.parts.append(self._add_to(rows, block, beta=0))
 
     def added(self, total: fx.Node | None, block: fx.Node) -> fx.Node:
         """Return the product of a block, added to `total`, in its memory, if there is one."""
         if total is not None:
             return self._add_to(total, block)
-        block = self.call(aten.reshape.default, block, self._matrices(block))
+        block = self.around.reshaped(block, self._matrices(block))
         return self.call(aten.bmm.default if self.stack > 1 else aten.mm.default, block, self.weight)
 
     def written(self) -> fx.Node:
@@ -289,7 +304,7 @@ class _Rows:
         return self.call(autopar.written.default, self.whole, self.parts)
 
     def _add_to(self, rows: fx.Node, block: fx.Node, **constants) -> fx.Node:
-        block = self.call(aten.reshape.default, block, self._matrices(block))
+        block = self.around.reshaped(block, self._matrices(block))
         add = aten.baddbmm_.default if self.stack > 1 else aten.addmm_.default
         return self.call(add, rows, block, self.weight, **constants)
 

@@ -133,6 +133,7 @@ def test_what_is_asked():
         planned("pp=2,tp=2", "always")
 
 
+@pytest.mark.slow
 def test_explained():
     found = planned("tp=4", "auto")
     assert "round beside products" in str(explain_plan(found, "layers.*.q_proj.weight", alternatives=1, choices=1))
