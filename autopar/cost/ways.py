@@ -30,7 +30,8 @@ class Ways:
         target: State,
     ):
         self.mesh, self.price, self.target, self.towards = mesh, price, target, Towards(target)
-        self._found: dict[State, tuple[float, Step | None]] = {target: (0.0, None)}
+        # seconds, how many moves, and the first of them
+        self._found: dict[State, tuple[float, int, Step | None]] = {target: (0.0, 0, None)}
 
     def path(self, source: State) -> tuple[Step, ...] | None:
         """Return the steps from a source, None if nothing leads to the target."""
@@ -38,26 +39,27 @@ class Ways:
         state = source._replace(partial=tuple(sorted(source.partial, key=lambda p: order[p[0]])))
         path = []
         while state != self.target:
-            step = self._onward(state)[1]
+            step = self._onward(state)[-1]
             if step is None:
                 return None
             path.append(step)
             state = step[1]
         return tuple(path)
 
-    def _onward(self, state: State) -> tuple[float, Step | None]:
-        """Return the seconds from a state to the target, inf where nothing leads there, and the first step; of ways
-        that cost the same that whose first step costs least."""
+    def _onward(self, state: State) -> tuple[float, int, Step | None]:
+        """Return the seconds from a state to the target, inf where nothing leads there, how many moves that takes, and
+        the first of them; of ways that cost the same that with the fewest moves, then that whose first costs least."""
         found = self._found.get(state)
         if found is None:
-            held, best, least, first = self._held(state), math.inf, math.inf, None
+            held, best, least, first = self._held(state), math.inf, (0, 0.0), None
             for move, after in self.towards.moves(state):
                 _, latency, per_byte = self.price(move.kind, move.axes, held)
                 step = latency + per_byte * REFERENCE_BYTES
-                seconds = step + self._onward(after)[0]
-                if seconds < best * (1 - TIE) or seconds <= best * (1 + TIE) and step < least:
-                    best, least, first = seconds, step, (move, after, held)
-            found = self._found[state] = (best, first)
+                onward, moves, _ = self._onward(after)
+                seconds, rank = step + onward, (moves + 1, step)
+                if seconds < best * (1 - TIE) or seconds <= best * (1 + TIE) and rank < least:
+                    best, least, first = seconds, rank, (move, after, held)
+            found = self._found[state] = (best, least[0], first)
         return found
 
     def _held(self, state: State) -> float:
