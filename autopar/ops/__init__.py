@@ -9,3 +9,4 @@ autopar = torch.ops.autopar
 ATTENTION = {  # forward, and its gradient without and with that of what is added to the scores
     autopar.attention.default, autopar.attention_bw.default, autopar.attention_bias_bw.default,
 }  # fmt: skip
+ROW_PRODUCTS = (autopar.linear.default, autopar.linear_dx.default)  # rows of the first argument with a weight

@@ -30,14 +30,13 @@ from ...errors import VerifyError
 from ...ir.graph import describe, operand
 from ...ir.layout import Layout, local_shape
 from ...ir.mesh import Mesh
-from ...ops import autopar
+from ...ops import ROW_PRODUCTS, autopar
 from ...plans.sharding import Loop
 from . import bucket
 from .emit import Builder, Emitter, contiguous
 from .neighbours import Neighbours
 
 aten = torch.ops.aten
-MULTIPLY = (autopar.linear.default, autopar.linear_dx.default)  # rows of the first argument with a weight
 
 
 def loop(local: fx.GraphModule, loops: Iterable[Loop]) -> fx.GraphModule:
@@ -150,7 +149,7 @@ class _Loop:
     def gather(self) -> None:
         """Put a loop in the place of an all-gather and of the products that read what it gives."""
         graph, ring, held = self.start.graph, self.ring, self.source
-        self._check(all(operand(p) is self.result and p.target in MULTIPLY for p in self.products))
+        self._check(all(operand(p) is self.result and p.target in ROW_PRODUCTS for p in self.products))
         weights = bucket.made_after(self.start, [operand(p, 1) for p in self.products])
         self._check(self.result not in weights)
         for node in weights:
@@ -218,7 +217,7 @@ class _Loop:
         self._check(len(node.users) == 1)
         if node.target is aten.add.Tensor:
             return [one for argument in (operand(node), operand(node, 1)) for one in self._summands(argument)]
-        self._check(node.target in MULTIPLY)
+        self._check(node.target in ROW_PRODUCTS)
         return [node]
 
     def _check(self, is_right: bool) -> None:

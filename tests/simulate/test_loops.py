@@ -7,9 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+import autopar
 from autopar import compiler, models
 from autopar.codegen.python_code import is_collective
 from autopar.frontend.device import move
+from autopar.hardware.profile import load
 from autopar.ir.graph import output_node, values_of
 from autopar.simulate.compare import verify_model, verify_plan
 from autopar.simulate.step import plan_and_capture
@@ -55,6 +57,17 @@ def test_step(name, mesh, seq):
 ])  # fmt: skip
 def test_beside_others(mesh, strategy, options):
     both(GROUPED, mesh, 13, strategy, **options)
+
+
+@pytest.mark.slow
+def test_beside_values_on_the_host():
+    """Values are sent to the host before loops take the place of the products that make and read them."""
+    model, inputs = models.build("gpt:hidden=64,layers=6,heads=4,vocab=64,seq=32", batch=8, seq=32, device="cpu")
+    options = dict(hardware=replace(load("h100"), reserve_bytes=0.0), precision="fp32", strategy="megatron_sp+fsdp")
+    free = autopar.plan(model, "dp=2,tp=2", inputs, baselines=False, **options).peak_bytes
+    options |= dict(loops="always", offload="activations", memory=0.8 * free)
+    report = verify_model(model, inputs, "dp=2,tp=2", **options)
+    assert report.match and report.plan.sharding.loops and report.plan.saved_on_host.values, report
 
 
 @pytest.mark.slow

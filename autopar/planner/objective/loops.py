@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from ..._torch import aten
 from ...cost.compute import COMPILED, FREE, GAP_SECONDS
 from ...cost.loop import LoopCost
 from ...errors import StrategyError
@@ -26,7 +27,7 @@ from ...ir.casts import CAST
 from ...ir.graph import is_tensor
 from ...ir.layout import largest_local_numel
 from ...ir.mesh import Mesh
-from ...ops import autopar
+from ...ops import ROW_PRODUCTS
 from ...plans.sharding import Loop
 from ..problem.problem import Problem
 from ..problem.vertices import STATE, Vertex
@@ -35,7 +36,6 @@ from .checkpoint_min_cut import key_of
 from .evaluate import Evaluation, Looped, Transfer
 
 NEVER, AUTO, ALWAYS = LOOPS = ("never", "auto", "always")
-MULTIPLY = (autopar.linear.default, autopar.linear_dx.default)
 
 
 def check(loops: str) -> None:
@@ -159,7 +159,7 @@ class _Sites:
         """Return whether an op multiplies the rows of a gathered tensor with a weight that is there when the vertex
         `first` reads it."""
         here = (t.producer, t.output)
-        is_product = reader.node.target in MULTIPLY and reader.inputs[0] == here != reader.inputs[1]
+        is_product = reader.node.target in ROW_PRODUCTS and reader.inputs[0] == here != reader.inputs[1]
         return is_product and self._is_early(self.problem.vertices[reader.inputs[1][0]], first)
 
     def _is_early(self, vertex: Vertex, first: int) -> bool:
@@ -179,7 +179,7 @@ class _Sites:
         again = self.made_again.intersection(v.index for v in tree)
         if again and len(again) < len(tree):  # the backward may read what is inside
             return None
-        products = tuple(v.index for v in tree if v.node.target in MULTIPLY)
+        products = tuple(v.index for v in tree if v.node.target in ROW_PRODUCTS)
         return Site(axis, dim, products, tuple(v.index for v in tree if v.index not in products), False)
 
     def _wanted(self, use):
@@ -192,7 +192,7 @@ class _Sites:
         strategy = self._strategy(vertex)
         if vertex.kind != "op" or vertex.casts:
             yield None
-        elif vertex.node.target in MULTIPLY:
+        elif vertex.node.target in ROW_PRODUCTS:
             source = self._strategy(self.problem.vertices[vertex.inputs[0][0]])
             is_there = source.outputs[vertex.inputs[0][1]] == strategy.inputs[0]
             yield vertex if is_there else None
@@ -212,4 +212,4 @@ class _Sites:
 
 
 def _adds(node: fx.Node) -> bool:
-    return str(node.target) == "aten.add.Tensor" and not node.kwargs
+    return node.target is aten.add.Tensor and not node.kwargs
