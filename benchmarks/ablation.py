@@ -28,8 +28,12 @@ from autopar.ir.mesh import Mesh
 from autopar.planner.objective.checkpoint_blocks import Blocks
 from autopar.planner.objective.checkpoint_min_cut import FULL, Rematerialization
 from autopar.planner.pipeline import micro_batch_plans
+from autopar.planner.pipeline import plan as pipeline_plan
 from autopar.planner.pipeline import search as pipeline_search
+from autopar.planner.pipeline.cut_interleaved import Loops
+from autopar.planner.pipeline.model import StageCut
 from autopar.planner.pipeline.plan import plan_pipeline
+from autopar.planner.pipeline.played_cuts import PlayedCuts
 from autopar.planner.solver import memory_limit, search
 from autopar.planner.solver import minimize as minimize_module
 from autopar.planner.solver.cutting_planes import Cuts
@@ -60,6 +64,7 @@ class Case:
 GPT, MOE = "gpt:hidden=64,heads=4,vocab=64,seq=16", "moe:hidden=32,layers=2,heads=4,kv_heads=2,ffn=48,vocab=64,seq=16"
 WIDE = "gpt:hidden=1024,layers=4,heads=16,vocab=4096,seq=512"
 DEEP = "gpt:hidden=1024,layers=8,heads=16,vocab=4096,seq=128"
+VOCABULARY = "gpt:hidden=256,layers=8,heads=8,vocab=8192,seq=128"
 ONE_F_ONE_B = {"schedule": "1f1b", "micro_batches": 4}
 LOOPED = {"schedule": "interleaved_1f1b", "micro_batches": 8, "stages_per_rank": 2}
 CASES = [
@@ -93,6 +98,18 @@ CASES = [
     ),  # fmt: skip
     Case("gpt, looped stages", DEEP, "pp=3", 16, 128, precision="fp32", pipeline=LOOPED),
     Case("llama3-8b, pipeline", "llama3-8b", "pp=4,dp=4,tp=4", 64, 8192),
+    Case("llama3-8b, stages", "llama3-8b", "pp=4,dp=2,tp=8", 128, 4096),
+    Case("llama3-8b, stages, 16 GiB", "llama3-8b", "pp=4,dp=2,tp=8", 128, 4096, 16 * GIB),
+    Case(
+        "gpt, stages, half the memory",
+        VOCABULARY,
+        "pp=4,dp=2",
+        32,
+        128,
+        2057444354,
+        hardware="a100",
+        pipeline={"schedule": "1f1b"},
+    ),
 ]
 
 
@@ -116,6 +133,14 @@ def whole_blocks_alone(self: Rematerialization):
 
 def least_bounded(outcomes):
     return min(outcomes, key=lambda one: one.evaluation.seconds)
+
+
+def unmoved(self: PlayedCuts, cut: StageCut, loops: Loops) -> StageCut:
+    return cut
+
+
+def no_plans_by_stage(search, found):
+    return []
 
 
 Limit, PS = memory_limit.WithinLimit, pipeline_search.PipelineSearch
@@ -148,6 +173,8 @@ PATCHES: dict[str, tuple] = {
     "pipeline: what ranks compute again": ((PS, "_within_memory", lambda self, inner, pipeline, again:
                                             SETTLED(self, inner, pipeline, None)),),
     "pipeline: even stages and even ranks": ((pipeline_search, "LOOPED_CUTS", (False,)),),
+    "pipeline: boundaries moved by what is played": ((PlayedCuts, "improved", unmoved),),
+    "pipeline: stages with plans of their own": ((pipeline_plan, "plans_by_stage", no_plans_by_stage),),
     "pipeline: cut again until it fits": ((pipeline_search, "MOST_CUTS", 1),),
 }  # fmt: skip
 SETTLED, HIGHEST = PS._within_memory, Cuts.highest

@@ -49,10 +49,12 @@ def _figure(plan: Plan, label: str) -> str:
 
 
 def _stage(plan: Plan, i: int) -> str:
-    """Return what a stage holds, and on which rank."""
+    """Return what a stage holds, on which rank, and the number of its sharding if there are several."""
     if i >= len(plan.pipeline.costs):
         return "-"
-    return f"{plan.pipeline.costs[i].name}, rank {plan.pipeline.orders.rank_of_stage[i]}"
+    own = [k for k, one in enumerate(plan.shardings) if i in one.stages]
+    sharding = f", sharding {own[0]}" if own else ""
+    return f"{plan.pipeline.costs[i].name}, rank {plan.pipeline.orders.rank_of_stage[i]}{sharding}"
 
 
 def _recomputed(plan: Plan) -> str:

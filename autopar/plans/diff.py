@@ -8,6 +8,7 @@ from collections import defaultdict
 
 from ..utils.format import byte_column, ms, percent, size
 from .file import MEMORY_KINDS
+from .pipeline_text import stages_text
 from .plan import Plan
 from .text import in_tree_order, waiting_seconds
 
@@ -73,7 +74,11 @@ def _pipeline(plan: Plan) -> dict[str, str]:
     for i, (c, rank) in enumerate(zip(p.costs, p.orders.rank_of_stage)):
         backward = c.input_seconds + c.weight_seconds
         found[f"stage {i}"] = f"{c.name} on rank {rank}, F {ms(c.forward_seconds)}, B {ms(backward)}"
-    return found
+    return found | {f"sharding of {stages_text(s)}": _layouts_text(s.layouts) for s in plan.shardings}
+
+
+def _layouts_text(layouts: dict[str, str]) -> str:
+    return ", ".join(f"{what} {layout}" for what, layout in layouts.items())
 
 
 def _memory(a: Plan, b: Plan) -> list[str]:

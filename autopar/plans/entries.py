@@ -70,6 +70,15 @@ class Output:
 
 
 @dataclass(frozen=True)
+class StageSharding:
+    """Stages of a pipeline that are sharded alike, and what is sharded otherwise in others: `layouts`, by what they are
+    of."""
+
+    stages: tuple[int, ...]
+    layouts: dict[str, str]
+
+
+@dataclass(frozen=True)
 class MeshCandidate:
     """A mesh of a search over meshes: no plan for it takes less than `bound` seconds. `note` says why it was not
     searched on."""

@@ -264,6 +264,7 @@ OPTIONAL: Json = {
     "outputs": [],
     "batches": [],
     "tiled": [],
+    "shardings": [],
     "packed": 0,
     "attentions": [],
     "fp8": "",
@@ -309,6 +310,7 @@ SCHEMA: Kind = {
     "attentions": [{"name": text, "copies": size, "scheme": text, "pairs": amount, "balance": amount,
                     "sent_bytes": amount}],
     "saved_on_host": {"values": [(text, count)], "bytes_": amount, "seconds": amount, "exposed_seconds": amount},
+    "shardings": [{"stages": [count], "layouts": Values(text)}],
     "tiled": [{"node": text, "layer": text, "bytes_": amount, "seconds": amount, "pieces": count}],
     "reduces_once": flag, "overlaps": flag, "samples": count,
     "pipeline": {

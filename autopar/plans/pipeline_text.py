@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..schedule.text import grid
 from ..utils.format import byte_column, column, percent, table, text_width
+from .entries import StageSharding
 from .pipeline import sizes_of
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def batches_text(plan: Plan) -> str:
 
 
 def pipeline_lines(plan: Plan) -> list[str]:
-    """Return the table of the stages, and the grid of a small schedule."""
+    """Return the table of the stages, that of their shardings if those differ, and the grid of a small schedule."""
     p = plan.pipeline
     if not p.costs:
         return []
@@ -58,7 +59,7 @@ def pipeline_lines(plan: Plan) -> list[str]:
     )
     backward = ["backward ms", "of it weights"]
     header = ["stage", "holds", "rank", "parameters", "forward ms", *backward, f"{unit} sent", f"peak {peak_unit}"]
-    lines = table(header, list(rows), left=2)
+    lines = table(header, list(rows), left=2) + sharding_lines(plan)
     if p.ranks <= MOST_RANKS and p.micro_batches <= MOST_MICRO_BATCHES:
         played, width = p.played(), text_width()
         for columns in range(COLUMNS, FEWEST - 1, -1):  # as many as fit
@@ -67,3 +68,24 @@ def pipeline_lines(plan: Plan) -> list[str]:
                 break
         lines += ["", *drawn]
     return lines
+
+
+def sharding_lines(plan: Plan) -> list[str]:
+    """Return a table of what is sharded otherwise from stage to stage, none if all stages are sharded alike."""
+    if not plan.shardings:
+        return []
+    rows = [[what, *(s.layouts[what] or "-" for s in plan.shardings)] for what in plan.shardings[0].layouts]
+    header = ["stages are sharded apart", *map(stages_text, plan.shardings)]
+    return ["", *table(header, rows, left=len(header))]
+
+
+def stages_text(sharding: StageSharding) -> str:
+    """Return the stages of a sharding, as "stages 0 to 3, 6"."""
+    runs: list[list[int]] = []
+    for stage in sharding.stages:
+        if runs and stage == runs[-1][-1] + 1:
+            runs[-1].append(stage)
+        else:
+            runs.append([stage])
+    texts = [str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs]
+    return f"stage{'s' if len(sharding.stages) > 1 else ''} {', '.join(texts)}"

@@ -17,7 +17,18 @@ from ..ir.mesh import Mesh
 from ..schedule import catalogue
 from . import file
 from .attentions import AttentionScheme
-from .entries import Alternative, BatchCandidate, Collective, Flops, MeshCandidate, Offloaded, Output, Region, Routing
+from .entries import (
+    Alternative,
+    BatchCandidate,
+    Collective,
+    Flops,
+    MeshCandidate,
+    Offloaded,
+    Output,
+    Region,
+    Routing,
+    StageSharding,
+)
 from .file import MEMORY_KINDS, VERSION, Json
 from .pipeline import Pipeline, StageCost
 from .program import DecidedProgram
@@ -33,7 +44,7 @@ if TYPE_CHECKING:
 # fields that a file leaves out where they say nothing
 LEFT_OUT = (
     "reduce_dtype state_dtype outputs batches tiled packed fp8 attentions routing unmade_bytes saved_on_host "
-    "beside_seconds".split()
+    "beside_seconds shardings".split()
 )
 
 
@@ -96,6 +107,7 @@ class Plan:
     beside_seconds: float = 0.0  # of communication, what loops hide beside products
     routing: Routing | None = None  # of experts whose rows are sent to them
     pipeline: Pipeline = Pipeline()  # the sharding is of one micro-batch, on the mesh of a stage
+    shardings: tuple[StageSharding, ...] = ()  # of stages; empty if all are sharded alike
     planning_seconds: float = field(default=0.0, compare=False)
 
     def __str__(self) -> str:
@@ -183,6 +195,9 @@ class Plan:
                 "warnings": tuple(fields["warnings"]),
                 "outputs": tuple(Output(**(o | {"shape": tuple(o["shape"])})) for o in fields.get("outputs", ())),
                 "tiled": tuple(TiledRegion(**t) for t in fields.get("tiled", ())),
+                "shardings": tuple(
+                    StageSharding(tuple(s["stages"]), s["layouts"]) for s in fields.get("shardings", ())
+                ),
                 "attentions": tuple(AttentionScheme(**a) for a in fields.get("attentions", ())),
                 "offloaded": Offloaded(**fields["offloaded"]),
                 "saved_on_host": _saved_on_host(fields["saved_on_host"]) if "saved_on_host" in fields else None,

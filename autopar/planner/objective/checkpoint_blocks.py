@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from ...cost.compute import flops_of
@@ -61,12 +61,17 @@ class Blocks:
         self.chains: dict[tuple, list[tuple[str, frozenset[int]]]] = {}  # see Rematerialization.chain
 
     def recomputation(
-        self, evaluation: Evaluation, prices: Prices = Prices(), levels: Sequence[str] = ()
+        self,
+        evaluation: Evaluation,
+        prices: Prices = Prices(),
+        levels: Sequence[str] = (),
+        among: Collection[str] | None = None,
     ) -> list[Recomputation]:
         """Return all steps of all blocks, in graph order, those of one block one after the other: those to the `levels`
-        alone, or, without any, those that minimum cuts find at the prices of compute and communication."""
+        alone, or, without any, those that minimum cuts find at the prices of compute and communication. `among`: the
+        blocks that are asked for, None for all."""
         moves, found = Moves(evaluation, self), []
-        for block in self.members:
+        for block in self.members if among is None else [block for block in self.members if block in among]:
             rematerialization = Rematerialization(self, evaluation, block, moves, prices)
             found += rematerialization.steps(
                 [(level, rematerialization.at(level)) for level in levels] if levels else rematerialization.chain()

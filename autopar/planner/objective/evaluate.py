@@ -8,7 +8,7 @@ once for all consumers of a phase that want the same layout, and served in the c
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -234,12 +234,14 @@ def evaluate(
     prices: Prices = Prices(),
     keep_parameters: bool | None = None,
     first: int | None = None,
+    known: Callable[[Sequence[Use]], Served | None] = lambda uses: None,
 ) -> Evaluation:
     """Return the cost of choosing strategy `choice[vertex]` for every vertex of the unfolded graph. Of the blocks that
     a compact graph leaves out `first` decide as block 2 does, or half of them if that is not said.
 
     `prices` decide what is kept for the backward; `keep_parameters` overrides them for gathered parameters (False
-    gathers again, ZeRO-3; True keeps, ZeRO-1 and 2)."""
+    gathers again, ZeRO-3; True keeps, ZeRO-1 and 2); `known`: gives how the tensor of some uses is served where that is
+    decided already."""
     first = problem.half if first is None else first
     copies = problem.copies(first)
     result = Evaluation({"forward": 0.0, "backward": 0.0}, [], 0.0, 0.0, {}, prices.overlap, pricer.micro_batches,
@@ -258,7 +260,7 @@ def evaluate(
         result.resident_bytes += float(options.resident_bytes[k]) * times
         result.gradient_bytes += float(options.gradient_bytes[k]) * times
     for (producer, output), uses in problem.uses_of.items():
-        served = _serve(problem, choice, pricer, prices, keep_parameters, uses, copies[producer])
+        served = known(uses) or serve(problem, choice, pricer, prices, keep_parameters, uses, copies[producer])
         result.transfers.extend(served.transfers)
         result.retained.update(served.retained)
         result.saved.update(served.saved)
@@ -287,7 +289,7 @@ def is_of_one(problem: Problem, uses: Sequence[Use]) -> bool:
 
 
 @dataclass(frozen=True)
-class _Served:
+class Served:
     """The transfers of one tensor, the copies of it that are kept, and the bytes of it that wait for the backward."""
 
     transfers: tuple[Transfer, ...]
@@ -295,7 +297,7 @@ class _Served:
     saved: tuple[tuple[tuple[int, int, Layout], float], ...]
 
 
-def _serve(
+def serve(
     problem: Problem,
     choice: dict[int, int],
     pricer: Pricer,
@@ -303,7 +305,7 @@ def _serve(
     keep_parameters: bool | None,
     uses: Sequence[Use],
     copies: int,
-) -> _Served:
+) -> Served:
     """Serve one tensor to all its uses in its cheapest mode."""
     producer, output = uses[0].producer, uses[0].output
     vertex = problem.vertices[producer]
@@ -326,7 +328,7 @@ def _serve(
     saves, has_base = waits(vertex) and producer not in problem.never_made, vertex.kind != "parameter"
     targets = dict.fromkeys((*readers["forward"], *readers["backward"]))
     if not targets:
-        return _Served((), (), (saved(source),) if saves and has_base and reads_base else ())
+        return Served((), (), (saved(source),) if saves and has_base and reads_base else ())
     slots = [u.slot for u in uses]
     bytes_ = pricer.moved_bytes(producer, output, slots, source)
     is_hidden, times = pricer.is_bucketed(producer, slots), pricer.times(producer, slots, source)
@@ -373,7 +375,7 @@ def _serve(
     retained = [target for target in targets if ways[target] != MAKE]
     redone = [target for target in readers["backward"] if ways[target] == MAKE]
     waiting = [*retained, *([source] if has_base and (reads_base or redone) else [])]
-    return _Served(
+    return Served(
         (*(transfer(t, "forward") for t in readers["forward"]), *(transfer(t, "backward") for t in redone)),
         tuple((producer, output, t) for t in retained),
         tuple(map(saved, waiting)) if saves else (),

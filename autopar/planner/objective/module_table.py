@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
+from collections.abc import Collection
 
 from ...adapt.lora_site import is_factor
 from ...plans.entries import Region
@@ -34,8 +35,9 @@ def module_of(v: Vertex) -> str:
     return v.node.meta["role"].name.rpartition(".")[0] if v.kind in ("parameter", "buffer") else ""
 
 
-def regions_of(problem: Problem, e: Evaluation) -> tuple[Region, ...]:
-    """Return the rows of a plan of the whole graph, in order of first appearance in the forward."""
+def regions_of(problem: Problem, e: Evaluation, among: Collection[int] | None = None) -> tuple[Region, ...]:
+    """Return the rows of a plan of the whole graph, in order of first appearance in the forward. `among`: the vertices
+    that they are of, None for all; of some of them costs of communication are not told apart."""
     rows: dict[str, dict] = defaultdict(
         lambda: dict(
             ops=0,
@@ -50,7 +52,7 @@ def regions_of(problem: Problem, e: Evaluation) -> tuple[Region, ...]:
     )
     row_names: dict[int, str] = {}
     for v in problem.vertices:
-        if v.kind not in ("op", "parameter", "buffer"):
+        if v.kind not in ("op", "parameter", "buffer") or among is not None and v.index not in among:
             continue
         module = module_of(v)
         name = row_names[v.index] = row_of(module)

@@ -17,7 +17,8 @@ from ..objective.evaluate import Evaluation
 from ..problem.multipliers import Prices
 
 if TYPE_CHECKING:
-    from .search import Estimate, PipelineSearch
+    from .estimate import Estimate
+    from .search import PipelineSearch
 
 MOST_CORNERS, MOST_PROGRAMS = 3, 3
 WORTH = 5e-3  # of a step, that a plan between two others may save at most

@@ -8,24 +8,27 @@ of them, compute more again than late ones (Korthikanti et al., arXiv 2205.05198
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
 from ...ir.block_order import block_of
-from ..objective.checkpoint_blocks import taking
+from ..objective.checkpoint_blocks import Blocks, taking
+from ..objective.checkpoint_min_cut import Recomputation
 from ..objective.evaluate import Evaluation
 from ..objective.expand import whole_of
 from ..objective.memory_timeline import SAVED
+from ..objective.pricer import Pricer
+from ..problem.multipliers import Prices
 from ..spmd.planned import Planned
 from .evaluate import PipelineCost
+from .mixed import Mixture
 
 
 class StageRecomputation:
-    """The steps of every block of the whole model under a plan that computes nothing again."""
+    """The `steps` of every block of the whole model under a plan `base` that computes nothing again."""
 
-    def __init__(self, inner: Planned):
-        solver, e = inner.solver, inner.evaluation
-        steps = solver.blocks.recomputation(e, solver.free)
-        _, every = whole_of(inner.problem, taking(e, [(step, step.copies) for step in steps]))
-        self.problem, self.base = inner.whole
-        self.steps = {block: [step for step, _ in levels.values()] for block, levels in every.recomputed.items()}
+    def __init__(self, base: Evaluation, steps: Mapping[str, Sequence[Recomputation]]):
+        self.base, self.steps = base, steps
 
     def all(self) -> Evaluation:
         """Return the plan that computes again all that it can."""
@@ -58,3 +61,27 @@ class StageRecomputation:
                 alive[block] += step.freed_bytes
             taken[block] = max(taken.get(block, 0), i + 1)
         return excess + max(alive.values(), default=0.0) - before <= 0
+
+
+def recomputation_of(inner: Planned) -> StageRecomputation:
+    """Return the steps of a plan of the whole graph."""
+    solver, e = inner.solver, inner.evaluation
+    steps = solver.blocks.recomputation(e, solver.free)
+    _, every = whole_of(inner.problem, taking(e, [(step, step.copies) for step in steps]))
+    by_block = {block: [step for step, _ in levels.values()] for block, levels in every.recomputed.items()}
+    return StageRecomputation(inner.whole[1], by_block)
+
+
+def recomputation_of_mixture(
+    mixture: Mixture, plans: Sequence[StageRecomputation], pricer: Pricer, prices: Prices
+) -> StageRecomputation:
+    """Return the steps of a plan that was made of several, given those of each: those of a block are its own plan's,
+    unless it makes or reads what passes from one plan to another."""
+    blocks = Blocks(mixture.problem, replace(pricer, problem=mixture.problem))
+    steps: dict[str, list[Recomputation]] = {}
+    for block, members in blocks.members.items():
+        if block not in mixture.blocks:
+            steps[block] = list(plans[mixture.of[members[0]]].steps.get(block, ()))
+    for step in blocks.recomputation(mixture.evaluation, prices, among=mixture.blocks):
+        steps.setdefault(step.block, []).append(step)
+    return StageRecomputation(mixture.evaluation, {block: own for block, own in steps.items() if own})

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from ...errors import MemoryInfeasibleError
 from ...utils.format import size
-from .cut import SAME, Spans, check, cut_stages, fastest
+from .cut import check, cut_stages, fastest
 from .model import RankSegments, Segment, Shared, StageCut, Timing
-from .pareto import Levels
+from .pareto import Levels, Variants
+from .spans import SAME, Spans
 
 DOUBT = 1e-7  # of the linear program's optimum
 
@@ -32,18 +34,21 @@ def cut_looped(
     shared: Sequence[Shared] = (),
     is_rough: bool = False,
     levels: Levels | None = None,
+    others: Variants | None = None,
+    spans: Spans | None = None,
 ) -> StageCut:
     """Return a cut into `timing.looped` stages a rank, that of `cut_stages` where that is one: how far its step is from
     the shortest at most, `bound_seconds` says. `is_rough`: where a cut of stages that stand alone fits, none that is
-    better is looked for. `levels`: of the segments, if some are known.
+    better is looked for. `levels`: of the segments, if some are known; `others`: what they are under other plans, of
+    which each rank may take one.
 
     Raise StrategyError as `cut_stages` does, and MemoryInfeasibleError, with the fullest rank of the emptiest cut that
     was found, if none was found that fits.
     """
     if timing.looped == 1:
-        return cut_stages(segments, ranks, micro_batches, limit_bytes, timing, shared, levels)
+        return cut_stages(segments, ranks, micro_batches, limit_bytes, timing, shared, levels, others)
     check(segments, ranks * timing.looped, micro_batches, timing)
-    search = Loops(segments, ranks, micro_batches, limit_bytes, timing, shared, levels)
+    search = Loops(segments, ranks, micro_batches, limit_bytes, timing, shared, levels, others, spans)
     starts = search.starts()
     found = next(
         (found for found in map(search.evaluated, starts) if not found[0]), None
@@ -53,17 +58,21 @@ def cut_looped(
     excess, step, path = found
     if excess:
         raise search.infeasible(path)
-    stages = tuple(search.stage(rank, path) for rank in range(ranks))
+    stages = search.stages(path)
     bound = 0.0
-    if not is_rough:
+    if not is_rough and others is None:
         bound = min(
             step, fractional_step(segments, search.levels, search.flight, micro_batches, limit_bytes, timing, shared)
         )
     return StageCut(stages, timing, micro_batches, step, search.apart(path), bound)
 
 
+Costs = list[tuple[float, float]]  # (bytes too many, seconds) of a rank, by plan
+
+
 class Loops:
-    """The search. A path is a span for each stage, in the order of the model."""
+    """The search. A path is a span for each stage, in the order of the model. `spans`: all that there are, if they are
+    known."""
 
     def __init__(
         self,
@@ -74,6 +83,8 @@ class Loops:
         timing: Timing,
         shared: Sequence[Shared],
         levels: Levels | None = None,
+        others: Variants | None = None,
+        spans: Spans | None = None,
     ):
         self.ranks, self.micro_batches, self.limit, self.timing, self.shared = (
             ranks,
@@ -86,18 +97,21 @@ class Loops:
             levels or Levels(segments),
             [timing.in_flight(ranks, rank, micro_batches) for rank in range(ranks)],
         )
-        self.spans = Spans(segments, ranks * timing.looped, shared, self.levels, math.inf)
+        self.spans = spans or Spans(segments, ranks * timing.looped, shared, self.levels, math.inf)
+        more = others.plans if others else ()
+        self.under = [(self.spans, shared), *((self.spans.under(other), other[1]) for other in more)]
+        self.borders = others.borders if others else np.zeros((1, 1))
         self.span = {ends: x for x, ends in enumerate(zip(self.spans.first.tolist(), self.spans.end.tolist()))}
         self.boundaries = sorted({0, *self.spans.end.tolist()})
         self.number = {end: i for i, end in enumerate(self.boundaries)}
-        self.known: dict[tuple[int, ...], tuple[float, float]] = {}
+        self.known: dict[tuple[int, ...], tuple[Costs, list[RankSegments]]] = {}
 
     def starts(self) -> list[list[int]]:
         """Return the best cuts of stages that stand alone, without a limit on their memory and with their part of the
         limit."""
         flight, found = np.array(self.flight * self.timing.looped), []
         for limit in (math.inf, self.limit / self.timing.looped):
-            seconds = self.spans.seconds(flight, limit)
+            seconds = np.min([spans.seconds(flight, limit) for spans, _ in self.under], 0)
             found.append(fastest(self.spans, seconds, self.micro_batches, self.timing.bubble_factor)[1])
         return [path for path in found if path]
 
@@ -136,10 +150,28 @@ class Loops:
             return []
         return path[: low - 1] + [self.span[pair] for pair in zip(ends, ends[1:])] + path[high + 1 :]
 
-    def total(self, costs: Sequence[tuple[float, float]], path: Sequence[int]) -> tuple[float, float]:
-        """Return (bytes too many, step) of a cut from the `costs` of its ranks."""
-        step = self.timing.step_seconds([seconds for _, seconds in costs], self.micro_batches)
-        return sum(excess for excess, _ in costs), step + self.apart(path)
+    def total(self, costs: Sequence[Costs], path: Sequence[int]) -> tuple[float, float]:
+        """Return (bytes too many, step) of a cut from the `costs` of its ranks, under the best plans."""
+        if len(self.under) == 1:
+            step = self.timing.step_seconds([seconds for ((_, seconds),) in costs], self.micro_batches)
+            return sum(excess for ((excess, _),) in costs), step + self.apart(path)
+        excess, step = min(self.under_plans(costs, plans) for plans in self.choices(costs))
+        return excess, step + self.apart(path)
+
+    def choices(self, costs: Sequence[Costs]) -> list[list[int]]:
+        """Return plans of all ranks that are worth a look: for each rank the best one, and one for all of them."""
+        ranks, plans = range(self.ranks), range(len(self.under))
+        return [[k] * self.ranks for k in plans] + [[min(plans, key=costs[rank].__getitem__) for rank in ranks]]
+
+    def under_plans(self, costs: Sequence[Costs], plans: Sequence[int]) -> tuple[float, float]:
+        """Return (bytes too many, step) of a cut whose ranks have these plans."""
+        found = [own[k] for own, k in zip(costs, plans)]
+        times = [seconds + self.border(rank, plans) for rank, (_, seconds) in enumerate(found)]
+        return sum(excess for excess, _ in found), self.timing.step_seconds(times, self.micro_batches)
+
+    def border(self, rank: int, plans: Sequence[int]) -> float:
+        """Return the seconds of a micro-batch in which a rank redistributes what ranks before it make."""
+        return float(self.borders[plans[rank - 1], plans[rank]]) * (self.timing.looped - (rank == 0))
 
     def apart(self, path: Sequence[int]) -> float:
         """Return the seconds of the reductions of parameters that two ranks have."""
@@ -151,38 +183,58 @@ class Loops:
         ]
         return float(sum(o.seconds for o, (a, b) in zip(self.shared, ranks) if a != b))
 
-    def cost(self, rank: int, path: Sequence[int]) -> tuple[float, float]:
-        """Return (bytes too many, seconds) of a rank."""
+    def cost(self, rank: int, path: Sequence[int]) -> Costs:
+        """Return (bytes too many, seconds) of a rank under each plan."""
+        return self._rank(rank, path)[0]
+
+    def _rank(self, rank: int, path: Sequence[int]) -> tuple[Costs, list[RankSegments]]:
         own = tuple(path[rank :: self.ranks])
         if (rank, *own) not in self.known:
-            stage = self.stage(rank, path, counted=False)
-            self.known[rank, *own] = max(0.0, stage.total_bytes - self.limit), stage.seconds
+            stages = [self.stage(rank, path, k, counted=False) for k in range(len(self.under))]
+            costs = [(max(0.0, one.total_bytes - self.limit), one.seconds) for one in stages]
+            self.known[rank, *own] = costs, stages
         return self.known[rank, *own]
 
-    def stage(self, rank: int, path: Sequence[int], counted: bool = True) -> RankSegments:
-        """Return all stages of a rank as one, at its most frugal if that does not fit. `counted`: with its levels."""
-        own, spans, flight = list(path[rank :: self.ranks]), self.spans, self.flight[rank]
+    def excess(self, path: Sequence[int]) -> float:
+        """Return the bytes of all ranks that a cut has too many under the first plan."""
+        return sum(self.cost(rank, path)[0][0] for rank in range(self.ranks))
+
+    def stages(self, path: Sequence[int], counted: bool = True) -> tuple[RankSegments, ...]:
+        """Return the stages of all ranks under the best plans; `counted`: with their levels."""
+        costs = [self.cost(rank, path) for rank in range(self.ranks)]
+        if len(self.under) == 1:
+            return tuple(
+                self.stage(rank, path) if counted else self._rank(rank, path)[1][0] for rank in range(self.ranks)
+            )
+        plans = min(self.choices(costs), key=lambda plans: self.under_plans(costs, plans))
+        known = [self._rank(rank, path)[1][k] for rank, k in enumerate(plans)]
+        found = [self.stage(rank, path, k) for rank, k in enumerate(plans)] if counted else known
+        return tuple(replace(one, seconds=one.seconds + self.border(rank, plans)) for rank, one in enumerate(found))
+
+    def stage(self, rank: int, path: Sequence[int], plan: int = 0, counted: bool = True) -> RankSegments:
+        """Return all stages of a rank as one under a plan, at its most frugal if that does not fit. `counted`: with its
+        levels."""
+        own, (spans, shared), flight = list(path[rank :: self.ranks]), self.under[plan], self.flight[rank]
         ends = list(zip(spans.first[own].tolist(), spans.end[own].tolist()))
         bytes_ = {name: float(values[own].sum()) for name, values in spans.fixed.items()}
         bytes_["transient"] = float(spans.fixed["transient"][own].max())
-        for one in self.shared:
+        for one in shared:
             a, b = ([first <= x < end for first, end in ends] for x in (one.first, one.second))
             bytes_["state"] -= one.bytes_ * (
                 any(a) and any(b) and a != b
             )  # a span that has both counts them once already
-        frontier = self.levels.frontier(spans.counts[spans.kind[own]].sum(0))
+        frontier = spans.levels.frontier(spans.counts[spans.kind[own]].sum(0))
         room = (self.limit - sum(bytes_.values())) / flight
         point = max(0, int(np.searchsorted(frontier.bytes_, room, side="right")) - 1)
         bytes_["activations"] = float(flight * frontier.bytes_[point])
         seconds = float(frontier.seconds[point] + spans.sends[own].sum())
-        return RankSegments(
-            tuple(ends), seconds, flight, bytes_, self.levels.counted(frontier, point) if counted else {}
-        )
+        levels = spans.levels.counted(frontier, point) if counted else {}
+        return RankSegments(tuple(ends), seconds, flight, bytes_, levels, plan)
 
     def infeasible(self, path: Sequence[int]) -> MemoryInfeasibleError:
         """Return the error for a cut that does not fit, with its fullest rank."""
-        rank = max(range(self.ranks), key=lambda r: self.cost(r, path)[0])
-        stage, missing = self.stage(rank, path), math.ceil(self.cost(rank, path)[0])
+        rank = max(range(self.ranks), key=lambda r: self.cost(r, path)[0][0])
+        stage, missing = self.stage(rank, path), math.ceil(self.cost(rank, path)[0][0])
         return MemoryInfeasibleError(
             f"no cut was found that fits {size(self.limit)} with {self.timing.name}: in the emptiest, rank {rank} "
             f"needs {size(stage.total_bytes)}, {size(missing)} more than there are",

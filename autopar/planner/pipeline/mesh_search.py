@@ -31,7 +31,7 @@ from ..spmd.fixed_recompute import AUTO
 from ..spmd.plan_options import PlanOptions
 from ..spmd.planned import Planned
 from .evaluate import timing_of
-from .plan import check_solver, described, kinds_of, promise
+from .plan import check_solver, described, kinds_of, promise, with_plans_by_stage
 from .search import Candidate, Estimate, PipelineSearch
 
 DOMINATED = ("1f1b", "interleaved_1f1b")  # zero-bubble schedules take no more, as they are priced
@@ -221,9 +221,12 @@ class _MeshSearch:
             fastest = min((t.evaluated.step_seconds for t in candidates if t.fits), default=math.inf)
             if one.step_seconds < fastest:
                 candidates.append(one.search.evaluated(one))
-        fitting = sorted((t for t in candidates if t.fits), key=lambda t: t.evaluated.step_seconds)
+        fitting = [t for t in candidates if t.fits]
         if not fitting:
             return None
+        fastest = min(fitting, key=lambda t: t.evaluated.step_seconds).search
+        own = [one for one in self._estimates() if one.search is fastest]
+        fitting = [t for t in with_plans_by_stage(own, fitting) if t.fits]
         return described(fitting[0], fitting, self.captured, fitting[0].search.whole_mesh, [], self.batch)
 
     def reported(self) -> list[MeshCandidate]:

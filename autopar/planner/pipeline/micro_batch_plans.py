@@ -32,8 +32,9 @@ from ..spmd.planned import Planned
 # less memory finds no plan that more memory does not.
 LITTLE = 1e-2  # to the fastest plan
 MEMORY_PRICES = (0.1, *(10.0 ** (k / 2) for k in range(21)))  # to others
-DEAREST = 100.0  # what all memory within the limit is worth to the last of them
+DEAREST = 100.0  # what all memory for tensors is worth within the limit to the last of them
 # As far as those are searched of which none is the best.
+LARGEST_PROGRAM = 2_000  # variables of one with a row of memory that is far from the plan's: larger ones take minutes
 ROUGH = Search(gap=1e-2, rounds=40, largest_program=0, last_word=False)
 EXACT = Search(last_word=False)
 
@@ -123,7 +124,8 @@ class MicroBatchPlans:
         if self.options.recompute != AUTO:
             return
         unit, seen = self.fastest.solver.unit_price, [self.fastest.evaluation.choice]
-        dearest = DEAREST * self.options.hardware.memory_bytes / self.limit
+        room = max(self.limit - self.fastest.problem.reserve_bytes, 1.0)
+        dearest = DEAREST * self.options.hardware.memory_bytes / room
         for price in itertools.takewhile(lambda price: price <= dearest, MEMORY_PRICES):
             one = self.at(replace(self.free_of_memory, byte_seconds=unit * price), ROUGH)
             if one.evaluation.choice not in seen:
@@ -145,7 +147,8 @@ class MicroBatchPlans:
         """Return a faster plan of a micro-batch whose tensors take so many bytes at most, which the integer program
         finds around the plan `inner`; None if there is none."""
         run, e = self._run, inner.evaluation
-        said = last_word(run, run.dual, prices, e, run.by_class(e), Room(room_bytes, run.accumulates))
+        most = min(LARGEST_PROGRAM, run.search.largest_program)
+        said = last_word(run, run.dual, prices, e, run.by_class(e), Room(room_bytes, run.accumulates), most)
         if said.choice is None:
             return None
         found = run.settled(prices, said.choice)

@@ -112,13 +112,15 @@ def interleaved(looped: int) -> Timing:
 @dataclass(frozen=True)
 class RankSegments:
     """Describes what one rank runs: segments `first` to `end` (without it) of each of its `spans`, one if nothing is
-    looped, and `levels[kind][l]` of them at level l. `bytes_`: of the device when memory peaks, by what they are."""
+    looped, and `levels[kind][l]` of them at level l. `bytes_`: of the device when memory peaks, by what they are.
+    `plan`: the number of the plan of a micro-batch that decides, if there are several."""
 
     spans: tuple[tuple[int, int], ...]
     seconds: float
     in_flight: float
     bytes_: Mapping[str, float]
     levels: Mapping[str, tuple[int, ...]]
+    plan: int = 0
 
     @property
     def total_bytes(self) -> float:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .model import Segment
+from .model import Segment, Shared
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,3 +84,16 @@ class Levels:
             found.setdefault(frontier.kind, Counter())[int(frontier.level[point])] += 1
             frontier, point = frontier.fewer, int(frontier.came_from[point])
         return {self.kinds[k].kind: tuple(found[k][l] for l in range(len(self.kinds[k].levels))) for k in sorted(found)}
+
+
+# the segments as they are under one plan of a micro-batch, with what they share and their levels
+Variant = tuple[Sequence[Segment], Sequence[Shared], Levels]
+
+
+@dataclass(frozen=True, eq=False)
+class Variants:
+    """Other plans of a micro-batch, of which a stage may take one. `borders`: by plan of a stage and of the next one,
+    seconds of a micro-batch to redistribute what passes, inf where that cannot be; the plan itself is number 0."""
+
+    plans: Sequence[Variant]
+    borders: np.ndarray

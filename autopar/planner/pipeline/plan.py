@@ -33,8 +33,11 @@ from ..spmd.outputs import outputs_in
 from ..spmd.plan_options import PlanOptions
 from ..spmd.planned import Planned
 from .baselines import evaluated_if_faster, experts
+from .estimate import Estimate
 from .evaluate import PipelineCost
-from .search import Candidate, Estimate, PipelineSearch
+from .search import Candidate, PipelineSearch
+from .shardings import stage_shardings
+from .stage_plans import plans_by_stage
 
 COUNTS = (0.5, 1, 2, 4)  # micro-batches a rank that are tried if no number is asked for, and as many as there can be
 
@@ -80,7 +83,11 @@ def plan_pipeline(
     estimates = [one for search in searches for one in search.estimates()]
     candidates = evaluated(estimates)
     if not candidates[0].fits:
-        candidates = _sorted([*candidates, *evaluated(candidates[0].search.smaller(candidates[0].estimate))])
+        smaller = candidates[0].search.smaller(candidates[0].estimate)
+        estimates += smaller
+        candidates = _sorted([*candidates, *evaluated(smaller)])
+    candidates = with_plans_by_stage(estimates, candidates)
+    candidates = _sorted([*candidates, *candidates[0].search.unmoved(candidates[0])])
     if not candidates[0].fits and options.refuses:
         raise _refusal(candidates[0], candidates[0].limit)
     others = experts(candidates[0]) if options.baselines and candidates[0].fits else {}
@@ -91,11 +98,20 @@ def plan_pipeline(
     return described(candidates[0], candidates, captured, mesh, warnings, batch, others)
 
 
-def evaluated(estimates: Sequence[Estimate]) -> list[Candidate]:
-    """Evaluate the most promising estimates and return them, the best first: those that fit by their seconds, then
-    others by their bytes. With one schedule of a number of micro-batches all of its schedules are evaluated; another
-    number, and other plans for the same schedule, only if they may be faster than all of those."""
-    candidates: list[Candidate] = []
+def with_plans_by_stage(estimates: Sequence[Estimate], candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return candidates, the best first, with those pipelines that may be faster than all of them if each stage takes
+    another one of the plans of a micro-batch that were estimated."""
+    by_search: dict[PipelineSearch, list[Estimate]] = {}
+    for one in estimates:
+        by_search.setdefault(one.search, []).append(one)
+    return evaluated([one for search, own in by_search.items() for one in plans_by_stage(search, own)], candidates)
+
+
+def evaluated(estimates: Sequence[Estimate], others: Sequence[Candidate] = ()) -> list[Candidate]:
+    """Evaluate the most promising estimates and return them with `others`, the best first: those that fit by their
+    seconds, then others by their bytes. With one schedule of a number of micro-batches all of its schedules are
+    evaluated; another number, and other plans for the same schedule, only if they may be faster than all of those."""
+    candidates = [*others]
     cut: set[PipelineSearch] = set()
     known: set[tuple[PipelineSearch, str, int]] = set()
     for one in sorted(estimates, key=promise):
@@ -119,9 +135,9 @@ def promise(one: Estimate) -> tuple:
 
 
 def with_schedules(staged: Staged, kinds: list[tuple[str, int]]) -> list[PipelineCost]:
-    """Evaluate other schedules, with their stages a rank, for the plan of a micro-batch that is there already, each
+    """Evaluate other schedules, with their stages a rank, for the plans of a micro-batch that are there already, each
     with its best cut. Leave out those that need more stages than there are segments."""
-    return [candidate.evaluated for candidate in staged.best.search.with_kinds(staged.best.base, kinds)]
+    return [candidate.evaluated for candidate in staged.best.search.with_kinds(staged.best, kinds)]
 
 
 def kinds_of(schedule: str | Schedule, stages_per_rank: int | None) -> list[tuple[str, int]]:
@@ -265,6 +281,7 @@ def described(
         routing=_routing(inner.routing, ranks),
         flops=replace(inner.flops, model=inner.flops.model * sum(pipeline.shares) / sum(inner.pipeline.shares)),
         outputs=outputs_in(inner.sharding, best.inner.whole[0], best.inner.pricer, captured),
+        shardings=stage_shardings(*best.inner.whole, pipeline.cuts, best.of_stage),
         unmade_bytes=evaluated.unmade_bytes,
         communication_seconds=evaluated.communication_seconds,
         exposed_seconds=_exposed(evaluated),

@@ -27,8 +27,7 @@ from ...passes.pipeline.micro_batch import MicroBatched
 from ...passes.pipeline.tail import check_waits
 from ...plans.pipeline import Pipeline, axis_of
 from ...schedule.catalogue import KINDS, make
-from ...schedule.play import play
-from ...utils.format import size
+from ...schedule.timetable import Timetable
 from ..objective.evaluate import Evaluation
 from ..objective.expand import recomputes_alike
 from ..objective.memory_timeline import LiveBytes, live_bytes
@@ -37,19 +36,20 @@ from ..spmd.outputs import may_be_unmade
 from ..spmd.plan_options import PlanOptions
 from ..spmd.planned import Planned
 from .between import plans_between
-from .checkpoint import StageRecomputation
-from .cut import cut_stages
-from .cut_interleaved import cut_looped
+from .checkpoint import StageRecomputation, recomputation_of
+from .cut_interleaved import Loops, cut_looped
+from .estimate import Estimate, estimate, even_seconds
 from .evaluate import PipelineCost, evaluate_pipeline, parts_of, timing_of
 from .micro_batch_plans import MicroBatchPlans
-from .model import StageCut
-from .part import Part
+from .model import StageCut, Timing
+from .pareto import Variants
+from .played_cuts import PlayedCuts
 from .segments import Chain, chain
+from .stage_plans import StagePlans
 
 GPIPE = ("gpipe", 1)  # the schedule for a step with a tail, with its stages a rank
 LESS = 0.95  # of what a next plan of a micro-batch may hold, so that it is another one
 LOOPED_CUTS = (True, False)  # roughly, for stages of even seconds, and for ranks of even seconds
-PLENTY = 0.5  # of the room: where no rank takes more, the limit decides nothing
 MOST_LIMITS = 2  # on the memory of a micro-batch's plan that are tried, until its stages fit
 MOST_CUTS = 3  # of one schedule, each with less memory than the one before, until its evaluation agrees that it fits
 MOST_RECOMPUTE_ROUNDS = 4  # times that a cut is given more to compute again
@@ -58,29 +58,17 @@ Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """A cut of a plan of a micro-batch for a schedule, by formulas. `peak_bytes`: of the fullest rank; `least_seconds`:
-    what a step would take at least if the memory had no limit."""
-
-    search: PipelineSearch
-    inner: Planned
-    schedule: str
-    stages_per_rank: int
-    step_seconds: float
-    peak_bytes: float
-    fits: bool
-    least_seconds: float = 0.0
-
-
-@dataclass(frozen=True)
 class Candidate:
     """A pipeline that was evaluated, the plan of a micro-batch that it was cut from, and the same with what stages
-    compute again."""
+    compute again. `others`: plans of which stages might take one instead; `of_stage`: the number of the plan that each
+    took, empty if all took the first."""
 
     evaluated: PipelineCost
     base: Planned
     inner: Planned
     search: PipelineSearch
+    others: tuple[Planned, ...] = ()
+    of_stage: tuple[int, ...] = ()
 
     @property
     def estimate(self) -> Estimate:
@@ -115,8 +103,10 @@ class _Evaluated:
     """A cut of a plan, with what its stages compute again and the memory of one micro-batch."""
 
     evaluated: PipelineCost
+    inner: Planned
     e: Evaluation
     live: LiveBytes
+    of_stage: tuple[int, ...] = ()
 
 
 class PipelineSearch:
@@ -142,6 +132,7 @@ class PipelineSearch:
         self.collectives = CollectiveCost(options.hardware, mesh)
         self._chains: dict[Planned, Chain] = {}
         self._prepared: dict[Planned, tuple[Planned, Chain, StageRecomputation | None]] = {}
+        self._timetables: dict[tuple[str, int], Timetable] = {}
         report(f"{mesh}, {micro_batches} micro-batches")
         self.plans = MicroBatchPlans(captured, micro_batches, mesh, self.axis, options, name, report)
         self.kinds = self._possible_with_tail(kinds)
@@ -180,19 +171,21 @@ class PipelineSearch:
         found: list[Estimate] = []
         fastest = math.inf  # of those that fit
         for inner in self.plans.at_prices():
-            segments = self._segments(inner)
-            if min(self._even_seconds(segments, kind, v) for kind, v in self._possible(segments)) >= fastest:
+            segments = self.segments(inner)
+            if min(even_seconds(self, segments, kind, v) for kind, v in self._possible(segments)) >= fastest:
                 break
-            new = self._cuts(inner, segments)
+            new = self._cuts(inner, segments, fastest)
             found += new
             fastest = min([fastest, *(one.step_seconds for one in new if one.fits)])
             if min(one.least_seconds for one in new) >= fastest:
                 break
-        return found + (plans_between(self, found) if self.plans.options.recompute == AUTO else [])
+        if self.plans.options.recompute == AUTO:
+            found += plans_between(self, found)
+        return found
 
     def estimated(self, inner: Planned, kind: str, v: int) -> Estimate:
         """Estimate the best cut of a plan of a micro-batch for one schedule."""
-        return self._estimate(inner, self._segments(inner), kind, v)
+        return estimate(self, inner, self.segments(inner), kind, v)
 
     def smaller(self, closest: Estimate) -> list[Estimate]:
         """Estimate the same of plans that hold ever less than that of `closest`, which does not fit, until one fits."""
@@ -207,21 +200,27 @@ class PipelineSearch:
                 inner = self.plans.within(limit)
             except MemoryInfeasibleError:
                 break
-            cuts = self._cuts(inner, self._segments(inner))
+            cuts = self._cuts(inner, self.segments(inner), math.inf)
             new += cuts
             closest = min(cuts, key=lambda one: one.peak_bytes)
             if any(one.fits for one in cuts):
                 break
         return new
 
-    def _segments(self, inner: Planned) -> Chain:
+    def segments(self, inner: Planned) -> Chain:
+        """Return the segments of a plan of a micro-batch, by its few blocks where they are enough."""
         if inner not in self._chains:
             planned = inner if recomputes_alike(inner.evaluation) else self.plans.of_whole(inner)
             self._chains[inner] = self._chain(planned)
         return self._chains[inner]
 
-    def _cuts(self, inner: Planned, segments: Chain) -> list[Estimate]:
-        return [self._estimate(inner, segments, kind, v) for kind, v in self._possible(segments)]
+    def _cuts(self, inner: Planned, segments: Chain, fastest: float) -> list[Estimate]:
+        """Estimate the best cut for each schedule; `fastest`: seconds of a pipeline that fits."""
+        new: list[Estimate] = []
+        for kind, v in self._possible(segments):
+            new.append(estimate(self, inner, segments, kind, v, fastest))
+            fastest = min(fastest, new[-1].step_seconds if new[-1].fits else math.inf)
+        return new
 
     def _chain(self, inner: Planned) -> Chain:
         fewest = self.ranks * max(1, min(v for _, v in self.kinds))
@@ -233,49 +232,7 @@ class PipelineSearch:
         enough = [(kind, v) for kind, v in self.kinds if self.ranks * v <= len(segments.segments)]
         return enough if len(self.kinds) > 1 else list(self.kinds)
 
-    def _estimate(self, inner: Planned, segments: Chain, kind: str, v: int) -> Estimate:
-        reserve, least = inner.problem.reserve_bytes, self._even_seconds(segments, kind, v)
-        room, once = self.limit - reserve, segments.once_seconds / self.ranks
-        try:
-            self._check_state(segments, room)
-            found = self._cut(segments, kind, v, room, is_rough=True)
-        except MemoryInfeasibleError as error:
-            missing = error.missing_bytes * (v if KINDS[kind].v_shaped else 1)
-            return Estimate(self, inner, kind, v, least, self.limit + missing, False, least)
-        bytes_ = max(stage.total_bytes for stage in found.stages) * (v if KINDS[kind].v_shaped else 1)
-        seconds = self._played(segments, found, kind, v) + once
-        if bytes_ <= room * PLENTY:
-            least = seconds
-        elif not any(any(counts[1:]) for stage in found.stages for counts in stage.levels.values()):
-            free = self._cut(segments, kind, v, math.inf, is_rough=True)
-            least = min(seconds, self._played(segments, free, kind, v) + once)
-        return Estimate(self, inner, kind, v, seconds, reserve + bytes_, True, least)
-
-    def _even_seconds(self, segments: Chain, kind: str, v: int) -> float:
-        """Return the seconds of a step whose ranks all take as long and compute nothing again."""
-        even = [sum(segment.levels[0].seconds for segment in segments.segments) / self.ranks] * self.ranks
-        step = timing_of(kind, self.ranks, v).step_seconds(even, self.micro_batches)
-        return step + segments.once_seconds / self.ranks
-
-    def _played(self, segments: Chain, cut: StageCut, kind: str, v: int) -> float:
-        """Play the schedule with the seconds of a cut's segments and return its seconds; what is computed again is in
-        the backward."""
-        works = {}
-        for stage in cut.stages:
-            spans = [segments.parts[first:end] for first, end in stage.spans]
-            own = [_seconds(span) for span in spans]
-            seconds = sum(map(sum, own))
-            slowdown = stage.seconds / seconds if seconds else 1.0  # a stage may have views alone
-            for (first, _), (forward, inputs, weight) in zip(stage.spans, own):
-                works[first] = forward, (forward + inputs + weight) * slowdown - forward - weight, weight
-        firsts = sorted(works)
-        sends = [max(segments.segments[first - 1].boundary_seconds) for first in firsts[1:]]
-        pipeline = self._pipeline(kind, v, ("",) * (self.ranks * v - 1))
-        return play(
-            pipeline.orders, *map(list, zip(*(works[first] for first in firsts))), sends, shares=pipeline.shares
-        ).seconds
-
-    def _pipeline(self, kind: str, v: int, cuts: tuple[str, ...]) -> Pipeline:
+    def pipeline(self, kind: str, v: int, cuts: tuple[str, ...]) -> Pipeline:
         """Return a pipeline without costs."""
         return Pipeline(
             self.axis,
@@ -287,60 +244,86 @@ class PipelineSearch:
             samples=self.plans.samples if self.plans.share < 1 else 0,
         )
 
-    def _check_state(self, segments: Chain, room: float) -> None:
-        """Raise MemoryInfeasibleError if parameters and optimizer state, spread evenly over the ranks, leave no room
-        for activations, so that no cut has to be looked for."""
-        state = sum(segment.state_bytes for segment in segments.segments) - sum(one.bytes_ for one in segments.shared)
-        if state / self.ranks > room:
-            missing = state / self.ranks - room
-            raise MemoryInfeasibleError(
-                f"parameters and optimizer state need {size(missing)} more a device",
-                missing_bytes=math.ceil(missing),
-                fix="use more devices",
-            )
-
-    def _cut(self, segments: Chain, kind: str, v: int, room: float, is_rough: bool = False) -> StageCut:
-        """Cut the segments for a schedule. Raise MemoryInfeasibleError if no cut fits in the `room`."""
-        timing = timing_of(kind, self.ranks, v)
-        if KINDS[kind].v_shaped:
-            ranks, room = self.ranks * v, room / v
-            return cut_stages(
-                segments.segments, ranks, self.micro_batches, room, timing, segments.shared, segments.levels
-            )
-        return cut_looped(
-            segments.segments, self.ranks, self.micro_batches, room, timing, segments.shared, is_rough, segments.levels
+    def cut(
+        self,
+        segments: Chain,
+        kind: str,
+        v: int,
+        room: float,
+        is_rough: bool = False,
+        moves: bool = True,
+        others: Variants | None = None,
+    ) -> StageCut:
+        """Cut the segments for a schedule; `moves`: boundaries, as the played step says; `others`: the same segments
+        under other plans, of which each stage may take one. Raise MemoryInfeasibleError if no cut fits in the
+        `room`."""
+        timing, ranks, most = self._for_cut(kind, v, room)
+        spans, m = segments.spans(ranks * timing.looped), self.micro_batches
+        found = cut_looped(
+            segments.segments, ranks, m, most, timing, segments.shared, is_rough, segments.levels, others, spans
         )
+        return self.moved(segments, found, kind, v, room) if others is None and moves else found
+
+    def moved(self, segments: Chain, cut: StageCut, kind: str, v: int, room: float) -> StageCut:
+        """Return a cut with its boundaries moved as long as that shortens the played step, in the same `room`."""
+        timing, ranks, most = self._for_cut(kind, v, room)
+        spans = segments.spans(ranks * timing.looped)
+        loops = Loops(
+            segments.segments, ranks, self.micro_batches, most, timing, segments.shared, segments.levels, spans=spans
+        )
+        return self.played(kind, v, [segments]).improved(cut, loops)
+
+    def _for_cut(self, kind: str, v: int, room: float) -> tuple[Timing, int, float]:
+        """Return what a cut takes a schedule for, how many ranks it is into, and the bytes of each of them."""
+        timing = timing_of(kind, self.ranks, v)
+        return (timing, self.ranks * v, room / v) if KINDS[kind].v_shaped else (timing, self.ranks, room)
+
+    def played(self, kind: str, v: int, chains: Sequence[Chain]) -> PlayedCuts:
+        """Return what plays cuts of some segments, given under one plan or several, with a schedule."""
+        if (kind, v) not in self._timetables:
+            pipeline = self.pipeline(kind, v, ("",) * (self.ranks * v - 1))
+            shares = pipeline.shares if pipeline.samples else ()
+            self._timetables[kind, v] = Timetable(pipeline.orders, shares)
+        return PlayedCuts(chains, self._timetables[kind, v])
 
     # judging
 
-    def evaluated(self, one: Estimate) -> Candidate:
+    def evaluated(self, one: Estimate, moves: bool = True) -> Candidate:
         """Evaluate the best cuts for a schedule: return the fastest whose evaluation fits, else the one that holds
-        least of those tried."""
-        inner, _, _ = self.prepared(one.inner)
+        least of those tried. `moves`: boundaries, as the played step says."""
         looped = one.stages_per_rank > 1 and not KINDS[one.schedule].v_shaped
         # stages of even seconds, or ranks of even seconds: the order of a looped schedule may wait for the longest
         # stage
-        found = [self._fitted(one, is_rough) for is_rough in (LOOPED_CUTS if looped else (False,))]
+        found = [self._fitted(one, is_rough, moves) for is_rough in (LOOPED_CUTS if looped else (False,))]
         fitting = [cost for cost in found if cost.evaluated.peak_bytes <= self.limit]
         best = min(fitting or found, key=attrgetter("evaluated.step_seconds" if fitting else "evaluated.peak_bytes"))
-        inner = replace(inner, written=(inner.whole[0], best.e), held=best.live)
-        return Candidate(best.evaluated, one.inner, inner, self)
+        inner = replace(best.inner, written=(best.inner.whole[0], best.e), held=best.live)
+        return Candidate(best.evaluated, one.inner, inner, self, one.others, best.of_stage)
 
-    def _fitted(self, one: Estimate, is_rough: bool) -> _Evaluated:
+    def unmoved(self, one: Candidate) -> list[Candidate]:
+        """Evaluate the same pipeline with the boundaries that formulas choose, if its ranks compute again: segments
+        know roughly how much, so that what is played with their seconds may be slower."""
+        if one.others or not one.inner.whole[1].recomputed:
+            return []
+        return [self.evaluated(one.estimate, moves=False)]
+
+    def _fitted(self, one: Estimate, is_rough: bool, moves: bool) -> _Evaluated:
         """Find a cut, with less and less memory until its evaluation fits; return the one that holds least if that
         does not help."""
-        inner, segments, recomputation = self.prepared(one.inner)
+        inner, segments, _ = self.prepared(one.inner)
+        plans = StagePlans(self, one)
         room = self.limit - inner.problem.reserve_bytes
         best: _Evaluated | None = None
         for _ in range(MOST_CUTS):
             try:
-                cut = self._cut(segments, one.schedule, one.stages_per_rank, room, is_rough)
+                cut = self.cut(segments, one.schedule, one.stages_per_rank, room, is_rough, moves, plans.others)
             except MemoryInfeasibleError:
                 if best is not None:
                     break
-                cut, room = self._cut(segments, one.schedule, one.stages_per_rank, math.inf, is_rough), -math.inf
-            pipeline = self._pipeline(one.schedule, one.stages_per_rank, segments.cuts(cut.cuts))
-            found = self._within_memory(inner, pipeline, recomputation)
+                cut, room = self.cut(segments, one.schedule, one.stages_per_rank, math.inf, is_rough, moves), -math.inf
+            pipeline = self.pipeline(one.schedule, one.stages_per_rank, segments.cuts(cut.cuts))
+            inner, recomputation, of_stage = plans.chosen(cut, pipeline)
+            found = replace(self._within_memory(inner, pipeline, recomputation), of_stage=of_stage)
             if best is None or found.evaluated.peak_bytes < best.evaluated.peak_bytes:
                 best = found
             excess = found.evaluated.peak_bytes - self.limit
@@ -349,13 +332,15 @@ class PipelineSearch:
             room -= excess
         return best
 
-    def with_kinds(self, inner: Planned, kinds: Sequence[tuple[str, int]]) -> list[Candidate]:
-        """Evaluate other schedules for a plan of a micro-batch, without those that need more stages than it has
-        segments."""
+    def with_kinds(self, one: Candidate, kinds: Sequence[tuple[str, int]]) -> list[Candidate]:
+        """Evaluate other schedules for the plan of a micro-batch of a candidate, or for its plans, without those that
+        need more stages than it has segments."""
+        inner = one.base
         _, segments, _ = self.prepared(inner)
         kinds = self._possible_with_tail(kinds)
         possible = [(kind, v) for kind, v in kinds if self.ranks * v <= len(segments.segments)]
-        return [self.evaluated(self._estimate(inner, segments, kind, v)) for kind, v in possible]
+        found = [replace(estimate(self, inner, segments, kind, v), others=one.others) for kind, v in possible]
+        return [self.evaluated(one) for one in found]
 
     def _within_memory(
         self, inner: Planned, pipeline: Pipeline, recomputation: StageRecomputation | None
@@ -378,7 +363,7 @@ class PipelineSearch:
                 break
             e, live = more, live_bytes(problem, more, inner.pricer)
             evaluated = evaluate(problem, e, pipeline=pipeline, live=live, keeps_outputs=keeps)
-        return _Evaluated(evaluated, e, live)
+        return _Evaluated(evaluated, inner, e, live)
 
     def prepared(self, inner: Planned) -> tuple[Planned, Chain, StageRecomputation | None]:
         """Return a plan of the whole graph, its segments, and what may be computed again, if that is left to the
@@ -391,10 +376,5 @@ class PipelineSearch:
                 segments = known.of_whole(compact, whole.evaluation.first)
             else:
                 segments = self._chain(whole)
-            self._prepared[inner] = whole, segments, StageRecomputation(whole) if is_free else None
+            self._prepared[inner] = whole, segments, recomputation_of(whole) if is_free else None
         return self._prepared[inner]
-
-
-def _seconds(parts: Sequence[Part]) -> tuple[float, float, float]:
-    """Return the seconds of a stage: forward, input gradients, weight gradients."""
-    return tuple(sum(getattr(part, f"{what}_seconds") for part in parts) for what in ("forward", "input", "weight"))

@@ -36,6 +36,7 @@ from ..problem.multipliers import Prices
 from ..problem.problem import Problem
 from .model import RecomputeOption, Segment, Shared
 from .pareto import Levels
+from .spans import Spans
 from .stage_costs import Part, Parts, crossing_bytes
 
 NEAR = 0.25  # of a stage's mean seconds, in which a better place is looked for
@@ -66,10 +67,26 @@ class Chain:
         """Return the levels of any number of the segments, which all cuts of them share."""
         return Levels(self.segments)
 
+    @cached_property
+    def seconds_before(self) -> np.ndarray:
+        """Return (segments + 1, 4): what all segments before one take together for a micro-batch, forward and the two
+        parts of the backward, and once a step."""
+        what = ("forward", "input", "weight", "once")
+        seconds = [[getattr(part, f"{one}_seconds") for one in what] for part in self.parts]
+        return np.concatenate((np.zeros((1, len(what))), np.cumsum(seconds, 0)))
+
+    def spans(self, stages: int) -> Spans:
+        """Return all runs of segments that may be one of so many stages."""
+        known = self.__dict__.setdefault("known_spans", {})
+        if stages not in known:
+            known[stages] = Spans(self.segments, stages, self.shared, self.levels, math.inf)
+        return known[stages]
+
     def of_whole(self, compact: Compact, first: int) -> Chain:
         """Return the same segments with the ops of the whole graph at which they begin."""
         named = replace(self, starts=_names(compact, self.begins, self.order, first))
-        named.__dict__["levels"] = self.levels
+        known = ("levels", "seconds_before", "known_spans")
+        named.__dict__.update({name: self.__dict__[name] for name in known if name in self.__dict__})
         return named
 
     def cuts(self, firsts: Sequence[int]) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from ...ir.graph import bytes_of, is_op, is_tensor, output_node, tensor_of
-from ...ir.stage_placement import first_of
+from ...ir.stage_placement import StagePlacement, first_of
 from ..objective.bucket_bytes import BUCKETS, GATHERED, bucket_bytes
 from ..objective.checkpoint_blocks import recomputed_vertices
 from ..objective.checkpoint_min_cut import key_of
@@ -83,7 +83,7 @@ class Parts:
         self.found = [Part(no_work(e.streams), e.overlap, stretch) for _ in range(self.placement.count)]
         self.tied: list[SharedParameter] = []
         self.recomputed = recomputed_vertices(e)
-        self.where = self._where()
+        self.where = parts_of_nodes(self.placement)
         waiting = [t for t in e.transfers if t.phase == "forward" and t.times < pricer.micro_batches]
         self.once = {
             key_of(t): self._mask(t) for t in waiting
@@ -95,23 +95,6 @@ class Parts:
         self._passing()
         self._outputs()
         self._transients(live or live_bytes(problem, e, pricer))
-
-    def _where(self) -> dict[fx.Node, int]:
-        """Return the parts of every node, as bits: of what is computed wherever it is read, those that read it."""
-        where: dict[fx.Node, int] = {}
-        for node in reversed(self.problem.graph.nodes):
-            if node.op == "output":
-                continue
-            if node in self.placement.terms:
-                where[node] = self.placement.parameters[self.placement.terms[node]]
-            elif node in self.placement.stage:
-                where[node] = 1 << self.placement.stage[node]
-            else:
-                mask = 0
-                for user in node.users:
-                    mask |= where.get(user, 0)
-                where[node] = mask
-        return where
 
     def _charged(self, mask: int) -> Iterator[Part]:
         """Iterate over the parts that pay for something that the parts of a mask need."""
@@ -277,6 +260,24 @@ class Parts:
         for mask, bytes_ in most.items():
             for part in self._charged(mask):
                 part.transient_bytes = max(part.transient_bytes, bytes_)
+
+
+def parts_of_nodes(placement: StagePlacement) -> dict[fx.Node, int]:
+    """Return the parts of every node, as bits: of what is computed wherever it is read, those that read it."""
+    where: dict[fx.Node, int] = {}
+    for node in reversed(placement.graph.nodes):
+        if node.op == "output":
+            continue
+        if node in placement.terms:
+            where[node] = placement.parameters[placement.terms[node]]
+        elif node in placement.stage:
+            where[node] = 1 << placement.stage[node]
+        else:
+            mask = 0
+            for user in node.users:
+                mask |= where.get(user, 0)
+            where[node] = mask
+    return where
 
 
 def _gradients(graph: fx.Graph) -> dict[fx.Node, str]:

@@ -53,10 +53,18 @@ class Room:
 
 
 def last_word(
-    run: RestrictedSearch, dual: Dual, prices: Prices, best: Evaluation, joint: dict[int, int], room: Room | None = None
+    run: RestrictedSearch,
+    dual: Dual,
+    prices: Prices,
+    best: Evaluation,
+    joint: dict[int, int],
+    room: Room | None = None,
+    most: int | None = None,
 ) -> LastWord:
     """Return what the program decides among the options that can be in a plan faster than `best`, whose own options by
-    class are `joint`. The dual has what was learned at prices near these; with `room` the plan has to fit it."""
+    class are `joint`. The dual has what was learned at prices near these; with `room` the plan has to fit it. `most`:
+    variables of a program, as the search has it unless given."""
+    most = run.search.largest_program if most is None else most
     dual.price(prices)
     for i in range(2 * SWEEPS):
         dual.sweep(i % 2 == 0)
@@ -73,7 +81,7 @@ def last_word(
             for cls, index, r in zip(dual.classes, dual.index, reduced)
         ]
         options = dict(zip(dual.classes, keep))
-        if flows_of(dual.hyperedges, options) <= run.search.largest_program:
+        if flows_of(dual.hyperedges, options) <= most:
             break
     else:  # the bounds say too little for a program of any use
         return LastWord(None, DecidedProgram(total, total - left, 0, 0, False))
