@@ -13,21 +13,24 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ...errors import AutoparError, MemoryInfeasibleError, MeshError, MicroBatchError, PipelineError, StrategyError
 from ...frontend.export import Captured
 from ...ir.graph import fingerprint
 from ...ir.mesh import Mesh
-from ...plans.entries import Alternative, Routing
+from ...plans.entries import Alternative, Collective, Routing
 from ...plans.pipeline import AXIS, axis_of, inside
 from ...plans.plan import Plan
 from ...schedule.actions import Schedule
 from ...schedule.catalogue import KINDS, canonical
 from ...utils.format import percent, size
 from ...utils.gc_pause import paused_collector
+from ..objective.evaluate import Transfer
 from ..problem.offload import ACTIVATIONS
 from ..solver.minimize import ILP
 from ..spmd.batch import data_ways, samples_of
+from ..spmd.describe import collectives_of
 from ..spmd.fixed_recompute import AUTO
 from ..spmd.outputs import outputs_in
 from ..spmd.plan_options import PlanOptions
@@ -37,6 +40,7 @@ from .estimate import Estimate
 from .evaluate import PipelineCost
 from .search import Candidate, PipelineSearch
 from .shardings import stage_shardings
+from .stage_costs import parts_of_nodes, parts_of_transfer
 from .stage_plans import plans_by_stage
 
 COUNTS = (0.5, 1, 2, 4)  # micro-batches a rank that are tried if no number is asked for, and as many as there can be
@@ -270,6 +274,7 @@ def described(
         reduces_once=m > 1,
         samples=batch,
         fingerprint=fingerprint(captured.graph),
+        collectives=_collectives(best),
         memory_limit_bytes=best.limit,
         step_seconds=step,
         bound=bound,
@@ -294,6 +299,37 @@ def described(
     )
     staged = Staged(plan, evaluated, tuple(t.evaluated for t in candidates), best)
     return replace(best.inner, captured=captured, micro=best.micro, staged=staged)
+
+
+def _collectives(best: Candidate) -> tuple[Collective, ...]:
+    """Return the collectives of all stages: each that has a parameter moves it, and its part of the gradient."""
+    (problem, e), inner, pipeline = best.inner.whole, best.inner, best.evaluated.pipeline
+    where = parts_of_nodes(problem.placement(pipeline.cuts))
+
+    def stages(transfer: Transfer) -> int:
+        return max(1, parts_of_transfer(problem, where, transfer).bit_count())
+
+    of = partial(collectives_of, problem, e, inner.options.hardware, pipeline.micro_batches)
+    more = {
+        (one.kind, one.axes, one.phase): replace(
+            every,
+            count=every.count - one.count,
+            wire_bytes=every.wire_bytes - one.wire_bytes,
+            seconds=every.seconds - one.seconds,
+        )
+        for one, every in zip(of(), of(stages))
+    }
+    return tuple(
+        replace(
+            one,
+            count=one.count + again.count,
+            wire_bytes=one.wire_bytes + again.wire_bytes,
+            seconds=one.seconds + again.seconds,
+        )
+        if (again := more.get((one.kind, one.axes, one.phase)))
+        else one
+        for one in inner.plan.collectives
+    )
 
 
 def _routing(inner: Routing | None, ranks: int) -> Routing | None:

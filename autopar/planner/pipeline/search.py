@@ -301,11 +301,10 @@ class PipelineSearch:
         return Candidate(best.evaluated, one.inner, inner, self, one.others, best.of_stage)
 
     def unmoved(self, one: Candidate) -> list[Candidate]:
-        """Evaluate the same pipeline with the boundaries that formulas choose, if its ranks compute again: segments
-        know roughly how much, so that what is played with their seconds may be slower."""
-        if one.others or not one.inner.whole[1].recomputed:
-            return []
-        return [self.evaluated(one.estimate, moves=False)]
+        """Evaluate the same pipeline with the boundaries that formulas choose: segments know roughly what they take,
+        and how much they compute again, so that what is played with their seconds may be slower. None if stages have
+        plans of their own, whose boundaries are not moved."""
+        return [] if one.others else [self.evaluated(one.estimate, moves=False)]
 
     def _fitted(self, one: Estimate, is_rough: bool, moves: bool) -> _Evaluated:
         """Find a cut, with less and less memory until its evaluation fits; return the one that holds least if that

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -86,7 +86,7 @@ class Parts:
         self.where = parts_of_nodes(self.placement)
         waiting = [t for t in e.transfers if t.phase == "forward" and t.times < pricer.micro_batches]
         self.once = {
-            key_of(t): self._mask(t) for t in waiting
+            key_of(t): parts_of_transfer(self.problem, self.where, t) for t in waiting
         }  # by copy that all micro-batches share, the parts that make it
         self.gradient_of = _gradients(problem.graph)
         self._vertices()
@@ -172,18 +172,9 @@ class Parts:
 
     def _transfers(self) -> None:
         for t in self.e.transfers:
-            self._transfer(t, self._mask(t))
+            self._transfer(t, parts_of_transfer(self.problem, self.where, t))
         for t in self.e.recompute_transfers:
-            self._transfer(t, self._mask(t))
-
-    def _mask(self, t: Transfer) -> int:
-        """Return the parts that make a transfer: those of its readers, or, of a gradient for its parameter, where it is
-        made."""
-        vertices, mask = self.problem.vertices, 0
-        for consumer in t.consumers:
-            if vertices[consumer].kind == "op":
-                mask |= self.where.get(vertices[consumer].node, 0)
-        return mask or self.where.get(vertices[t.producer].node, 0)
+            self._transfer(t, parts_of_transfer(self.problem, self.where, t))
 
     def _transfer(self, t: Transfer, mask: int) -> None:
         seconds, micro_batches = t.seconds * t.copies, self.pricer.micro_batches
@@ -260,6 +251,16 @@ class Parts:
         for mask, bytes_ in most.items():
             for part in self._charged(mask):
                 part.transient_bytes = max(part.transient_bytes, bytes_)
+
+
+def parts_of_transfer(problem: Problem, where: Mapping[fx.Node, int], t: Transfer) -> int:
+    """Return the parts that make a transfer, as bits: those of its readers, or, of a gradient for its parameter, where
+    it is made. `where`: the parts of every node."""
+    vertices, mask = problem.vertices, 0
+    for consumer in t.consumers:
+        if vertices[consumer].kind == "op":
+            mask |= where.get(vertices[consumer].node, 0)
+    return mask or where.get(vertices[t.producer].node, 0)
 
 
 def parts_of_nodes(placement: StagePlacement) -> dict[fx.Node, int]:

@@ -4,6 +4,7 @@ lowering reads."""
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,7 @@ from ...plans.plan import Plan
 from ...plans.sharding import NodeSharding, Sharding
 from ..objective.checkpoint_blocks import recomputed_vertices
 from ..objective.checkpoint_min_cut import FULL
-from ..objective.evaluate import Evaluation
+from ..objective.evaluate import Evaluation, Transfer
 from ..objective.loops import loops_of
 from ..objective.module_table import regions_of
 from ..objective.pricer import Pricer
@@ -76,7 +77,7 @@ def describe_plan(planned: Planned) -> Plan:
         peak_bytes=planned.live_bytes.peak_bytes,
         memory=planned.live_bytes.most,
         at_peak=planned.live_bytes.at_peak,
-        collectives=_collectives(problem, e, options.hardware, pricer.micro_batches) + _of_update(problem, e),
+        collectives=collectives_of(problem, e, options.hardware, pricer.micro_batches) + _of_update(problem, e),
         regions=regions_of(problem, e),
         alternatives=rows,
         recomputed=_recomputed(e, True),
@@ -189,8 +190,15 @@ def _elements(problem: Problem, trained: bool) -> int:
     return sum(n.meta["val"].numel() for n in {*(found - parts), *packed.values()})
 
 
-def _collectives(problem: Problem, e: Evaluation, hardware: Hardware, micro_batches: int) -> tuple[Collective, ...]:
-    """Return the collectives of a step; their seconds are of an average pass."""
+def collectives_of(
+    problem: Problem,
+    e: Evaluation,
+    hardware: Hardware,
+    micro_batches: int,
+    stages: Callable[[Transfer], int] = lambda transfer: 1,
+) -> tuple[Collective, ...]:
+    """Return the collectives of a step; their seconds are of an average pass. `stages`: of a pipeline, how many make a
+    transfer."""
     count: Counter[tuple] = Counter()
     wire, seconds = defaultdict[tuple, float](float), defaultdict[tuple, float](float)
     for v, copies in zip(problem.vertices, problem.copies(e.first)):
@@ -206,14 +214,15 @@ def _collectives(problem: Problem, e: Evaluation, hardware: Hardware, micro_batc
             wire[key] += copies * micro_batches * ring.sent_bytes
             seconds[key] += copies * ring.sent_seconds(problem.mesh, hardware)
     for transfer in e.every_transfer:
+        times = stages(transfer)
         for step, charged in transfer.step_seconds:
             if step.move.kind == "slice":
                 continue
             kind, calls = transfer.called_as(step, problem.mesh)
             key = (kind, step.move.axes, transfer.phase)
-            count[key] += transfer.times * calls
-            wire[key] += step.wire_fraction * transfer.bytes_ * transfer.times
-            seconds[key] += charged
+            count[key] += transfer.times * calls * times
+            wire[key] += step.wire_fraction * transfer.bytes_ * transfer.times * times
+            seconds[key] += charged * times
     return tuple(
         Collective(kind, axes, phase, count[kind, axes, phase], wire[kind, axes, phase], seconds[kind, axes, phase])
         for kind, axes, phase in sorted(count, key=lambda k: (k[2] != "forward", k))
