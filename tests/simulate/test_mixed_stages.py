@@ -42,15 +42,16 @@ def test_random_plans_of_stages(seed):
     schedule = rng.choice(("1f1b", "interleaved_1f1b", "zb_h1", "zbv"))
     stages = Mesh.parse(mesh).size("pp") * (KINDS[schedule].chunks or 2)
     case = staged.family(family)
-    for _ in range(8):
+    drawn = []
+    for _ in range(100):  # what would be terms of a sum cannot pass: cuts there are drawn anew
         cuts = staged.random_cuts(cut_batch(family).captured, stages, rng.randrange(10**6))
         of_stage = [rng.randrange(len(pool(family, mesh))) for _ in range(stages)]
-        if (found := mixture(family, mesh, schedule, of_stage, cuts)) is not None:
+        if found := mixture(family, mesh, schedule, of_stage, cuts):
+            drawn.append(found[0])
             break
-    else:
-        pytest.skip("no tensor passes")
+    assert drawn, "nothing passes between any two plans"
     note = family, mesh, schedule, of_stage, cuts
-    case.check(simulate_pipeline(case.captured, found[0], case.values, check=True), note)
+    case.check(simulate_pipeline(case.captured, drawn[0], case.values, check=True), note)
 
 
 @pytest.mark.sampled(1)
