@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from ..problem.multipliers import Prices
@@ -264,19 +265,26 @@ class Rematerialization:
     # steps
 
     def steps(self, levels: Iterable[tuple[str, frozenset[int]]]) -> list[Recomputation]:
-        """Return the steps from nothing to the last of growing sets, without those that free nothing."""
-        found, before = [], frozenset()
+        """Return the steps from nothing to the last of growing sets, without sets that free nothing beside the one
+        before, or that are dearer than a part of the way to the next one: prices rise from step to step, so that
+        whoever takes the cheapest ones first takes those of a block in order."""
+        ends: list[tuple[str, frozenset[int]]] = [("", frozenset())]
         for level, made in levels:
-            seconds, bytes_ = (a - b for a, b in zip(self.cost(made), self.cost(before)))
-            if bytes_ < 0:
-                found.append(self._step(level, before, made, max(seconds, 0.0) / max(-bytes_, 1.0), -bytes_))
-                before = made
-        return found
+            if self.cost(made)[1] >= self.cost(ends[-1][1])[1]:
+                continue
+            while len(ends) > 1 and self._price(ends[-1][1], made) < self._price(ends[-2][1], ends[-1][1]):
+                ends.pop()
+            ends.append((level, made))
+        return [self._step(level, before, made) for (_, before), (level, made) in pairwise(ends)]
 
-    def _step(
-        self, level: str, before: frozenset[int], made: frozenset[int], price: float, freed_bytes: float
-    ) -> Recomputation:
+    def _price(self, before: frozenset[int], made: frozenset[int]) -> float:
+        """Return the priced seconds a byte of a step."""
+        seconds, bytes_ = (a - b for a, b in zip(self.cost(made), self.cost(before)))
+        return max(seconds, 0.0) / max(-bytes_, 1.0)
+
+    def _step(self, level: str, before: frozenset[int], made: frozenset[int]) -> Recomputation:
         held, holds = self.held(before), self.held(made)
+        freed_bytes = self.cost(before)[1] - self.cost(made)[1]
         new = [self.elements[i] for i in sorted(made - before)]
         ops, moved = [x for x in new if isinstance(x, int)], tuple(x for x in new if not isinstance(x, int))
         return Recomputation(
@@ -290,7 +298,7 @@ class Rematerialization:
             self.copies,
             frozenset(ops),
             moved,
-            price,
+            self._price(before, made),
         )
 
     def held(self, made: Collection[int]) -> dict[Key, float]:

@@ -35,12 +35,12 @@ def squeezed(run: RestrictedSearch, start: Evaluation) -> Evaluation:
     other, alone or with its neighbours, to `start`, and to what was found before. Where the graph is so large that few
     plans can be tried, a start that fits stays as it is."""
     search = _Descent(run, start)
-    if start.bytes_ > FAR * run.limit_bytes or start.bytes_ <= run.limit_bytes and search.left < ENOUGH_TRIED:
+    is_small = search.left >= ENOUGH_TRIED
+    if start.bytes_ > FAR * run.limit_bytes or start.bytes_ <= run.limit_bytes and not is_small:
         return start
     for choice in [run.by_class(start), *reversed(run.found)]:
         search.descend(run.by_strategy(choice))
-    if search.best.bytes_ > run.limit_bytes:
-        search.explore()
+    search.explore(is_small)
     return search.best
 
 
@@ -85,17 +85,20 @@ class _Descent:
                 self.best, self.rank = found
         return found
 
-    def explore(self) -> None:
-        """Change one class, alone or with its neighbours, of the plan that is nearest to one that fits of those whose
-        changes were not all tried, and so on, until one fits or no tries are left: a way to it may lead over plans that
-        hold more, where a descent stops."""
-        while self.settled and self.left > 0 and self.best.bytes_ > self.run.limit_bytes:
+    def explore(self, goes_on: bool) -> None:
+        """Change one class, alone or with its neighbours, of the best plan of those whose changes were not all tried,
+        and so on, until one fits, with `goes_on` until no tries are left: a way to it may lead over plans that hold
+        more or are slower, where a descent stops."""
+        while self.settled and self._is_open(goes_on):
             _, _, choice, here = heapq.heappop(self.settled)
             near = _near_the_peak(self.run, here)
             for change in itertools.chain(self._alone(near, choice), self._spread(near, choice)):
-                if self.left <= 0 or self.best.bytes_ <= self.run.limit_bytes:
+                if not self._is_open(goes_on):
                     break
                 self._tried(choice | change)
+
+    def _is_open(self, goes_on: bool) -> bool:
+        return self.left > 0 and (goes_on or self.best.bytes_ > self.run.limit_bytes)
 
     def _others(self, cls: int, choice: dict[int, int]) -> list[int]:
         return [k for k in np.flatnonzero(self.run.allowed[cls]).tolist() if k != choice[cls]]
