@@ -390,7 +390,7 @@ def _shared(program: StageProgram) -> tuple:
 
 def _lowered(stage: Stage, micro: MicroBatched, plan: Plan, rank: int, check: bool | None, waits: bool) -> StageProgram:
     captured = replace(micro.captured, graph_module=stage.joint)
-    plan = replace(plan, mesh=plan.sharding.mesh, sharding=stage.sharding(plan.sharding))
+    plan = stage.plan(plan)
     whole = lower(captured, plan, rank, check)
     waits = (waits or plan.reduces_once) and whole.parts.backward is not None
     deferred = lower_deferred(captured, plan, rank, whole.parts.saved) if waits else None

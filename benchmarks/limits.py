@@ -1,11 +1,10 @@
 """Plan under less and less memory: what a step takes, and whether less memory ever gives a faster plan.
 
-    OMP_NUM_THREADS=1 python benchmarks/limits.py [WORD ...] [--limits 8]        the rows whose text has one of the words
+    OMP_NUM_THREADS=1 python benchmarks/limits.py [WORD ...] [--limits 8]      rows whose text has one of the words
 
 Limits are shares of what the fastest plan of all holds, evenly from all of it down to the least that a plan fits, as
 bisection finds it. `needs`: what the plan holds, as a share of the same. `faster`: by how much a plan under a smaller
-limit is faster, which never should be; it would fit under this limit too. Flat plans have the gap to their bound beside.
-All are bf16 with AdamW; expert plans are left out.
+limit is faster, which never should be: it would fit under this limit too. All in bf16, with AdamW.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Planned:
-    """What a plan under a limit takes and holds; gap: a share, to the bound."""
+    """A plan under a limit: what it takes and holds; its gap to the bound, as a share."""
 
     seconds: float
     peak_bytes: float

@@ -18,6 +18,7 @@ from ..._torch import graph_module
 from ...ir.graph import OutputRole, Role, is_tensor, tensor_of
 from ...ir.layout import Layout
 from ...ir.stage_placement import StagePlacement, first_of
+from ...plans.plan import Plan
 from ...plans.sharding import Sharding
 
 aten = torch.ops.aten
@@ -68,6 +69,18 @@ class Stage:
             kept=frozenset(k for k in kept if k[0] in names),
             recomputed=whole.recomputed & names,
             on_host=whole.on_host & names,
+        )
+
+    def plan(self, whole: Plan) -> Plan:
+        """Return the plan of this stage's graph on its own devices, taken from that of all stages."""
+        names = {n.name for n in self.joint.graph.nodes if n.op == "call_function"}
+        saved = whole.saved_on_host
+        values = tuple(value for value in saved.values if value[0] in names) if saved is not None else ()
+        return replace(
+            whole,
+            mesh=whole.sharding.mesh,
+            sharding=self.sharding(whole.sharding),
+            saved_on_host=replace(saved, values=values) if saved is not None and values else None,
         )
 
     def _layout(self, name: str, whole: Sharding) -> Layout:

@@ -34,12 +34,12 @@ class StageRecomputation:
         """Return the plan that computes again all that it can."""
         return taking(self.base, [(step, 1) for steps in self.steps.values() for step in steps])
 
-    def more(self, e: Evaluation, evaluated: PipelineCost, limit_bytes: float) -> Evaluation | None:
-        """Return a plan that computes more again than `e` on every rank that holds more than the limit, just enough to
-        fit; None if all that a rank has is too little."""
+    def more(self, e: Evaluation, evaluated: PipelineCost, limits: Sequence[float]) -> Evaluation | None:
+        """Return a plan that computes more again than `e` on every rank that holds more than its limit, in bytes, just
+        enough to fit; None if all that a rank has is too little."""
         taken = {block: len(levels) for block, levels in e.recomputed.items()}
         for rank, memory in enumerate(evaluated.memory):
-            excess = sum(memory.values()) - limit_bytes
+            excess = sum(memory.values()) - limits[rank]
             stages = [evaluated.parts[s] for s in evaluated.pipeline.stages_of(rank)]
             in_flight = memory.get(SAVED, 0.0) / max(sum(part.saved_bytes for part in stages), 1.0)
             blocks = [b for b in dict.fromkeys(block_of(m) for part in stages for m in part.modules) if b in self.steps]

@@ -24,6 +24,7 @@ from ...plans.pipeline import AXIS
 from ...schedule.actions import Schedule
 from ...schedule.catalogue import KINDS
 from ..objective.checkpoint_min_cut import FULL
+from ..problem.offload import ACTIVATIONS, NONE
 from ..solver.minimize import BeyondCutoff
 from ..spmd import mesh_search
 from ..spmd.batch import samples_of
@@ -31,6 +32,7 @@ from ..spmd.fixed_recompute import AUTO
 from ..spmd.plan_options import PlanOptions
 from ..spmd.planned import Planned
 from .evaluate import timing_of
+from .on_host import with_values_on_host
 from .plan import check_solver, described, kinds_of, promise, with_plans_by_stage
 from .search import Candidate, Estimate, PipelineSearch
 
@@ -148,7 +150,8 @@ def search(
     check_solver(options)
     asked, flat, reported = schedule not in (None, AUTO) or stages_per_rank is not None, None, ()
     tour = _MeshSearch(captured, devices, options, name, _kinds(schedule, stages_per_rank), report)
-    if options.strategy is None and options.offload == "none" and options.micro_batches == 1:  # which no stages have
+    offload = options.offload in (NONE, ACTIVATIONS)
+    if options.strategy is None and offload and options.micro_batches == 1:  # which no stages have
         tour.run()
     refusal: AutoparError | None = tour.error if asked else None
     if not asked:
@@ -227,6 +230,7 @@ class _MeshSearch:
         fastest = min(fitting, key=lambda t: t.evaluated.step_seconds).search
         own = [one for one in self._estimates() if one.search is fastest]
         fitting = [t for t in with_plans_by_stage(own, fitting) if t.fits]
+        fitting = with_values_on_host(own, fitting)
         return described(fitting[0], fitting, self.captured, fitting[0].search.whole_mesh, [], self.batch)
 
     def reported(self) -> list[MeshCandidate]:

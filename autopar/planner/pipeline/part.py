@@ -39,8 +39,8 @@ class Work:
 
     @property
     def moved(self) -> float:
-        """Return the seconds of all transfers that every micro-batch makes."""
-        return self.every.total
+        """Return the seconds of all transfers that every micro-batch makes, without copies to the host and back."""
+        return self.every.total - self.every.host
 
     def seconds(self, overlap: float, is_once: bool = False) -> float:
         """Return what the busiest stream needs, as Evaluation.seconds counts a phase."""
@@ -65,9 +65,10 @@ class Part:
     of parameters in the type that computes; `retained_bytes`: those that are gathered once and stay through the step;
     `gradient_bytes`: shards of gradients, and `whole_bytes`: what they are more while they wait for their reduction;
     `transient_bytes`: the most that comes and goes while an op of the part runs; `reducing_bytes`: the same while
-    gradients that waited are reduced; `output_bytes`: what a micro-batch gives of the call's outputs. `sent`,
-    `returned`: bytes of each tensor that goes on to the next part in the forward, and of each that comes back from
-    there. `modules`: of its forward ops, in order. All bytes are a device's."""
+    gradients that waited are reduced; `output_bytes`: what a micro-batch gives of the call's outputs; `host_bytes`:
+    what the host has of it meanwhile. `sent`, `returned`: bytes of each tensor that goes on to the next part in the
+    forward, and of each that comes back from there. `modules`: of its forward ops, in order. All bytes but the host's
+    are a device's."""
 
     work: dict[str, Work] = field(default_factory=lambda: no_work(1))
     overlap: float = 0.0
@@ -82,6 +83,7 @@ class Part:
     transient_bytes: float = 0.0
     reducing_bytes: float = 0.0
     output_bytes: float = 0.0
+    host_bytes: float = 0.0
     parameters: int = 0
     sent: list[float] = field(default_factory=list)
     returned: list[float] = field(default_factory=list)

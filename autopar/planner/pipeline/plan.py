@@ -27,7 +27,6 @@ from ...schedule.catalogue import KINDS, canonical
 from ...utils.format import percent, size
 from ...utils.gc_pause import paused_collector
 from ..objective.evaluate import Transfer
-from ..problem.offload import ACTIVATIONS
 from ..solver.minimize import ILP
 from ..spmd.batch import data_ways, samples_of
 from ..spmd.describe import collectives_of
@@ -38,6 +37,7 @@ from ..spmd.planned import Planned
 from .baselines import evaluated_if_faster, experts
 from .estimate import Estimate
 from .evaluate import PipelineCost
+from .on_host import described_in_stages, with_values_on_host, without_copies
 from .search import Candidate, PipelineSearch
 from .shardings import stage_shardings
 from .stage_costs import parts_of_nodes, parts_of_transfer
@@ -89,16 +89,17 @@ def plan_pipeline(
     if not candidates[0].fits:
         smaller = candidates[0].search.smaller(candidates[0].estimate)
         estimates += smaller
-        candidates = _sorted([*candidates, *evaluated(smaller)])
+        candidates = by_seconds([*candidates, *evaluated(smaller)])
     candidates = with_plans_by_stage(estimates, candidates)
-    candidates = _sorted([*candidates, *candidates[0].search.unmoved(candidates[0])])
+    candidates = by_seconds([*candidates, *candidates[0].search.unmoved(candidates[0])])
+    candidates = with_values_on_host(estimates, candidates)
     if not candidates[0].fits and options.refuses:
         raise _refusal(candidates[0], candidates[0].limit)
     others = experts(candidates[0]) if options.baselines and candidates[0].fits else {}
     others = {
         name: evaluated_if_faster(one, candidates[0].evaluated.step_seconds) for name, one in others.items()
     }  # never worse than one
-    candidates = _sorted([*candidates, *(one for one in others.values() if isinstance(one, Candidate))])
+    candidates = by_seconds([*candidates, *(one for one in others.values() if isinstance(one, Candidate))])
     return described(candidates[0], candidates, captured, mesh, warnings, batch, others)
 
 
@@ -126,10 +127,11 @@ def evaluated(estimates: Sequence[Estimate], others: Sequence[Candidate] = ()) -
             candidates.append(one.search.evaluated(one))
             cut.add(one.search)
             known.add(key)
-    return _sorted(candidates)
+    return by_seconds(candidates)
 
 
-def _sorted(candidates: Sequence[Candidate]) -> list[Candidate]:
+def by_seconds(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return candidates, the best first: those that fit by their seconds, then others by their bytes."""
     return sorted(candidates, key=lambda t: (0, t.evaluated.step_seconds) if t.fits else (1, t.evaluated.peak_bytes))
 
 
@@ -171,11 +173,6 @@ def check_solver(options: PlanOptions) -> None:
 
 def _check_options(options: PlanOptions, axis: str) -> None:
     check_solver(options)
-    if options.offload == ACTIVATIONS:
-        raise StrategyError(
-            "stages of a pipeline keep what their backwards read on the device",
-            fix='leave offload out, or give "optimizer" or "auto", which is about parameters there',
-        )
     for what, texts in (("pin", options.pin.values()), ("forbidden layout", (layout for _, layout in options.forbid))):
         for text in texts:
             if f"{axis}:" in text.replace(" ", ""):
@@ -289,7 +286,8 @@ def described(
         shardings=stage_shardings(*best.inner.whole, pipeline.cuts, best.of_stage),
         unmade_bytes=evaluated.unmade_bytes,
         communication_seconds=evaluated.communication_seconds,
-        exposed_seconds=_exposed(evaluated),
+        exposed_seconds=_exposed(without_copies(best)),
+        saved_on_host=described_in_stages(best),
         peak_bytes=evaluated.peak_bytes,
         memory=evaluated.memory[rank],
         at_peak=evaluated.memory[rank],

@@ -16,7 +16,6 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from operator import attrgetter
 
 from ...cost.collectives import CollectiveCost
@@ -45,6 +44,7 @@ from .model import StageCut, Timing
 from .pareto import Variants
 from .played_cuts import PlayedCuts
 from .segments import Chain, chain
+from .stage_costs import Parts
 from .stage_plans import StagePlans
 
 GPIPE = ("gpipe", 1)  # the schedule for a step with a tail, with its stages a rank
@@ -346,23 +346,42 @@ class PipelineSearch:
     ) -> _Evaluated:
         """Evaluate a pipeline that lets go of outputs beside the loss if its memory demands it, and with as much
         computed again on each rank as it demands then, or as can be."""
-        problem, e = inner.whole
-        evaluate = partial(evaluate_pipeline, pricer=inner.pricer, send=self.send, tail=self.plans.tail_cost)
-        live = inner.live_bytes
-        found = parts_of(problem, e, inner.pricer, pipeline, live)
-        evaluated, keeps = evaluate(problem, e, pipeline=pipeline, found=found), True
-        if evaluated.peak_bytes > self.limit and may_be_unmade(self.plans.captured):
-            keeps = False
-            evaluated = evaluate(problem, e, pipeline=pipeline, found=found, keeps_outputs=keeps)
+        (problem, e), live = inner.whole, inner.live_bytes
+        evaluated, keeps = self.as_it_is(inner, pipeline)
         for _ in range(MOST_RECOMPUTE_ROUNDS if recomputation is not None else 0):
             if evaluated.peak_bytes <= self.limit:
                 break
-            more = recomputation.more(e, evaluated, self.limit) or recomputation.all()
+            more = recomputation.more(e, evaluated, [self.limit] * self.ranks) or recomputation.all()
             if more.recompute_seconds == e.recompute_seconds:
                 break
             e, live = more, live_bytes(problem, more, inner.pricer)
-            evaluated = evaluate(problem, e, pipeline=pipeline, live=live, keeps_outputs=keeps)
+            evaluated = self.judged(inner, e, pipeline, keeps, live)
         return _Evaluated(evaluated, inner, e, live)
+
+    def as_it_is(self, inner: Planned, pipeline: Pipeline) -> tuple[PipelineCost, bool]:
+        """Evaluate a pipeline that computes nothing again, whether it fits or not, and say whether it keeps outputs
+        beside the loss, which it lets go of if its memory demands it."""
+        problem, e = inner.whole
+        found = parts_of(problem, e, inner.pricer, pipeline, inner.live_bytes)
+        evaluated = self.judged(inner, e, pipeline, True, found=found)
+        if evaluated.peak_bytes <= self.limit or not may_be_unmade(self.plans.captured):
+            return evaluated, True
+        return self.judged(inner, e, pipeline, False, found=found), False
+
+    def judged(
+        self,
+        inner: Planned,
+        e: Evaluation,
+        pipeline: Pipeline,
+        keeps_outputs: bool,
+        live: LiveBytes | None = None,
+        found: Parts | None = None,
+    ) -> PipelineCost:
+        """Evaluate a pipeline under an evaluation of a plan of the whole graph; further arguments as of
+        `evaluate_pipeline`."""
+        return evaluate_pipeline(
+            inner.whole[0], e, inner.pricer, pipeline, self.send, live, keeps_outputs, self.plans.tail_cost, found
+        )
 
     def prepared(self, inner: Planned) -> tuple[Planned, Chain, StageRecomputation | None]:
         """Return a plan of the whole graph, its segments, and what may be computed again, if that is left to the

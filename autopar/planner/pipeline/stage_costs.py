@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -28,6 +28,7 @@ from ..objective.bucket_bytes import BUCKETS, GATHERED, bucket_bytes
 from ..objective.checkpoint_blocks import recomputed_vertices
 from ..objective.checkpoint_min_cut import key_of
 from ..objective.evaluate import Evaluation, Transfer, unreduced_bytes
+from ..objective.host_travels import host_travels
 from ..objective.memory_timeline import (
     GRADIENTS,
     HELD,
@@ -94,7 +95,9 @@ class Parts:
         self._saved()
         self._passing()
         self._outputs()
-        self._transients(live or live_bytes(problem, e, pricer))
+        live = live or live_bytes(problem, e, pricer)
+        self._on_host()
+        self._transients(live)
 
     def _charged(self, mask: int) -> Iterator[Part]:
         """Iterate over the parts that pay for something that the parts of a mask need."""
@@ -204,6 +207,15 @@ class Parts:
             for part in self._charged(exact or mask or self.where.get(vertices[v].node, 0)):
                 part.saved_bytes += bytes_
 
+    def _on_host(self) -> None:
+        """Charge the copies of values that wait on the host, there in the forward and back in the backward."""
+        for value in self.e.on_host:
+            for part in self._charged(self.where[self.problem.vertices[value.key[0]].node]):
+                part.host_bytes += value.bytes_
+                for kind in (FORWARD, INPUT):
+                    every = part.work[kind].every
+                    part.work[kind].every = replace(every, host=every.host + value.seconds)
+
     def _passing(self) -> None:
         """Record what is sent over each border: from where it is made to its last reader, or back to its first one."""
         tensors = {
@@ -242,9 +254,12 @@ class Parts:
             later[:] = 0.0
         for part in self.found if self.e.reduces_once else ():
             part.reducing_bytes = min(float(later.max(initial=0.0)), 2 * (part.gradient_bytes + part.whole_bytes))
-        held = (sum(transient, np.zeros(len(live.order.runs))) - later).tolist()
+        held = sum(transient, np.zeros(len(live.order.runs))) - later
+        for travel in host_travels(self.problem, self.e, live.order):
+            held[travel.made : travel.end + 1] += travel.value.bytes_
+            held[travel.start : travel.last + 1] += travel.value.bytes_
         most: dict[int, float] = {}  # by the parts that a run is in
-        for run, bytes_ in zip(live.order.runs, held):
+        for run, bytes_ in zip(live.order.runs, held.tolist()):
             mask = self.where.get(self.problem.vertices[run.vertex].node, 0)
             if bytes_ > most.get(mask, 0.0):
                 most[mask] = bytes_
