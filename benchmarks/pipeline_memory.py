@@ -92,8 +92,8 @@ def build(case: Case, device: str):
 def predicted(case: Case, file: str) -> list[Held]:
     """Return what the plan says that each rank holds, and save the plan."""
     model, inputs = build(case, "meta")
-    asked = {"hardware": MACHINE, "strategy": case.strategy, "schedule": case.schedule, "micro_batches": MICRO_BATCHES,
-             "baselines": False, "fixes": False}  # fmt: skip
+    asked = {"hardware": MACHINE, "strategy": case.strategy, "micro_batches": MICRO_BATCHES, "baselines": False}
+    asked |= {"fixes": False} | ({"schedule": case.schedule} if "pp" in case.mesh else {})
     asked["recompute"] = "none" if case.recompute == ON_HOST else case.recompute
     found = api.search(model, case.mesh, inputs, **asked)
     if case.recompute == ON_HOST:

@@ -30,12 +30,13 @@ from .planning import toy
 MACHINE = replace(toy(flops=1e10, memory=1e10, latency=1e-6, bucket=1 << 16), host=Host(2e10, 4e9, memory_bytes=10**9))
 MODELS = {
     "gpt": "gpt:hidden=32,layers=4,heads=2,vocab=32,seq=32",
-    "llama": "llama:hidden=32,layers=4,heads=2,kv_heads=2,ffn=64,vocab=32,seq=32",
+    "deep gpt": "gpt:hidden=32,layers=8,heads=2,vocab=32,seq=32",
+    "deep llama": "llama:hidden=32,layers=8,heads=2,kv_heads=2,ffn=64,vocab=32,seq=32",
 }
 OPTIONS = {"hardware": MACHINE, "baselines": False, "tile": "none", "fixes": False, "micro_batches": 4}
 CASES = [
-    ("gpt", "pp=2", "1f1b", 0.7), ("gpt", "pp=2,dp=2", "gpipe", 0.6), ("llama", "pp=2,tp=2", "1f1b", 0.8),
-    ("gpt", "pp=2,dp=2", "interleaved_1f1b", 0.6), ("llama", "pp=3", "1f1b", 0.7),
+    ("gpt", "pp=2", "1f1b", 0.8), ("deep gpt", "pp=2,dp=2", "gpipe", 0.6), ("deep llama", "pp=2,tp=2", "1f1b", 0.8),
+    ("deep gpt", "pp=2,dp=2", "interleaved_1f1b", 0.6), ("deep llama", "pp=3", "1f1b", 0.8),
 ]  # fmt: skip
 
 
