@@ -32,7 +32,9 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Mark as slow all but n cases, evenly spaced, of every test that is marked `sampled(n)`."""
+    """Mark as slow all but n cases, evenly spaced, of every test that is marked `sampled(n)`. The files beside this one
+    come first: test_types.py alone takes as long as many others, and would run while no other is left."""
+    items.sort(key=lambda item: item.path.parent != FOLDER.parent)
     cases = defaultdict(list)
     for item in items:
         if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
@@ -54,6 +56,12 @@ def garbage():
         PEAK_BYTES.append(peak_bytes)
         gc.collect()
         gc.freeze()
+
+
+@pytest.fixture
+def new_garbage():
+    """Let `gc.collect()` look through what is made from here on, and not through GiB of what other tests have made."""
+    gc.freeze()
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from autopar import compiler
 from autopar.cli import main as cli
 
 DEEP = "llama:hidden=32,layers=9,heads=4,kv_heads=4,ffn=64,vocab=64,seq=16"
-SHALLOW = "gpt:hidden=32,layers=2,heads=4,vocab=64,seq=16"
+SHALLOW = "gpt:hidden=32,layers=1,heads=4,vocab=64,seq=16"
 
 
 @pytest.fixture

@@ -43,6 +43,7 @@ def refuse(*args):
     raise recording.NotRecorded
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_recorded_graph_is_the_traced_one(name, monkeypatch):
     model, batch = MODELS[name]()
@@ -112,7 +113,7 @@ def test_gradients_are_on_again_where_a_recording_ended():
     torch.testing.assert_close(gradients, [model.weight.grad])
 
 
-def test_a_recorder_is_freed(monkeypatch):
+def test_a_recorder_is_freed(monkeypatch, new_garbage):
     """Hooks of autograd know it, and no search for garbage sees those."""
     made, plain = [], recording.Recorder.__init__
 

@@ -124,7 +124,7 @@ def expected_bytes(graphs, mesh: Mesh, hierarchy: dict) -> Counter:
     return found
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64])
 @pytest.mark.parametrize("mesh", ["a=4", "a=6", "a=2,b=2", "a=3,b=2", "a=4,b=2", "a=2,b=2,c=2"])
 def test_gathers_and_reduce_scatters_are_those_of_one_collective(mesh, dtype):
@@ -200,6 +200,7 @@ def test_an_axis_that_leaves_its_node_is_cut_in_two():
     assert verify_plan(captured, plan, module, inputs).match
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("mesh", "micro_batches"), [("dp=2,tp=2", 1), ("dp=4", 1), ("pp=2,dp=2,tp=2", 2), ("pp=2,dp=4", 2)]
 )

@@ -66,6 +66,7 @@ def llama():
     return tiny.llama(num_hidden_layers=1)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("build, text", [(gpt2, "int8"), (llama, "int4,group_size=8,mapping_type=asymmetric")])
 def test_weights(build, text):
@@ -78,6 +79,7 @@ def test_learned_scales():
     assert len(scales) == 4 and tuple(step.gradients[scales[0]].shape) == (72, 3)
 
 
+@pytest.mark.slow
 def test_tokens_are_quantized_each():
     _check(*gpt2(), autopar.FakeQuant("int4", group_size=8, activations="int8"), meshes={"dp=2,tp=2": "megatron"})
 

@@ -96,6 +96,7 @@ def test_models(build, recipe, meshes):
     _check(*build(), autopar.FP8(recipe), meshes=meshes)
 
 
+@pytest.mark.slow
 def test_sequences_of_several_blocks_and_uneven_batches():
     """256 tokens are two blocks of a column, which two devices share; 3 samples are not shared evenly."""
     model, batch = llama(batch=3, seq=256, max_position_embeddings=256)
@@ -175,7 +176,7 @@ def test_mixed_precision_lora_and_a_second_run():
 
 def test_stages_and_micro_batches():
     """Blocks lie within samples, so micro-batches have those of the whole batch; a scale of all of it is not known."""
-    model, batch = llama(num_hidden_layers=2)
+    model, batch = llama()
     order.attach(model.double(), adapt := order.checked(autopar.FP8()), "cpu")
     case = staged.Case.of(model, batch, wide=False, adapt=adapt)
     plan = staged.plan_of(micro_batch(case.captured, 4), mesh="pp=2,dp=2", schedule="zb_h1", strategy="fsdp")

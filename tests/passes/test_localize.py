@@ -41,6 +41,7 @@ DATA = {
 INPUTS = {"x_args_0_": "dp:S(0)", "x_args_1_": "dp:S(0)"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch, devices", [(4, 2), (5, 2), (7, 3)])
 @pytest.mark.parametrize("reduce_scatter", ["native", "all_to_all"])
 def test_data_parallel(batch, devices, reduce_scatter):

@@ -19,7 +19,7 @@ from autopar.passes.distribute.overlap import REDUCTIONS, wait_of
 from autopar.passes.distribute.partition import phase_of
 from autopar.simulate import step
 from autopar.simulate.oracle import global_values
-from tests.helpers import gloo
+from tests.helpers import gloo, kept
 from tests.helpers.allocations import training_step
 
 GPT = "gpt:hidden=32,layers=2,heads=2,vocab=64,seq=16"
@@ -35,7 +35,7 @@ BUCKET_BYTES = 8192.0
 def planned(model: str, mesh: str, strategy: str | None, **options):
     module, inputs = build(model, batch=12, seq=16, device="cpu")
     plan, captured = step.plan_and_capture(
-        module, mesh, inputs, hardware="cpu-gloo", strategy=strategy, baselines=False, **options
+        module, mesh, inputs, hardware="cpu-gloo", strategy=strategy, baselines=False, cache=kept.captures(), **options
     )
     return module, inputs, replace(plan, bucket_bytes=BUCKET_BYTES), captured
 
@@ -101,7 +101,7 @@ def test_gathers_ahead_only_where_something_is_gained():
     """Two processes of a CPU share the cores with what carries their bytes; GPUs have streams."""
     module, inputs = build(GPT, batch=4, seq=16, device="meta")
     for hardware, gains in (("cpu-gloo", False), ("h100", True)):
-        plan, _ = step.plan_and_capture(module, "dp=2", inputs, hardware=hardware, baselines=False)
+        plan, _ = step.plan_and_capture(module, "dp=2", inputs, hardware=hardware, strategy="fsdp", baselines=False)
         assert plan.overlaps == gains == (load(hardware).overlap_gain > 0)
         assert RANK[-1].name == "overlap" and RANK[-1].options(Local(plan, 0)) == (gains,)
 

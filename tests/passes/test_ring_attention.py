@@ -41,6 +41,7 @@ MORE = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("size, kind", [(4, "causal"), (3, "full"), (4, "zigzag"), *MORE])
 def test_bytes_are_those_of_the_formula(size, kind):
     """A block of keys and values is n / P rows of 2 d_kv numbers; forward it goes to each device that needs it,

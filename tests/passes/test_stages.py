@@ -45,7 +45,10 @@ def test_own_models(text):
         case.check(staged.play_stages(micro, stages, case.values), f"{text}, seed {seed}")
 
 
-@pytest.fixture(params=["gpt2", "t5", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bert", "mixtral"))])
+SOME = ["gpt2", "t5", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bert", "mixtral"))]
+
+
+@pytest.fixture(scope="module", params=SOME)
 def joint(request):
     case = staged.family(request.param)
     return micro_batch(case.captured, MICRO_BATCHES.get(request.param, 4)).captured

@@ -72,6 +72,7 @@ def test_a_balance_in_every_layer():
     assert {len(tail.cotangents), len(tail.joined)} == {3, 7}
 
 
+@pytest.mark.slow
 def test_a_balance_of_all_layers_is_added_up_by_stages():
     case = staged.Case.of(whole_batch.Gathered(9), (torch.randn(6, 5, 6), torch.rand(6, 5)))
     assert case.captured.compact is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from autopar.passes.pipeline import micro_batch as passes
 from tests.frontend.test_unroll import DEPTH, build
 
 
+@cache
 def deep(name: str):
     model, inputs = build(name)
     return compiler.trace_to_plan(model, inputs, None, forms_of(model))
@@ -35,7 +38,7 @@ def assert_same_graph(found, whole) -> None:
         assert ours == theirs
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("count", [2, 3])  # of four samples: equal micro-batches, and one of two samples
 @pytest.mark.parametrize("name", [
     f"llama:hidden=32,layers={DEPTH},heads=4,kv_heads=2,ffn=64,vocab=64", "gpt2", "tied llama", "bert", "mistral",

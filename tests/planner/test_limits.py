@@ -26,6 +26,7 @@ def test_no_limit_is_refused_that_a_plan_fits(seed):
     assert found and not any(np.isinf(limit.found) or limit.is_slower for limit in found), found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", [6, 8])
 def test_a_way_over_larger_plans_is_found(seed):
     """Descents from the plans that prices find end above the least limits of these graphs."""

@@ -101,7 +101,7 @@ def track(rank: int, jobs: list, folder: str) -> list[int]:
 
 @pytest.mark.gloo
 @pytest.mark.parametrize(
-    "cases", [TRACKED[::2], pytest.param(TRACKED[1::2], marks=pytest.mark.slow)], ids=["fsdp, zero1", "megatron, ddp"]
+    "cases", [TRACKED[:1], pytest.param(TRACKED[1:], marks=pytest.mark.slow)], ids=["fsdp", "megatron, zero1, ddp"]
 )
 def test_no_step_needs_more_than_was_predicted_nor_much_less(tmp_path, cases):
     """An allocation tracker counts on two processes; benchmarks/predicted.py --memory-only has larger models and more

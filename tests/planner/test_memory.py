@@ -41,6 +41,7 @@ def test_less_memory_shards_more_parameters_and_costs_more(monkeypatch):
     assert len({sharded(plan) for plan in plans}) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh", ["a=4", "a=2,b=2"])
 def test_mixed_plans_fit_and_are_not_slower(mesh):

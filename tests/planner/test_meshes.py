@@ -86,6 +86,7 @@ def limit() -> float:
     return plan.peak_bytes - 0.1 * plan.memory["activations"]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh", ["dp=4", "dp=2,tp=2"])
 def test_bounds_are_of_plans_that_fit(mesh):
@@ -114,6 +115,7 @@ def test_several_micro_batches_are_tried_where_memory_binds():
         assert tried.step_seconds is None or free.step_seconds <= tried.step_seconds * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_plain_meshes_are_searched_whatever_other_bounds_are():
     for tried in found(8, memory_bytes=None).meshes:
         if tried.mesh in ("dp=8", "dp=4,tp=2"):

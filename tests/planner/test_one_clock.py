@@ -127,6 +127,7 @@ def test_the_plan_says_what_is_played(model, mesh, batch, options):
             assert not other.fits or plan.strategy != "auto" or plan.step_seconds <= told.step_seconds * (1 + 1e-9)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh, batch, options", [("dp=8", 64, {}), ("dp=64", 256, {"strategy": "fsdp", **ALONE})])
 def test_folded_blocks_take_what_written_ones_do(mesh, batch, options):
     """Play each block whole, not a part of it in all blocks, where links are as busy as compute too."""

@@ -162,7 +162,7 @@ def test_more_micro_batches_wait_less():
 
 
 def test_the_number_of_micro_batches_fills_the_data_axes():
-    found = planned(SMALL, "pp=2,dp=4")
+    found = planned(SMALL, "pp=2,dp=4", schedule="1f1b")
     assert {t.pipeline.micro_batches for t in found.staged.candidates} == {2}  # 8 samples on 4 replicas
 
 

@@ -69,6 +69,7 @@ def test_predicted_is_emitted(mesh, strategy, precision):
     assert said[1].total() < said[0].total() and plans[1].step_seconds < plans[0].step_seconds
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [dict(solver="ilp"), {}])
 def test_the_search_pays_what_the_plan_says(options):
     model, inputs = tiny.own(LLAMA.replace("layers=2", "layers=1"))
@@ -77,6 +78,7 @@ def test_the_search_pays_what_the_plan_says(options):
     assert math.isclose(planned.plan.step_seconds, planned.evaluation.seconds) and planned.plan.gap < 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize(

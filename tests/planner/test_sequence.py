@@ -36,6 +36,7 @@ def inputs():
     return {name: found[name] for name in ("input_ids", "labels")}
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("size", [2, 4])
 def test_gathered_keys_send_what_the_formula_says(size):

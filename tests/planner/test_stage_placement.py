@@ -21,7 +21,7 @@ def stages_of(mask: int) -> set[int]:
     return {s for s in range(mask.bit_length()) if mask >> s & 1}
 
 
-@pytest.fixture(params=CASES)
+@pytest.fixture(scope="module", params=CASES)
 def captured(request):
     case = staged.family(request.param)
     return micro_batch(case.captured, case.samples).captured

@@ -75,6 +75,7 @@ def test_zero_shards_every_parameter(model, strategy):
     assert counts(plan, "backward")["reduce_scatter"] >= len([name for name in shapes(model) if name != "wpe.weight"])
 
 
+@pytest.mark.sampled(1)
 def test_hsdp_shards_inside_and_replicates_outside(model):
     plan = make(model, "replicate=2,shard=2", WAITING, strategy="hsdp")
     assert all(layout.sharding_axes == ("shard",) for layout in layouts(plan, model).values())

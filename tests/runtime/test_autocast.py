@@ -101,9 +101,10 @@ def _own_parts(rank: int, dtype: torch.dtype, scaling) -> None:
     assert_close(mine[-1].clone(), whole[-1][part], "evaluation", 2e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.parametrize("dtype, scaling", [
-    pytest.param(torch.bfloat16, PLAIN, marks=pytest.mark.slow), (torch.float16, SCALED),
+    (torch.bfloat16, PLAIN), (torch.float16, SCALED),
 ])  # fmt: skip
 def test_parts_of_the_batch(dtype, scaling):
     gloo.run(2, _own_parts, dtype, scaling)

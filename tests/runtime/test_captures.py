@@ -177,6 +177,7 @@ def _epochs(rank, plan):
     return list(parallel.captures), [str(p) for p in placements]
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_training_with_evaluation():
     plan = planned(Normalized(), "dp=2", (torch.randn(4, 3, 6, 6),), strategy="fsdp")

@@ -157,6 +157,7 @@ def _sharded(rank: int) -> None:
         assert_same_gradients(parallel, reference)
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_sharded_outputs_are_dtensors():
     gloo.run(2, _sharded)

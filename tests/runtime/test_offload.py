@@ -50,6 +50,7 @@ def _training(rank):
     assert_same_gradients(parallel, reference)
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_an_ordinary_optimizer_on_two_processes():
     gloo.run(2, _training)

@@ -211,6 +211,7 @@ def _training(rank: int, mesh: str, options: dict) -> None:
     assert len(parallel.captures) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh, options", [

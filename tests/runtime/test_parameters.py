@@ -104,6 +104,7 @@ def test_frozen_unused_and_equal_gradients(alone):
     assert_same_gradients(parallel, reference)
 
 
+@pytest.mark.slow
 def test_nothing_to_train(alone):
     x, _ = tiny.Regressor.batch()
     model, inputs = tiny.gpt2(n_layer=1)
@@ -165,7 +166,7 @@ def test_parameters_stay_in_place(alone):
 # -------------------------------------------------------------------------------------------------
 
 
-def test_the_source_is_emptied(alone):
+def test_the_source_is_emptied(alone, new_garbage):
     x, _ = tiny.Regressor.batch()
     source = tiny.Regressor(hidden=64)
     storages = [weakref.ref(p.untyped_storage()) for p in source.parameters()]
@@ -177,7 +178,7 @@ def test_the_source_is_emptied(alone):
     assert sum(full(p).numel() for p in parallel.parameters()) == 64 * 6 + 64 + 4 * 64 + 4
 
 
-def test_using_the_source_is_an_error(alone, capsys):
+def test_using_the_source_is_an_error(alone, capsys, new_garbage):
     x, _ = tiny.Regressor.batch()
     source = tiny.Regressor()
     source.several = nn.ParameterList([nn.Parameter(torch.ones(2))])

@@ -146,6 +146,7 @@ def _kept(rank: int, folder: str) -> list[tuple[str, str | None, str]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_the_cache_tells_types_apart(tmp_path):
     found, other = gloo.run(2, _kept, str(tmp_path))

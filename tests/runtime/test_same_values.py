@@ -114,6 +114,7 @@ def _pipeline(rank):
     return sorted(name for name, _ in parallel.named_parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_stages(tmp_path):
     first, second = gloo.run(2, _pipeline)

@@ -27,11 +27,11 @@ def _step(rank: int, mesh: str, strategies: tuple[str, ...]) -> None:
         assert_same_gradients(mine, whole, 1e-10)
 
 
+@pytest.mark.slow  # test_chunks_of_the_sequence has the ring
 @pytest.mark.parametrize("mesh, ranks, strategies", [
-    ("cp=2", 2, ("ring",)),
-    pytest.param("cp=2", 2, ("all_gather_kv", "ulysses"), marks=pytest.mark.slow),
-    pytest.param("cp=4", 4, ("all_gather_kv", "ulysses", "ring"), marks=pytest.mark.slow),
-    pytest.param("dp=2,cp=2", 4, ("all_gather_kv", "ulysses+fsdp", "ring+fsdp"), marks=pytest.mark.slow),
+    ("cp=2", 2, ("ring",)), ("cp=2", 2, ("all_gather_kv", "ulysses")),
+    ("cp=4", 4, ("all_gather_kv", "ulysses", "ring")),
+    ("dp=2,cp=2", 4, ("all_gather_kv", "ulysses+fsdp", "ring+fsdp")),
 ])  # fmt: skip
 def test_gradients(mesh, ranks, strategies):
     gloo.run(ranks, _step, mesh, strategies)

@@ -63,6 +63,7 @@ def _trained(rank, name):
     return traced.count
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize("name", ONE_LAYER)

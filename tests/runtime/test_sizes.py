@@ -207,6 +207,7 @@ def test_lengths_of_an_encoder_and_a_decoder(alone):
     assert _captured(parallel) == FEWEST
 
 
+@pytest.mark.slow
 def test_micro_batches_of_other_sizes(alone):
     parallel, reference = pair(tiny.gpt2(seq=12, n_layer=1)[0], alone, _tokens(12, 8), micro_batches=2)
     for length, batch in ((12, 8), (9, 4), (13, 6)):

@@ -17,15 +17,19 @@ from .parity import assert_close, device_mesh, pair
 MESH = "pp=2,dp=2"
 
 
-def _train(rank: int) -> tuple[str, ...]:
-    """One stage with its parameters whole, one with them sharded: two steps, an evaluation, another batch size."""
-    model, batch = tiny.gpt2()
-    captured = compiler.trace(model, batch)
+def _plan() -> Plan:
+    captured = compiler.trace(*tiny.gpt2(n_layer=1))
     micro = micro_batch(captured, 2)
     plans = mixtures.plans_of(micro, MESH, ("ddp", "fsdp"))
     plan, _ = mixtures.mixture(captured, micro, plans, MESH, "1f1b", (0, 1), staged.even_cuts(micro.captured, 2))
     assert len(plan.shardings) == 2 and plan.shardings == Plan.from_json(plan.to_json()).shardings
     assert "stages are sharded apart" in "".join(sharding_lines(plan))
+    return plan
+
+
+def _train(rank: int, plan: Plan) -> tuple[str, ...]:
+    """One stage with its parameters whole, one with them sharded: two steps, an evaluation, another batch size."""
+    model, batch = tiny.gpt2(n_layer=1)
     parallel, reference = pair(model, device_mesh(MESH), batch, plan=plan)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (parallel, reference)]
     for _ in range(2):
@@ -49,5 +53,5 @@ def _train(rank: int) -> tuple[str, ...]:
 
 @pytest.mark.gloo
 def test_a_stage_of_whole_parameters_and_one_of_shards():
-    found = gloo.run(4, _train, seconds=240)
+    found = gloo.run(4, _train, _plan(), seconds=240)
     assert found[0] == found[1] and found[2] == found[3] and found[0] != found[2]

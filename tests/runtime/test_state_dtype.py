@@ -135,6 +135,7 @@ def _stages(rank: int, plan: Plan) -> None:
         assert_close(p, wanted[name], name, 1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_stages(tmp_path):
     plan = planned(double(), "pp=2", CALL, state_dtype="bf16", micro_batches=2)

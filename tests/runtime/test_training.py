@@ -106,6 +106,7 @@ def _loop(rank, plan, pinned):
     return {name: str(p.placements) for name, p in parallel.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_loops_on_a_mix_of_layouts():
     x, y = tiny.Regressor.batch()

@@ -66,6 +66,7 @@ APART = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.gloo
 @pytest.mark.parametrize("fault", APART)

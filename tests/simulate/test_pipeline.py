@@ -165,7 +165,7 @@ def test_a_gradient_that_is_passed_on_is_not_added_to(begins):
 @pytest.mark.parametrize("schedule", [pytest.param("gpipe", marks=pytest.mark.slow), "zbv"])
 def test_sends_are_those_of_the_cut(schedule):
     """Each value that crosses a cut is sent once for every micro-batch, and so is each gradient that comes back."""
-    case = staged.own("gpt:layers=4,hidden=8,heads=2,vocab=16,seq=8,tied=false")
+    case = staged.own("gpt:layers=2,hidden=8,heads=2,vocab=16,seq=8,tied=false")
     micro = micro_batch(case.captured, 4)
     plan = staged.plan_of(micro, "pp=2", schedule)
     step = simulate_pipeline(case.captured, plan, case.values, check=False)
@@ -209,7 +209,7 @@ def test_in_flight_is_what_the_schedule_says(schedule):
 
 def test_gradients_are_reduced_once_a_step():
     """However many micro-batches: an all-reduce of all gradients of a stage over 2 sends their bytes."""
-    case = staged.own("llama:layers=2,hidden=16,heads=2,vocab=32", wide=False)
+    case = staged.own("llama:layers=1,hidden=16,heads=2,vocab=32", wide=False)
     for count in (1, 2):
         micro = micro_batch(case.captured, count)
         plan = staged.plan_of(micro, "pp=2,dp=2", "1f1b", strategy="ddp")

@@ -65,7 +65,7 @@ def check(model: nn.Module, mesh: str, x: torch.Tensor, **planning) -> None:
 @pytest.mark.parametrize("mesh", ["pp=2", "pp=2,dp=2", "dp=2,tp=2"])
 @pytest.mark.parametrize("kind", [*CELLS, *LAYERS])
 def test_over_a_sequence(kind, mesh):
-    check(Recurrent(kind), mesh, torch.randn(8, 3, 6), baselines=False)
+    check(Recurrent(kind), mesh, torch.randn(8, 2, 6), baselines=False)
 
 
 @pytest.mark.sampled(1)
@@ -88,6 +88,7 @@ def _trains(rank: int) -> float:
     return loss.item()
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_on_two_processes():
     first, second = gloo.run(2, _trains)

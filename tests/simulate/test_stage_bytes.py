@@ -7,8 +7,8 @@ import pytest
 import autopar
 from autopar import models
 
-TIED = "gpt:hidden=32,layers=4,heads=4,vocab=96,seq=16"
-APART = "llama:hidden=32,layers=4,heads=4,kv_heads=2,ffn=64,vocab=96"
+TIED = "gpt:hidden=32,layers=2,heads=4,vocab=96,seq=16"
+APART = "llama:hidden=32,layers=2,heads=4,kv_heads=2,ffn=64,vocab=96"
 
 
 @pytest.mark.sampled(1)
