@@ -45,6 +45,7 @@ PLAN_GAP, ROUNDS = 5e-3, 40
 BOUND_GAP = 1e-2  # of the first searches for the bound
 MOST_MIXED = 3  # plans that meet at the highest bound, of which mixtures are tried
 MOST_TRIES = 4  # to make one plan fit: what passes by is known afterwards only
+SLOWEST = 100.0  # times as long as the fastest plan of all
 STEP = 1e-5  # between two points, for a slope
 PROGRAM_PRICES = tuple(MOST_PRICE / 4.0**i for i in range(8))  # of memory, at which the full program's choice is tried
 
@@ -63,6 +64,7 @@ class WithinLimit:
         self.tried = [(fastest.evaluation, self.solver.free)]
         self.bound_with_host = fastest.bound_seconds
         self.program = DecidedProgram()
+        self.may_fit: bool | None = None  # not known yet
         self.rough = replace(run.search, gap=max(run.search.gap, PLAN_GAP), rounds=ROUNDS, largest_program=0)
 
     def outcome(self) -> Outcome:
@@ -72,7 +74,7 @@ class WithinLimit:
             self._try_program()
         else:
             for early, is_sure in ((first, False), (not first, True)):
-                if self._search(early, is_sure) and self.best is not None:
+                if self._search(early, is_sure) and self.best is not None or self._is_hopeless():
                     break
         if self.best is not None:
             if self.made_of is not None:  # what the limit still has room for, now that it is known what passes by
@@ -81,7 +83,7 @@ class WithinLimit:
             with_host = fastest_with_host(self.solver, self.tried, self.best)
             return fastest_played([replace(self.last, evaluation=e) for e in [self.best, *self.kept, *with_host]])
         best = self.run.smallest(self.smallest)
-        if best.bytes_ > self.limit_bytes and self.run.search.largest_program:
+        if best.bytes_ > self.limit_bytes and self.run.search.largest_program and not self._is_hopeless():
             best = squeezed(self.run, best)
         fitting, prices = [e for e in [best] if e.bytes_ <= self.limit_bytes], self.tried[-1][1]
         plain = self.solver.with_peak(self.run.evaluate(prices, best.choice, best.first))
@@ -94,6 +96,15 @@ class WithinLimit:
                 f"no plan{kind} fits {size(self.limit_bytes)} a device: the smallest found needs", best
             )
         return fastest_played([replace(self.last, evaluation=e) for e in fitting])
+
+    def _is_hopeless(self) -> bool:
+        """Return whether nothing fits that was found, and bounds say that nothing does, at least in any time that
+        would be of use."""
+        if self.best is not None or self.solver.host_bytes_per_second:
+            return False
+        if self.may_fit is None:
+            self.may_fit = self.solver.may_fit(self.run.restriction, SLOWEST * self.first.evaluation.seconds)
+        return not self.may_fit
 
     @property
     def last(self) -> Outcome:

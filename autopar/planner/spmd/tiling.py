@@ -67,7 +67,7 @@ class _Choice:
 
     def fastest(self, solvers: Sequence[Solver]) -> Found:
         """Return the best of the plans with nothing in pieces, with losses, and with MLPs besides."""
-        failure = self._try(solvers)
+        failures = [self._try(solvers)]
         kinds: tuple[str, ...] = ()
         for kind in (LOSS, MLP):
             if self.best is not None and not _is_short_of_memory(self.best[1], self.options):
@@ -75,11 +75,10 @@ class _Choice:
             tiled = with_pieces(solvers, self.options, (*kinds, kind))
             if tiled and self._may_gain(kind, tiled):
                 before = self.best
-                self._try(tiled)
+                failures.append(self._try(tiled))
                 kinds = (*kinds, kind) if self.best is None or self.best is not before else kinds
         if self.best is None:
-            assert failure is not None
-            raise failure
+            raise min((error for error in failures if error is not None), key=_missing)
         solver, outcome = self.best
         return solver, replace(outcome, bound_seconds=min(self.bound_seconds, outcome.bound_seconds))
 
@@ -122,6 +121,10 @@ class _Choice:
 
 def _rank(found: Found) -> tuple[bool, float]:
     return not found[1].fits, found[1].seconds
+
+
+def _missing(error: Exception) -> float:
+    return error.missing_bytes if isinstance(error, MemoryInfeasibleError) else 0.0
 
 
 def _is_short_of_memory(outcome: Outcome, options: PlanOptions) -> bool:
