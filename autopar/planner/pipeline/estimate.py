@@ -42,6 +42,11 @@ class Estimate:
     least_seconds: float = 0.0
     others: tuple[Planned, ...] = ()
 
+    @property
+    def key(self) -> tuple[PipelineSearch, Planned, str, int]:
+        """Return what it is of: a search, a plan of a micro-batch and a schedule."""
+        return self.search, self.inner, self.schedule, self.stages_per_rank
+
 
 def estimate(
     search: PipelineSearch, inner: Planned, segments: Chain, kind: str, v: int, fastest: float = math.inf

@@ -64,20 +64,16 @@ def _without_limit(
     cuts: dict[tuple, list[Pipeline]] = {}
     for candidate in candidates:
         if not candidate.of_stage:
-            cuts.setdefault(_key(candidate.estimate), []).append(candidate.evaluated.pipeline)
+            cuts.setdefault(candidate.estimate.key, []).append(candidate.evaluated.pipeline)
     seen = set()
     for one in sorted(estimates, key=lambda one: (0, one.least_seconds) if one.fits else (1, one.peak_bytes)):
-        if may_keep(one) and one.least_seconds < fastest and _key(one) not in seen:
-            seen.add(_key(one))
+        if may_keep(one) and one.least_seconds < fastest and one.key not in seen:
+            seen.add(one.key)
             inner, segments, _ = one.search.prepared(one.inner)
             roomy = one.search.cut(segments, one.schedule, one.stages_per_rank, math.inf)
             best = one.search.pipeline(one.schedule, one.stages_per_rank, segments.cuts(roomy.cuts))
-            for pipeline in (*cuts.get(_key(one), ()), best):
+            for pipeline in (*cuts.get(one.key, ()), best):
                 yield Candidate(one.search.as_it_is(inner, pipeline)[0], one.inner, inner, one.search)
-
-
-def _key(one: Estimate) -> tuple:
-    return one.search, one.inner, one.schedule, one.stages_per_rank
 
 
 def may_keep(one: Estimate) -> bool:

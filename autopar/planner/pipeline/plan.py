@@ -86,10 +86,13 @@ def plan_pipeline(
     searches, warnings = _searches(captured, batch, mesh, options, micro_batches, kinds, name, report)
     estimates = [one for search in searches for one in search.estimates()]
     candidates = evaluated(estimates)
+    more = _beside_misjudged(estimates, candidates)
+    candidates = evaluated(more, candidates)
     if not candidates[0].fits:
         smaller = candidates[0].search.smaller(candidates[0].estimate)
-        estimates += smaller
-        candidates = by_seconds([*candidates, *evaluated(smaller)])
+        candidates = evaluated(smaller, candidates)
+        more += smaller
+    estimates += more
     candidates = with_plans_by_stage(estimates, candidates)
     candidates = by_seconds([*candidates, *candidates[0].search.unmoved(candidates[0])])
     candidates = with_values_on_host(estimates, candidates)
@@ -101,6 +104,22 @@ def plan_pipeline(
     }  # never worse than one
     candidates = by_seconds([*candidates, *(one for one in others.values() if isinstance(one, Candidate))])
     return described(candidates[0], candidates, captured, mesh, warnings, batch, others)
+
+
+def _beside_misjudged(estimates: Sequence[Estimate], candidates: Sequence[Candidate]) -> list[Estimate]:
+    """Estimate what was left out beside pipelines that were estimated to fit and to be faster than all that do, and do
+    not fit."""
+    fastest = candidates[0].evaluated.step_seconds if candidates[0].fits else math.inf
+    held = {one.estimate.key: one.evaluated.peak_bytes for one in candidates if not one.fits}
+    wrong = [one for one in estimates if one.fits and one.step_seconds < fastest and one.key in held]
+    more: list[Estimate] = []
+    for search in dict.fromkeys(one.search for one in wrong):
+        known = [one for one in estimates if one.search is search]
+        for i, one in enumerate(known):
+            if one in wrong:
+                known[i] = replace(one, fits=False, step_seconds=one.least_seconds, peak_bytes=held[one.key])
+        more += search.estimates(known)
+    return more
 
 
 def with_plans_by_stage(estimates: Sequence[Estimate], candidates: Sequence[Candidate]) -> list[Candidate]:

@@ -165,23 +165,25 @@ class PipelineSearch:
         other.plans, other.kinds, other._chains, other._prepared = self.plans.under(strategy), kinds, {}, {}
         return other
 
-    def estimates(self) -> list[Estimate]:
+    def estimates(self, judged: Sequence[Estimate] = ()) -> list[Estimate]:
         """Estimate for each schedule the best cut of the fastest plan of a micro-batch, and of smaller ones while those
-        are of use: until one would be no faster than one that fits, even if it computed nothing again."""
-        found: list[Estimate] = []
-        fastest = math.inf  # of those that fit
+        are of use: until one would be no faster than one that fits, even if it computed nothing again. `judged`: those
+        that are known. Return what is new."""
+        found, known = list(judged), [one.inner.evaluation.choice for one in judged]
+        fastest = min((one.step_seconds for one in judged if one.fits), default=math.inf)
         for inner in self.plans.at_prices():
+            if inner.evaluation.choice in known:
+                continue
             segments = self.segments(inner)
             if min(even_seconds(self, segments, kind, v) for kind, v in self._possible(segments)) >= fastest:
                 break
-            new = self._cuts(inner, segments, fastest)
-            found += new
+            found += (new := self._cuts(inner, segments, fastest))
             fastest = min([fastest, *(one.step_seconds for one in new if one.fits)])
             if min(one.least_seconds for one in new) >= fastest:
                 break
         if self.plans.options.recompute == AUTO:
             found += plans_between(self, found)
-        return found
+        return found[len(judged) :]
 
     def estimated(self, inner: Planned, kind: str, v: int) -> Estimate:
         """Estimate the best cut of a plan of a micro-batch for one schedule."""
