@@ -94,7 +94,7 @@ def plan_pipeline(
         more += smaller
     estimates += more
     candidates = with_plans_by_stage(estimates, candidates)
-    candidates = by_seconds([*candidates, *candidates[0].search.unmoved(candidates[0])])
+    candidates = by_seconds([*candidates, *candidates[0].search.from_elsewhere(candidates[0])])
     candidates = with_values_on_host(estimates, candidates)
     if not candidates[0].fits and options.refuses:
         raise _refusal(candidates[0], candidates[0].limit)

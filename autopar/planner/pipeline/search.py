@@ -52,6 +52,7 @@ LESS = 0.95  # of what a next plan of a micro-batch may hold, so that it is anot
 LOOPED_CUTS = (True, False)  # roughly, for stages of even seconds, and for ranks of even seconds
 MOST_LIMITS = 2  # on the memory of a micro-batch's plan that are tried, until its stages fit
 MOST_CUTS = 3  # of one schedule, each with less memory than the one before, until its evaluation agrees that it fits
+TIGHTER = 0.85  # of what a pipeline's tensors hold: room for a cut whose boundaries are moved from elsewhere
 MOST_RECOMPUTE_ROUNDS = 4  # times that a cut is given more to compute again
 
 Report = Callable[[str], None]
@@ -236,15 +237,8 @@ class PipelineSearch:
 
     def pipeline(self, kind: str, v: int, cuts: tuple[str, ...]) -> Pipeline:
         """Return a pipeline without costs."""
-        return Pipeline(
-            self.axis,
-            self.ranks,
-            kind,
-            self.micro_batches,
-            v,
-            cuts,
-            samples=self.plans.samples if self.plans.share < 1 else 0,
-        )
+        samples = self.plans.samples if self.plans.share < 1 else 0
+        return Pipeline(self.axis, self.ranks, kind, self.micro_batches, v, cuts, samples=samples)
 
     def cut(
         self,
@@ -290,30 +284,32 @@ class PipelineSearch:
 
     # judging
 
-    def evaluated(self, one: Estimate, moves: bool = True) -> Candidate:
+    def evaluated(self, one: Estimate, moves: bool = True, most: float = math.inf) -> Candidate:
         """Evaluate the best cuts for a schedule: return the fastest whose evaluation fits, else the one that holds
-        least of those tried. `moves`: boundaries, as the played step says."""
+        least of those tried. `moves`: boundaries, as the played step says; `most`: bytes that a cut may take, if fewer."""
         looped = one.stages_per_rank > 1 and not KINDS[one.schedule].v_shaped
         # stages of even seconds, or ranks of even seconds: the order of a looped schedule may wait for the longest
         # stage
-        found = [self._fitted(one, is_rough, moves) for is_rough in (LOOPED_CUTS if looped else (False,))]
+        found = [self._fitted(one, is_rough, moves, most) for is_rough in (LOOPED_CUTS if looped else (False,))]
         fitting = [cost for cost in found if cost.evaluated.peak_bytes <= self.limit]
         best = min(fitting or found, key=attrgetter("evaluated.step_seconds" if fitting else "evaluated.peak_bytes"))
         inner = replace(best.inner, written=(best.inner.whole[0], best.e), held=best.live)
         return Candidate(best.evaluated, one.inner, inner, self, one.others, best.of_stage)
 
-    def unmoved(self, one: Candidate) -> list[Candidate]:
-        """Evaluate the same pipeline with the boundaries that formulas choose: segments know roughly what they take,
-        and how much they compute again, so that what is played with their seconds may be slower. None if stages have
-        plans of their own, whose boundaries are not moved."""
-        return [] if one.others else [self.evaluated(one.estimate, moves=False)]
+    def from_elsewhere(self, one: Candidate) -> list[Candidate]:
+        """Evaluate the same pipeline with the boundaries that formulas choose, as segments know roughly what they take,
+        and with those moved from where they are with less memory. None if stages have plans of their own."""
+        if one.others:
+            return []
+        less = TIGHTER * (one.evaluated.peak_bytes - one.base.problem.reserve_bytes)
+        return [self.evaluated(one.estimate, moves=False), self.evaluated(one.estimate, most=less)]
 
-    def _fitted(self, one: Estimate, is_rough: bool, moves: bool) -> _Evaluated:
+    def _fitted(self, one: Estimate, is_rough: bool, moves: bool, most: float) -> _Evaluated:
         """Find a cut, with less and less memory until its evaluation fits; return the one that holds least if that
         does not help."""
         inner, segments, _ = self.prepared(one.inner)
         plans = StagePlans(self, one)
-        room = self.limit - inner.problem.reserve_bytes
+        room = min(self.limit - inner.problem.reserve_bytes, most)
         best: _Evaluated | None = None
         for _ in range(MOST_CUTS):
             try:
