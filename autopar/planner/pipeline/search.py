@@ -286,7 +286,7 @@ class PipelineSearch:
 
     def evaluated(self, one: Estimate, moves: bool = True, most: float = math.inf) -> Candidate:
         """Evaluate the best cuts for a schedule: return the fastest whose evaluation fits, else the one that holds
-        least of those tried. `moves`: boundaries, as the played step says; `most`: bytes that a cut may take, if fewer."""
+        least of those tried. `moves`: boundaries, as the played step says; `most`: bytes that a cut takes."""
         looped = one.stages_per_rank > 1 and not KINDS[one.schedule].v_shaped
         # stages of even seconds, or ranks of even seconds: the order of a looped schedule may wait for the longest
         # stage
