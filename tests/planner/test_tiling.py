@@ -11,6 +11,7 @@ from torch import nn
 from autopar.api import entry as api
 from autopar.errors import MemoryInfeasibleError
 from autopar.hardware.profile import load
+from autopar.models import build
 from autopar.models.output import next_token_loss
 from autopar.planner.problem.tiled import LOSS, may_save, with_tiles
 from autopar.planner.spmd import fixed_recompute
@@ -92,3 +93,14 @@ def test_pieces_are_priced_as_they_run():
     assert tiled.timeline.seconds == pytest.approx(tiled.plan.step_seconds, rel=0.01)
     held = whole.plan.peak_bytes - tiled.plan.peak_bytes
     assert held > 0.6 * sum(region.bytes_ for region in tiled.plan.tiled)
+
+
+def test_a_refusal_tells_the_smallest_plan_with_a_loss_in_blocks_too():
+    missing = {}
+    for tile in ("none", "auto"):
+        model, inputs = build("gpt:hidden=64,layers=1,heads=4,vocab=8192,seq=64", batch=16, seq=64)
+        options = {"hardware": "cpu-gloo", "baselines": False, "fixes": False, "memory": 1e6}
+        with pytest.raises(MemoryInfeasibleError) as error:
+            api.search(model, "dp=2", inputs, tile=tile, **options)
+        missing[tile] = error.value.missing_bytes
+    assert missing["auto"] < missing["none"] / 2
