@@ -150,8 +150,11 @@ def search(
     check_solver(options)
     asked, flat, reported = schedule not in (None, AUTO) or stages_per_rank is not None, None, ()
     tour = _MeshSearch(captured, devices, options, name, _kinds(schedule, stages_per_rank), report)
-    offload = options.offload in (NONE, ACTIVATIONS)
-    if options.strategy is None and offload and options.micro_batches == 1:  # which no stages have
+    may_be_staged = options.strategy is None and options.micro_batches == 1
+    if may_be_staged and options.offload in (
+        NONE,
+        ACTIVATIONS,
+    ):  # parameters on the host are tried without stages alone
         tour.run()
     refusal: AutoparError | None = tour.error if asked else None
     if not asked:

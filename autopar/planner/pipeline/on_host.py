@@ -1,7 +1,11 @@
 """Pipelines whose stages keep values on the host between a micro-batch's forward and its backward.
 
 A rank with f micro-batches in flight frees f times what it copies for one of them, and the copies hide behind what its
-stages @"""
+stages compute meanwhile: so much is free of charge, and so much less has to be computed again. Pipelines that would be
+fast if memory had no limit are made to fit so: with some bytes a micro-batch on the host, on each rank that holds more
+than it may, and the rest computed again; several amounts are tried. No pipeline is slower for it. The last block of a
+stage keeps its values, and so do stages whose backwards are split: what weights wait for they would hold as before.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +28,7 @@ from ..objective.host_values import HostValue, may_wait_on_host, saved_on_host, 
 from ..objective.memory_timeline import live_bytes
 from ..problem.offload import ACTIVATIONS, AUTO
 from ..problem.problem import Problem
+from ..spmd.values_on_host import names_of
 from .checkpoint import StageRecomputation
 from .estimate import Estimate
 from .evaluate import PipelineCost
@@ -33,10 +38,7 @@ from .stage_costs import parts_of_nodes
 SHARES = (0.25, 0.5, 0.7, 0.85, 1.0, 2.0)  # of the bytes that a stage can hide, which are tried
 MOST_TRIES = 6  # to make one amount fit: what passes by is known afterwards only
 MOST_TRIED, MOST_FITTED = 12, 3  # pipelines, those that would be fastest if memory had no limit
-FASTER, LESS = (
-    1.3,
-    0.15,
-)  # of the bytes that are missing then, and of all that was not computed again, by which that is less
+FASTER, LESS = 1.3, 0.15  # of what is missing then, and of all that is not computed again: so much less the next time
 MARGIN = 1.05  # of the bytes that are missing, which the host takes at most
 
 
@@ -258,8 +260,6 @@ def described_in_stages(one: Candidate) -> SavedOnHost | None:
     if not e.on_host:
         return None
     pipeline = one.evaluated.pipeline
-    tensors = (problem.vertices[v].tensor(output) for v, output, _ in (value.key for value in e.on_host))
-    names = tuple(sorted((node.name, output) for node, output in tensors))
     seconds = e.host_seconds * sum(pipeline.shares) / pipeline.ranks
     exposed = one.evaluated.step_seconds - without_copies(one).step_seconds
-    return SavedOnHost(names, max(_held_there(one.evaluated).peaks), seconds, max(0.0, exposed))
+    return SavedOnHost(names_of(problem, e), max(_held_there(one.evaluated).peaks), seconds, max(0.0, exposed))

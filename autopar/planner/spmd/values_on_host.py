@@ -19,9 +19,13 @@ def described(problem: Problem, e: Evaluation, chosen: Outcome) -> SavedOnHost |
     `chosen`: the same plan, as it was found."""
     if not e.on_host:
         return None
+    return SavedOnHost(names_of(problem, e), e.host_bytes, e.host_seconds, exposed_seconds(chosen))
+
+
+def names_of(problem: Problem, e: Evaluation) -> tuple[tuple[str, int], ...]:
+    """Return the values of a plan of the whole graph that wait on the host, as (name of the op, which output)."""
     tensors = (problem.vertices[v].tensor(output) for v, output, _ in (value.key for value in e.on_host))
-    names = tuple(sorted((node.name, output) for node, output in tensors))
-    return SavedOnHost(names, e.host_bytes, e.host_seconds, exposed_seconds(chosen))
+    return tuple(sorted((node.name, output) for node, output in tensors))
 
 
 def exposed_seconds(chosen: Outcome) -> float:
