@@ -39,6 +39,7 @@ from pathlib import Path
 
 from ..errors import HardwareError, nearest
 from .kernels import Attention, Experts, Kernels, Products
+from .of_device import profile_of
 from .schema import Curve, Hardware, Host, Link, Nccl, Tier
 from .table import Table
 
@@ -70,8 +71,9 @@ def load(name: str | Path | Hardware) -> Hardware:
     """Return a profile by its name ("h100", "gloo"), by a device's own name ("NVIDIA H100 80GB HBM3"), or from a TOML
     or JSON file.
 
-    A device whose name states less memory than the profile ("A100-SXM4-40GB") keeps its own. Raises HardwareError with
-    the nearest names, or with what is wrong in the file.
+    A device whose name states less memory than the profile ("A100-SXM4-40GB") keeps its own. A GPU of this machine that
+    no profile names gets one made of its properties, with a warning (autopar/hardware/of_device.py). Raises
+    HardwareError with the nearest names, or with what is wrong in the file.
     """
     if isinstance(name, Hardware):
         return name
@@ -84,12 +86,25 @@ def load(name: str | Path | Hardware) -> Hardware:
             hardware, stated = _read(file), re.search(r"(\d+) ?gb", text.lower())
             memory_bytes = min(hardware.memory_bytes, int(stated[1]) * 10**9) if stated else hardware.memory_bytes
             return replace(hardware, memory_bytes=memory_bytes)
+    if (properties := _properties_of(text)) is not None:
+        return profile_of(properties, load)
     close = difflib.get_close_matches(text, patterns, 1, 0.5)
     raise HardwareError(
         f"there is no hardware profile for {text!r}",
         fix=f"use {nearest(text, patterns if close else names())}, or a TOML file that `autopar calibrate` wrote on "
         f"such devices",
     )
+
+
+def _properties_of(name: str):
+    """Return the properties of the GPU of this name that this machine has, None if it has none."""
+    import torch
+
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        if properties.name.lower() == name.lower():
+            return properties
+    return None
 
 
 def names() -> list[str]:
