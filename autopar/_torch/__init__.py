@@ -21,7 +21,16 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from .compiling import compiler_errors, in_given_order
 from .fakes import fake_mode, fake_tensor, fake_twin, is_fake, storage_key, weak_storage
 from .gradient_hooks import total_norm_through, unscale_through
-from .groups import broadcasts, default_store, group_of, set_group_timeout, start_exchange, waited_for
+from .groups import (
+    abort_groups,
+    broadcasts,
+    collectives_on_their_way,
+    default_store,
+    group_of,
+    set_group_timeout,
+    start_exchange,
+    waited_for,
+)
 from .joint import joint_graph
 from .regions import no_autocast, without_dispatch_modes
 from .sizes import OpenSizes, export_open, open_mode, open_sizes, plain_size, run_open, size_of
@@ -42,8 +51,8 @@ from .tracing import (
 )
 
 __all__ = [
-    "total_norm_through", "unscale_through", "broadcasts", "default_store", "group_of", "set_group_timeout",
-    "start_exchange", "waited_for",
+    "total_norm_through", "unscale_through", "abort_groups", "broadcasts", "collectives_on_their_way",
+    "default_store", "group_of", "set_group_timeout", "start_exchange", "waited_for",
     "fake_mode", "fake_tensor", "fake_twin", "is_fake", "storage_key", "weak_storage", "joint_graph",
     "compiler_errors", "in_given_order", "TorchDispatchMode", "tree_flatten", "tree_map", "tree_unflatten",
     "no_autocast", "without_dispatch_modes", "OpenSizes", "export_open", "open_mode", "open_sizes", "plain_size",

@@ -60,3 +60,27 @@ def default_store():
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
+
+
+def abort_groups() -> None:
+    """Abort the communicators of all process groups, so that kernels that wait in one for other ranks end."""
+    from torch.distributed.distributed_c10d import _abort_process_group
+
+    _abort_process_group()
+
+
+def collectives_on_their_way() -> list[str]:
+    """Return the collectives that NCCL's flight recorder has seen begin and not end, oldest first; none where it does
+    not run, as on CPUs."""
+    import pickle
+
+    from torch._C import _distributed_c10d
+
+    dump = getattr(_distributed_c10d, "_dump_nccl_trace", None)
+    entries = pickle.loads(dump(True, False, True)).get("entries", []) if dump is not None else []
+    return [
+        f"{entry.get('profiling_name', 'a collective')} of group {entry.get('process_group', ('',))[-1] or 'of all'}, "
+        f"number {entry.get('collective_seq_id', '?')}, {entry.get('state', 'unknown')}"
+        for entry in entries
+        if entry.get("state") != "completed"
+    ]

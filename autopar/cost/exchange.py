@@ -112,7 +112,7 @@ def token_sizes(node: fx.Node) -> tuple[int, int, int]:
     value = tensor_arguments(node)[0].meta["val"] if node.target not in BACK else node.meta["val"]
     rows = len(tensor_arguments(node)[1].meta["val"])
     dtype = cast(torch.dtype, node.args[4]) if node.target in BACK else value.dtype
-    return len(value), rows // len(value), value[0].numel() * dtype.itemsize
+    return len(value), rows // len(value), math.prod(value.shape[1:]) * dtype.itemsize
 
 
 def _owned(node: fx.Node, strategy: Strategy) -> tuple[str, ...]:

@@ -49,7 +49,9 @@ class Guarded:
             log.add(self.name)
         watch.running = self
         try:
-            return self.run(*values)
+            results = self.run(*values)
+            watch.heartbeat.mark(watch.calls, watch.step, self.doing)
+            return results
         except torch.OutOfMemoryError as error:  # also where a collective's result was to be allocated
             self._take_back(logs, self.at(_line_in(self.code, error))[0])
             raise

@@ -33,6 +33,7 @@ from .call_log import ALL, ALL_KEPT, STEP, CallLogs, packed
 from .calls import Call
 from .causes import Cause, Progress
 from .guarded import Guarded
+from .heartbeat import Heartbeat
 from .patience import Patience
 from .peers import Peers
 from .records import MOST, Record
@@ -62,6 +63,7 @@ class Watch:
         self.cause: Cause | None = None
         self.peers = Peers(self._answer)
         self.hook, sys.excepthook = sys.excepthook, self._excepthook
+        self.heartbeat = Heartbeat(self, is_needed=dist.get_backend() != "gloo")
         comparison.start(self)
 
     # the points where ranks meet
@@ -81,8 +83,9 @@ class Watch:
         self.last.append((self.calls, self.step, what))
 
     def check_alike(self, what: str) -> None:
-        """Raise DesyncError before a call, `what`, if this rank was told that ranks did not call the same."""
-        if self.cause is not None and self.cause.kind == "unlike":
+        """Raise DesyncError before a call, `what`, if this rank was told that ranks did not call the same; on GPUs the
+        error of any failure, since their collectives raise none."""
+        if self.cause is not None and (self.cause.kind == "unlike" or self.heartbeat.is_needed):
             self.failed_at = Progress(self.calls, 1, self.step, what, what)
             process_groups.release()
             raise self.error(self.cause, self.failed_at)
@@ -114,11 +117,9 @@ class Watch:
         self.running = what
         try:
             yield
-        except torch.OutOfMemoryError:
-            raise
         except (RuntimeError, ValueError) as error:
             is_given_up = isinstance(error, RuntimeError) or self.failed_at is not None  # by another thread
-            if is_of_a_loader(error) or not is_given_up:
+            if is_of_a_loader(error) or isinstance(error, torch.OutOfMemoryError) or not is_given_up:
                 raise
             raise self.verdict(error, here) from error
         finally:
@@ -141,7 +142,7 @@ class Watch:
         patience, here = Patience(self.peers, range(self.peers.world)), Progress(self.calls, 1, self.step, what, what)
 
         def check(in_vain: bool) -> None:
-            cause = self.cause or patience.look(here) or (self._find_cause(here, everyone, True) if in_vain else None)
+            cause = self.cause or patience.look(here) or (self.find_cause(here, everyone, True) if in_vain else None)
             if cause is not None and cause.kind != "unknown":
                 self.tell(cause, everyone)
                 raise self.error(cause, here)
@@ -151,11 +152,6 @@ class Watch:
             yield check
         finally:
             self.running = before
-
-    def check_told(self, what: str) -> None:
-        """Raise the error of a failure of which another rank has told this one, which waits at `what`."""
-        if self.cause is not None:
-            raise self.error(self.cause, Progress(self.calls, 1, self.step, what, what))
 
     def absent(self, ranks: list[int], what: str, fix: str) -> AutoparError | None:
         """Return the error about ranks that did not come to `what`, of which all others are told, if they are gone or
@@ -173,10 +169,9 @@ class Watch:
         """Return the error to raise instead of what the backend says of a collective at `here`; every rank is told the
         cause."""
         self.failed_at = here
-        members = process_groups.members(node.args[-1]) if node is not None else None
         everyone = range(self.peers.world)
-        near = everyone if members is None else members
-        cause = self._find_cause(here, near, timed_out="timed out" in str(error).lower())
+        near = (process_groups.members(node.args[-1]) if node is not None else None) or everyone
+        cause = self.find_cause(here, near, timed_out="timed out" in str(error).lower())
         self.tell(cause, near, everyone)
         process_groups.release()
         return self.error(cause, here, node)
@@ -188,7 +183,8 @@ class Watch:
         folder = self.record_file.parent if self.record_file else None
         return error_of(cause, here, self.peers.rank, node, otherwise, folder)
 
-    def _find_cause(self, here: Progress, near: Sequence[int], timed_out: bool) -> Cause:
+    def find_cause(self, here: Progress, near: Sequence[int], timed_out: bool) -> Cause:
+        """Return why this rank waits at `here`, asking all others, those that are `near` first."""
         deadline, far = time.monotonic() + PATIENCE_SECONDS, {*range(self.peers.world)} - {*near}
         while self.cause is None:
             answers: dict[int, dict | str] = {}
@@ -254,7 +250,7 @@ class Watch:
                 when=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
                 plans=self.plans, place=here, cause=self.cause, answers=self.answers,
                 calls=[call for call in self.last if call[0] <= here.call][-MOST:],
-                collectives=graph.passed(here.position) if graph is not None else [],
+                collectives=self.heartbeat.standing or (graph.passed(here.position) if graph is not None else []),
                 stack=[f"{f.filename}:{f.lineno} in {f.name}" for f in lines[-MOST:]],
             ).write()  # fmt: skip
 
@@ -386,8 +382,8 @@ def fail(error: BaseException) -> None:
 
 def check_told(what: str) -> None:
     """Raise RankFailure or the like if another rank has told this one, which waits at `what`, that it failed."""
-    if _current is not None:
-        _current.check_told(what)
+    if _current is not None and _current.cause is not None:
+        raise _current.error(_current.cause, Progress(_current.calls, 1, _current.step, what, what))
 
 
 def absent(ranks: list[int], what: str, fix: str) -> AutoparError | None:

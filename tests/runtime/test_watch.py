@@ -209,6 +209,7 @@ def _watch(**others) -> Watch:
         inside=0,
         cause=None,
         failed_at=None,
+        heartbeat=SimpleNamespace(is_needed=False, mark=lambda *_: None),
         record=lambda: None,
         **others,
     )
@@ -248,10 +249,10 @@ def test_who_waits_for_others_is_named_when_all_were_asked(monkeypatch):
     peers = SimpleNamespace(rank=0, world=3, machines=(0, 0, 0))
     peers.ask = lambda message, ranks: {rank: answers[rank] for rank in ranks if rank in answers}
     here = Progress(1, 3, 1, "the all_reduce", "the forward graph")
-    found = _watch(peers=peers)._find_cause(here, [0, 1], timed_out=True)
+    found = _watch(peers=peers).find_cause(here, [0, 1], timed_out=True)
     assert (found.kind, found.ranks) == ("late", [2])
     answers[2] = behind | {"position": 3}
-    assert _watch(peers=peers)._find_cause(here, [0, 1], timed_out=True).ranks == [1]
+    assert _watch(peers=peers).find_cause(here, [0, 1], timed_out=True).ranks == [1]
 
 
 def test_those_who_wait_for_the_same_are_told_first():
