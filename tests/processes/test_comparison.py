@@ -35,7 +35,8 @@ class Ranks:
         watch = object.__new__(Watch)
         peers = SimpleNamespace(rank=rank, world=world, ask=lambda message, ranks: self._ask(rank, message, ranks))
         vars(watch).update(calls=0, step=1, last=[], logs=CallLogs(), running=None, inside=0, cause=None, peers=peers,
-                           failed_at=None, record=lambda: None, record_file=None, begin_step=lambda: None)  # fmt: skip
+                           failed_at=None, record=lambda: None, record_file=None, begin_step=lambda: None,
+                           heartbeat=SimpleNamespace(is_needed=False, mark=lambda *_: None))  # fmt: skip
         return watch
 
     def _ask(self, rank: int, message: dict, ranks) -> dict[int, dict]:
