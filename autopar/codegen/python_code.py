@@ -32,15 +32,32 @@ ON_GLOO = {  # within a machine, and between machines
 }
 
 
+REDUCTIONS = frozenset((
+    c10d.all_reduce.default, c10d.all_reduce_.default, c10d.reduce_scatter_tensor.default,
+    c10d.all_to_all_single.default,
+))  # fmt: skip
+
+
 def group_names(module: fx.GraphModule) -> list[str]:
     """Return the logical groups ("dp", "dp,tp") that a graph's collectives name, in order of first use."""
     return list(dict.fromkeys(n.args[-1] for n in module.graph.nodes if is_collective(n)))
 
 
-def bind_groups(module: fx.GraphModule, names: Mapping[str, str]) -> fx.GraphModule:
-    """Replace logical groups by names of process groups, in place. Raises MeshError for a group that is not given."""
+def reductions_beside(module: fx.GraphModule) -> list[fx.Node]:
+    """Return the reductions that run beside what follows on them: their waits come later."""
+    return [n for n in module.graph.nodes if n.target in REDUCTIONS and n.next not in n.users]
+
+
+def bind_groups(
+    module: fx.GraphModule, names: Mapping[str, str], of_reductions: Mapping[str, str] | None = None
+) -> fx.GraphModule:
+    """Replace logical groups by names of process groups, in place. `of_reductions`: those of the reductions that run
+    beside other work, if they have communicators of their own. Raises MeshError for a group that is not given."""
+    for node in reductions_beside(module) if of_reductions else ():
+        node.args = (*node.args[:-1], of_reductions[node.args[-1]])
+    bound = {*of_reductions.values()} if of_reductions else set()
     for node in module.graph.nodes:
-        if is_collective(node):
+        if is_collective(node) and node.args[-1] not in bound:
             if node.args[-1] not in names:
                 raise MeshError(
                     f"no process group is given for the axes {node.args[-1]}, which {node.name} needs",

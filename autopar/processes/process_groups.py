@@ -2,7 +2,8 @@
 
 On gloo, graphs run on groups of autopar's own: how long their collectives wait can be chosen (AUTOPAR_TIMEOUT_S) and
 they can be given up without touching the caller's. Elsewhere (a communicator of NCCL takes memory) those of the
-DeviceMesh serve, and what it has no group for gets one of the same backend.
+DeviceMesh serve, and what it has no group for gets one of the same backend. A communicator of NCCL runs one collective
+after the other: reductions that run beside the backward have others than the gathers that it waits for.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from ..ir.mesh import Mesh
 from .calls import Call
 from .meeting import MOST_SECONDS_BETWEEN_LOOKS, SECONDS_BETWEEN_LOOKS, lost, meet
 
+REDUCTIONS = "reductions"  # a lane that has communicators of its own on every backend
 TIMEOUT_SECONDS = 120.0  # that a collective waits for others, or 20 times the first step if that is longer
 FIRST_STEP = 10  # times that in the first step
 STEPS = 20
@@ -71,7 +73,7 @@ def bind(
     same names. Two lanes share no group of autopar's own: collectives of one never meet those of the other. `on_host`:
     of gloo, whatever the backend is."""
     backend = "gloo" if on_host else dist.get_backend()
-    own = backend == "gloo" and mesh.devices > 1
+    own = mesh.devices > 1 and (backend == "gloo" or lane == REDUCTIONS)
     bound = {}
     for name in sorted({*names}):
         axes = tuple(name.split(","))

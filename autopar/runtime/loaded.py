@@ -21,13 +21,13 @@ from .._torch import c10d, no_autocast
 from ..codegen.buckets_in_place import buckets_in_place
 from ..codegen.direct_calls import compile_directly
 from ..codegen.follow_size import Line, Sizes, followed
-from ..codegen.python_code import as_on_gloo, bind_groups, boxed, group_names
+from ..codegen.python_code import as_on_gloo, bind_groups, boxed, group_names, reductions_beside
 from ..codegen.row_counts import RowCounter
 from ..errors import CompilerError
 from ..ops import autopar
 from ..processes import watch
-from ..processes.guarded import FORWARDS
-from ..processes.process_groups import ProcessGroups
+from ..processes.guarded import BACKWARD, FORWARDS
+from ..processes.process_groups import REDUCTIONS, ProcessGroups
 
 AS_COMPILED = {
     c10d.all_reduce_.default: c10d.all_reduce.default,
@@ -48,7 +48,10 @@ class LoadedGraph:
         names = group_names(module)
         if groups.are_gloo:
             as_on_gloo(module, _between_machines(names, groups))
-        self.module = bind_groups(module, groups.bind(names, lane)).to(device)
+        # not of stages, whose graphs differ: all ranks make a group together
+        beside = {n.args[-1] for n in reductions_beside(module)} if phase == BACKWARD and not groups.are_gloo else ()
+        of_reductions = groups.bind(beside, REDUCTIONS) if beside else None
+        self.module = bind_groups(module, groups.bind(names, lane), of_reductions).to(device)
         self.mesh = str(groups.mesh)
         self.options: Mapping[str, object] | None = None  # of torch.compile, if the graph goes through it
         self.load(phase)

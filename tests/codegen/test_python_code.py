@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from torch import fx
 
-from autopar.codegen.python_code import bind_groups, emit_text, group_names
+from autopar._torch import c10d
+from autopar.codegen.python_code import bind_groups, emit_text, group_names, reductions_beside
 from autopar.errors import MeshError
 from autopar.ir.mesh import Mesh
 from autopar.passes.distribute.localize import localize
@@ -60,3 +62,18 @@ def test_groups_are_bound_at_load(parts):
 def test_a_group_that_is_missing(parts):
     with pytest.raises(MeshError, match="no process group is given for the axes dp"):
         bind_groups(parts.forward, {"tp": "group 9"})
+
+
+def test_reductions_beside_other_work_have_groups_of_their_own():
+    """A collective that is waited for at once keeps the group that gathers use."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    at_once, beside = (graph.call_function(c10d.all_reduce.default, (x, "sum", "dp")) for _ in range(2))
+    beside.prepend(wait := graph.call_function(c10d.wait_tensor.default, (at_once,)))
+    product = graph.call_function(torch.ops.aten.mm.default, (wait, wait))
+    gather = graph.call_function(c10d.all_gather_into_tensor.default, (product, 2, "dp"))
+    graph.output([graph.call_function(c10d.wait_tensor.default, (n,)) for n in (beside, gather)])
+    module = fx.GraphModule({}, graph)
+    assert reductions_beside(module) == [beside]
+    bind_groups(module, {"dp": "first"}, {"dp": "second"})
+    assert [n.args[-1] for n in (at_once, beside, gather)] == ["first", "second", "first"]

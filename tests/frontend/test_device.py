@@ -4,71 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import fx
 
-from autopar import Mesh, compiler
-from autopar.errors import AutoparError, CaptureError
+from autopar import compiler
+from autopar.errors import CaptureError
 from autopar.frontend.device import move
-from autopar.hardware.profile import load
-from autopar.ir.graph import output_node, values_of
-from autopar.planner.spmd.plan import make_plan
-from autopar.planner.spmd.plan_options import PlanOptions
 
 from ..families import FAMILIES
+from ..helpers.fake_cuda import CUDA, lowered_on_fakes
 
-CUDA = torch.device("cuda")
-WITHOUT_CUDA = ("not linked with support for cuda", "not compiled with CUDA")  # what some kernels ask of the build
-SAMPLE = ("gpt2", "bert", "llama", "mistral", "t5", "mixtral", "opt")
-
-
-def traced(family: str, precision: str):
-    """The capture of a small model and its plan for four devices."""
-    torch.manual_seed(0)
-    model, inputs = FAMILIES[family](4, 16)
-    captured = compiler.trace(model, inputs, precision=precision)
-    options = PlanOptions(load("h100"), strategy="auto", precision=precision, baselines=False)
-    return captured, make_plan(captured, Mesh.parse("dp=2,tp=2"), options, family)
-
-
-def run_on_fakes(graph_module: fx.GraphModule) -> None:
-    """Run a local graph on fake tensors of its placeholders' forms; every value must be what the graph says of it."""
-    mode = next(v for n in graph_module.graph.nodes for v in values_of(n) if isinstance(v, torch.Tensor)).fake_mode
-    values: dict[fx.Node, object] = {}
-    with mode:
-        for node in graph_module.graph.nodes:
-            if node.op in ("placeholder", "get_attr"):
-                like = node.meta["val"]
-                made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
-                values[node] = made
-            elif node.op == "call_function":
-                args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-                values[node] = node.target(*args, **kwargs)
-                assert form(values[node]) == form(node.meta["val"]), node.format_node()
-    assert all(v.device.type == "cuda" for n in output_node(graph_module.graph).all_input_nodes for v in values_of(n))
-
-
-def form(value):
-    if isinstance(value, (tuple, list)):
-        return [form(v) for v in value]
-    return (tuple(value.shape), value.dtype, value.device.type) if isinstance(value, torch.Tensor) else value
+SAMPLE = ("gpt2", "bert", "llama", "mistral", "t5", "mixtral", "opt", "convnext")
 
 
 def check(family: str, precision: str) -> None:
-    try:
-        captured, plan = traced(family, precision)
-        compiler.lower(captured, plan, 0)
-    except AutoparError as error:
-        pytest.skip(f"not on CPUs either: {error.message[:80]}")
-    try:
-        move(captured, CUDA)
-    except CaptureError as error:
-        if any(text in error.message for text in WITHOUT_CUDA):
-            pytest.skip(error.message)
-        raise
-    for rank in (0, 3):
-        parts = compiler.lower(captured, plan, rank, check=True).parts
-        for graph_module in (parts.forward, parts.backward):
-            run_on_fakes(graph_module)
+    if refusal := lowered_on_fakes(family, precision):
+        pytest.skip(f"not on CPUs either: {refusal[:80]}")
 
 
 @pytest.mark.sampled(1)

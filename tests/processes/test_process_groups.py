@@ -106,3 +106,16 @@ def test_axes_without_a_group_of_the_mesh_get_one_of_its_backend(on_host, backen
     bound = process_groups.bind(["dp", "dp,cp"], Mesh.parse("dp=2,cp=2,tp=2"), of_mesh, 0, on_host=on_host)
     assert ((0, 2, 4, 6), backend) in asked and {found for _, found in asked} == {backend}
     assert on_host or bound["dp"] == "dp"
+
+
+def test_reductions_have_communicators_of_their_own(monkeypatch):
+    from autopar.processes import process_groups
+
+    monkeypatch.setattr(process_groups.dist, "get_backend", lambda: "nccl")
+    named = lambda ranks, lane, backend: SimpleNamespace(group_name=f"{lane} {backend} {ranks}")  # noqa: E731
+    monkeypatch.setattr(process_groups, "_own_group", named)
+    of_mesh = SimpleNamespace(mesh_dim_names=("dp",), get_group=lambda axis: SimpleNamespace(group_name=axis))
+    mesh = Mesh.parse("dp=2")
+    assert process_groups.bind(["dp"], mesh, of_mesh, 0) == {"dp": "dp"}
+    found = process_groups.bind(["dp"], mesh, of_mesh, 0, process_groups.REDUCTIONS)
+    assert found == {"dp": "reductions nccl (0, 1)"}
