@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Mapping
+from typing import cast
 
 import torch
 from torch import fx
@@ -54,8 +55,8 @@ def bind_groups(
     """Replace logical groups by names of process groups, in place. `of_reductions`: those of the reductions that run
     beside other work, if they have communicators of their own. Raises MeshError for a group that is not given."""
     for node in reductions_beside(module) if of_reductions else ():
-        node.args = (*node.args[:-1], of_reductions[node.args[-1]])
-    bound = {*of_reductions.values()} if of_reductions else set()
+        node.args = (*node.args[:-1], (of_reductions or {})[cast(str, node.args[-1])])
+    bound = {*(of_reductions or {}).values()}
     for node in module.graph.nodes:
         if is_collective(node) and node.args[-1] not in bound:
             if node.args[-1] not in names:

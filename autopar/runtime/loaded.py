@@ -49,7 +49,8 @@ class LoadedGraph:
         if groups.are_gloo:
             as_on_gloo(module, _between_machines(names, groups))
         # not of stages, whose graphs differ: all ranks make a group together
-        beside = {n.args[-1] for n in reductions_beside(module)} if phase == BACKWARD and not groups.are_gloo else ()
+        is_alike = phase == BACKWARD and not groups.are_gloo
+        beside = [str(n.args[-1]) for n in reductions_beside(module)] if is_alike else []
         of_reductions = groups.bind(beside, REDUCTIONS) if beside else None
         self.module = bind_groups(module, groups.bind(names, lane), of_reductions).to(device)
         self.mesh = str(groups.mesh)
