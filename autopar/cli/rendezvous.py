@@ -11,6 +11,7 @@ import os
 import time
 import uuid
 
+import torch
 import torch.distributed as dist
 
 from ..errors import AutoparError, CollectiveTimeout
@@ -18,11 +19,14 @@ from ..errors import AutoparError, CollectiveTimeout
 SECONDS_BETWEEN_LOOKS, MOST_SECONDS = 0.05, 300.0
 
 
-def join(backend: str, url: str, rank: int, world: int) -> None:
-    """Make the process group of all ranks of this start, which meet at `url`. Raises AutoparError if they cannot reach
-    each other."""
+def join(backend: str, url: str, rank: int, world: int, device: torch.device | None = None) -> None:
+    """Make the process group of all ranks of this start, which meet at `url`. On a GPU, `device`, NCCL connects all of
+    them at once, so that messages between two stages go through the communicator that all have. Raises AutoparError if
+    they cannot reach each other."""
     try:
-        dist.init_process_group(backend, store=store_of(url, rank, world), rank=rank, world_size=world)
+        dist.init_process_group(
+            backend, store=store_of(url, rank, world), rank=rank, world_size=world, device_id=device
+        )
     except RuntimeError as error:  # of gloo and NCCL, whose texts name no remedy
         raise AutoparError(
             f"rank {rank} cannot reach the other processes: {str(error).splitlines()[0]}",

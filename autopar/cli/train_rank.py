@@ -81,10 +81,11 @@ def train(rank: int, devices: int, rendezvous: str, settings: dict) -> int:
     if settings["timeout"]:
         os.environ["AUTOPAR_TIMEOUT_S"] = str(settings["timeout"])
     is_gpu = settings["device"] == "cuda"
-    if is_gpu:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank))) if is_gpu else None
+    if device is not None:
+        torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if is_gpu else "gloo"  # parameters may be offloaded to the processor
-    join(backend, rendezvous, rank, devices)
+    join(backend, rendezvous, rank, devices, device)
     try:
         mesh = Mesh.parse(settings["mesh"])
         device_mesh = init_device_mesh(settings["device"], mesh.sizes, mesh_dim_names=mesh.names)
@@ -293,7 +294,10 @@ def _on(device: torch.device, value: object) -> object:
     """Return a tensor on a device, one without values as zeros; anything else as it is."""
     if not isinstance(value, torch.Tensor):
         return value
-    return torch.zeros_like(value, device=device) if value.is_meta else value.to(device)
+    if value.is_meta:
+        return torch.zeros_like(value, device=device)
+    pinned = value.pin_memory() if device.type == "cuda" and value.device.type == "cpu" else value
+    return pinned.to(device, non_blocking=pinned is not value)  # the host goes on while a batch is on its way
 
 
 def _now() -> float:
@@ -328,8 +332,12 @@ def _comparison(plan: Plan, seconds: float, bytes_: float, steps: int) -> str:
 def _followed(
     model: nn.Module, optimizer: torch.optim.Optimizer, call: tuple[tuple, dict]
 ) -> Iterator[Callable[[], int]]:
-    """Yield a function that says how many bytes were alive at once inside, at the most. Every op inside takes
-    longer."""
+    """Yield a function that says how many bytes were alive at once inside, at the most: on GPUs as the allocator counts
+    them, else every op inside takes longer."""
+    if torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats()
+        yield torch.cuda.max_memory_allocated
+        return
     with Allocations() as seen:
         seen.hold_state(model, optimizer)
         seen.leave_out(x for x in tree_flatten(call)[0] if isinstance(x, torch.Tensor))

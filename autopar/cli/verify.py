@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from .. import models
+from ..errors import MeshError
 from . import common
 
 EXAMPLE = "autopar verify --model gpt2-tiny --mesh dp=2,tp=2"
@@ -17,12 +18,18 @@ def add(subparsers) -> None:
     common.add_planning(parser, hardware="cpu-gloo")
     common.add_micro_batches(parser)
     common.add_pipeline(parser)
+    on_gpu = "where all ranks run, one after the other: a GPU has other kernels (default cpu)"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=on_gpu)
     parser.add_argument("--seed", type=int, default=0, help="of weights and inputs (default 0)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Verify a simulated step and print the report; the exit code says whether it matches."""
     common.check(args)
+    import torch
+
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise MeshError("--device cuda needs a GPU here, and there is none", fix="leave it out")
     from ..simulate.compare import verify
 
     common.quiet()
@@ -33,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
             args.mesh,
             inputs,
             report=report,
+            device=args.device,
             micro_batches=args.micro_batches,
             schedule=args.schedule or "auto",
             stages_per_rank=args.stages_per_rank,

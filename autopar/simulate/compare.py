@@ -6,11 +6,14 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor, fx, nn
 
+from .._torch import tree_map
 from ..errors import AutoparError, InputError
+from ..frontend.device import move
 from ..frontend.export import Captured
 from ..frontend.fake_parameters import buffers_of
 from ..ir.graph import is_tensor, output_node, tensor_arguments, values_of
@@ -106,7 +109,8 @@ class VerifyReport:
 def verify(model: nn.Module, mesh: object, example_inputs, **options) -> VerifyReport:
     """Plan a model on the CPU for a mesh, simulate one step of all ranks in this process and compare its loss, its
     gradients and new values of its buffers with the model's own, which is left as it is; `print` the result, or read
-    its `match`. Options are those of `autopar.plan`. Raises subclasses of AutoparError."""
+    its `match`. With `device="cuda"` all ranks run on one GPU. Other options are those of `autopar.plan`. Raises
+    subclasses of AutoparError."""
     return verify_model(model, example_inputs, mesh, **options)
 
 
@@ -117,12 +121,14 @@ def verify_model(
     *,
     loss_fn: Callable | None = None,
     hardware: object = "cpu-gloo",
+    device: str | torch.device = "cpu",
     report: Callable[[str], None] = lambda text: None,
     **options,
 ) -> VerifyReport:
     """Plan a model, simulate one step of all ranks, and compare it with the model itself, which has real weights and is
-    left as it is. Without a loss the gradients are those of the sum of all outputs. `options` (strategy, pin, ...) are
-    those of `autopar.plan`. Raises subclasses of AutoparError."""
+    left as it is. Without a loss the gradients are those of the sum of all outputs. On a GPU, `device`, all ranks run
+    there, with its kernels. `options` (strategy, pin, ...) are those of `autopar.plan`. Raises subclasses of
+    AutoparError."""
     if options.get("adapt"):
         raise InputError(
             "verify compares a model with itself, and what adapt= adds is not in it",
@@ -131,7 +137,15 @@ def verify_model(
     plan, captured = plan_and_capture(
         model, mesh, example_inputs, loss_fn=loss_fn, hardware=hardware, report=report, baselines=False, **options
     )
+    if (on := torch.device(device)).type != "cpu":
+        move(captured, on)
+        captured.graph_module.to(on)
+        model, example_inputs = copy.deepcopy(model).to(on), tree_map(partial(_on, on), example_inputs)
     return verify_plan(captured, plan, model, example_inputs, loss_fn, report)
+
+
+def _on(device: torch.device, value: object) -> object:
+    return value.to(device) if isinstance(value, Tensor) else value
 
 
 def verify_plan(

@@ -50,7 +50,7 @@ def global_values(captured: Captured, model: nn.Module, example_inputs) -> dict[
         if node.op == "placeholder":
             role, like = node.meta["role"], node.meta["val"]
             if role.kind == "tangent":
-                values[node.name] = torch.ones(tuple(like.shape), dtype=like.dtype)
+                values[node.name] = torch.ones(tuple(like.shape), dtype=like.dtype, device=like.device)
             elif role.kind == "random":
                 values[node.name] = RandomState(torch.initial_seed()).next()
             else:

@@ -91,6 +91,7 @@ def test_version(capsys):
         (["graph", *MLP, "--rank", "4"], "no rank 4", ""),
         (["graph", *MLP, "--after", "lunch"], "'lunch'", "canonicalize, "),
         (["verify", *MLP, "--model", "gpt2-tiny", "--seq", "999"], "seq 999", "seq=999"),
+        (["verify", *MLP, "--device", "cuda"], "--device cuda needs a GPU here", "leave it out"),
         (["train", *MLP, "--model", "hf:/no/such/folder"], "/no/such/folder", ""),
         (["train", *MLP, "--resume"], "--every, --keep, --async-save, --elastic and --resume", "--checkpoint FOLDER"),
         (["train", *MLP, "--checkpoint", "x", "--keep", "0"], "--keep: 0 is not 1 or more", ""),
