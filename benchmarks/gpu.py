@@ -22,8 +22,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 SECONDS = {
-    "families": 90, "attention": 60, "ranks": 90, "slice": 120, "calibrated": 60, "waits": 40, "state": 40,
-    "faults": 40,
+    "families": 80, "attention": 60, "slice": 110, "verified": 60, "ranks": 60, "packed": 20, "calibrated": 45,
+    "waits": 25, "nccl": 45, "state": 25, "faults": 10,
 }  # fmt: skip
 
 

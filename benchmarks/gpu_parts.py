@@ -11,122 +11,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from gpu_machine import FAMILIES, GIB, Machine, apart, detached, family, gradients, gradients_after, loss_of, on, train
+from gpu_ranks import nccl, ranks, verified
 
 import autopar
 from autopar import models
-from autopar.ir.mesh import Mesh
 from autopar.ops import autopar as ops
-
-GIB = 2**30
-
-
-@dataclass(frozen=True)
-class Machine:
-    """`device`: "cuda", or "cpu" with tiny sizes."""
-
-    device: str
-
-    @property
-    def is_gpu(self) -> bool:
-        return self.device == "cuda"
-
-    def start(self, rank: int = 0, world: int = 1, store: str = "", backend: str = "") -> None:
-        """Join a world of processes that share the device."""
-        store = store or f"file://{tempfile.mkdtemp()}/store"
-        backend = backend or ("cpu:gloo,cuda:nccl" if self.is_gpu else "gloo")
-        dist.init_process_group(backend, init_method=store, rank=rank, world_size=world)
-
-    def mesh(self, text: str, device: str | None = None):
-        mesh = Mesh.parse(text)
-        return init_device_mesh(device or self.device, mesh.sizes, mesh_dim_names=mesh.names)
-
-    def wait(self) -> None:
-        if self.is_gpu:
-            torch.cuda.synchronize()
-
-    def seconds(self, run: Callable[[], object], times: int = 5) -> float:
-        """Return the median of `times` runs, after two others."""
-        found = []
-        for _ in range(times + 2):
-            self.wait()
-            start = time.perf_counter()
-            run()
-            self.wait()
-            found.append(time.perf_counter() - start)
-        return sorted(found[2:])[times // 2]
-
-    def peak_bytes(self, run: Callable[[], object]) -> int:
-        """Return the most that is allocated while `run` runs, 0 where nobody counts."""
-        if not self.is_gpu:
-            run()
-            return 0
-        torch.cuda.reset_peak_memory_stats()
-        run()
-        self.wait()
-        return torch.cuda.max_memory_allocated()
-
-
-def loss_of(output: object) -> Tensor:
-    loss = getattr(output, "loss", None)
-    loss = output["loss"] if loss is None and isinstance(output, dict) else loss
-    return output.float().square().mean() if isinstance(output, Tensor) else loss
-
-
-def train(module: nn.Module, inputs: dict) -> Tensor:
-    loss = loss_of(module(**inputs))
-    loss.backward()
-    return loss.detach()
-
-
-def on(device: str, inputs: dict) -> dict:
-    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def detached(tensor: Tensor) -> Tensor:
-    return whole(tensor.detach()).double().cpu()
-
-
-def gradients(module: nn.Module) -> dict[str, Tensor]:
-    return {name: whole(p.grad).double().cpu() for name, p in module.named_parameters() if p.grad is not None}
-
-
-def apart(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    """Return the relative distance of all tensors together, infinite if some are missing."""
-    if found.keys() != wanted.keys():
-        return float("inf")
-    whole_norm = sum(float(g.square().sum()) for g in wanted.values()) ** 0.5
-    return sum(float((found[n] - g).square().sum()) for n, g in wanted.items()) ** 0.5 / max(whole_norm, 1e-30)
-
-
-FAMILIES = ("gpt2-tiny", "llama-tiny", "moe-tiny", "vit-tiny", "resnet-tiny", "unet-tiny", "mlp-tiny", "bert", "t5")
-
-
-def family(name: str) -> tuple[nn.Module, dict]:
-    torch.manual_seed(0)
-    if name not in ("bert", "t5"):
-        return models.build(name, batch=4, seq=32, device="cpu")
-    from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration
-
-    ids = torch.randint(3, 96, (4, 32))
-    if name == "t5":
-        sizes = dict(vocab_size=96, d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, dropout_rate=0.0)
-        return T5ForConditionalGeneration(T5Config(**sizes)), {"input_ids": ids, "labels": ids}
-    sizes = dict(vocab_size=96, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128)
-    config = BertConfig(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    return BertForMaskedLM(config), {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def families(machine: Machine) -> None:
@@ -155,11 +54,6 @@ def families(machine: Machine) -> None:
             print(
                 f"{name:12} {precision}: gradients off {off:.1e}, eager torch {theirs:.1e}{'' if fits else '  WRONG'}"
             )
-
-
-def gradients_after(module: nn.Module, inputs: dict) -> dict[str, Tensor]:
-    train(module, inputs)
-    return gradients(module)
 
 
 def attention(machine: Machine) -> None:
@@ -205,29 +99,6 @@ def _attend(machine: Machine, dtype, heads: int, kv_heads: int, dim: int, length
         f"(torch {errors[1]:.1e}), {seconds[0] * 1e3:.2f} ms ({seconds[1] * 1e3:.2f}), "
         f"{peaks[0]:.2f} GiB ({peaks[1]:.2f})"
     )
-
-
-def ranks(machine: Machine) -> None:
-    """Four processes of gloo that share the device: layouts, collectives and stages with the device's kernels."""
-    for mesh, strategy in (("dp=2,tp=2", "megatron_sp"), ("dp=4", "fsdp"), ("pp=2,dp=2", None)):
-        with tempfile.TemporaryDirectory() as folder:
-            arguments = machine, f"file://{folder}/store", mesh, strategy, folder
-            multiprocessing.spawn(_rank, args=arguments, nprocs=4)
-            print(f"{mesh:10} {strategy or 'auto':12}: gradients off {Path(folder, 'off').read_text()}")
-
-
-def _rank(rank: int, machine: Machine, store: str, mesh: str, strategy: str | None, folder: str) -> None:
-    machine.start(rank, 4, store, "gloo")
-    source, inputs = family("llama-tiny")
-    inputs = on(machine.device, inputs)
-    eager = copy.deepcopy(source).to(machine.device)
-    wanted = gradients_after(eager, inputs)
-    mine = autopar.compile(source.to(machine.device), machine.mesh(mesh), inputs, strategy=strategy, hardware="h100")
-    found = gradients_after(mine, inputs)
-    if rank == 0:
-        Path(folder, "off").write_text(f"{apart(found, {name: wanted[name] for name in found}):.1e}")
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def _slice_model(machine: Machine) -> tuple[nn.Module, dict]:
@@ -336,6 +207,27 @@ def waits(machine: Machine) -> None:
     )
 
 
+def packed(machine: Machine) -> None:
+    """Products of few rows with a weight in 4 bits: from its codes, dequantized first, and in bf16."""
+    from autopar.ops.nf4 import quantize
+
+    shapes = ((4096, 4096), (14336, 4096), (4096, 14336)) if machine.is_gpu else ((64, 128),)
+    for outputs, inputs in shapes:
+        weight = torch.randn(outputs, inputs, device=machine.device)
+        parts = quantize(weight, "nf4", 64, True)
+        tensors, half = [parts[name] for name in ("packed", "absmax", "scale", "offset")], weight.bfloat16()
+        for rows in (1, 4, 16):
+            x = torch.randn(rows, inputs, device=machine.device, dtype=torch.bfloat16)
+            ways = {
+                "codes": lambda x=x, t=tensors: ops.packed_linear(x, *t, "nf4"),
+                "dequantized": lambda x=x, t=tensors: F.linear(x, ops.dequantize(*t, "nf4", torch.bfloat16)),
+                "bf16": lambda x=x, half=half: F.linear(x, half),
+            }
+            off = apart({"y": detached(ways["codes"]())}, {"y": detached(ways["dequantized"]())})
+            times = ", ".join(f"{name} {machine.seconds(run, 20) * 1e6:.0f} us" for name, run in ways.items())
+            print(f"{rows:2} rows x ({outputs}, {inputs}): {times}; apart {off:.1e}")
+
+
 def state(machine: Machine) -> None:
     """Optimizers on the compiled module's parameters, clipping, checkpoints, and parameters on the host."""
     machine.start()
@@ -378,7 +270,7 @@ def faults(machine: Machine) -> None:
 
 PARTS = {
     "families": families, "attention": attention, "ranks": ranks, "slice": slice_, "calibrated": calibrated,
-    "waits": waits, "state": state, "faults": faults,
+    "waits": waits, "state": state, "faults": faults, "packed": packed, "verified": verified, "nccl": nccl,
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import torch
 from benchmarks import gpu
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "gpu.py"
-OTHERS = ("families", "ranks", "slice", "calibrated", "waits", "state", "faults")
+OTHERS = ("families", "slice", "verified", "ranks", "packed", "calibrated", "waits", "nccl", "state", "faults")
 
 
 @pytest.mark.parametrize("part", ["attention", *[pytest.param(part, marks=pytest.mark.slow) for part in OTHERS]])

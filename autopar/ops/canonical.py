@@ -35,6 +35,7 @@ from . import (  # noqa: F401  (most for their ops, which they register)
     matmul,
     nf4,
     on_gloo,
+    packed_linear,
     row_pieces,
     rows_in_place,
     token_rows,

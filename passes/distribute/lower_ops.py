@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from ...ir.graph import values_of
-from ...ops import autopar
+from ...ops import autopar, packed_linear
 from ...rules.reading import bound
 from .emit import Builder
 
@@ -63,6 +63,10 @@ def _only_for_attention(node: fx.Node, index: int) -> bool:
 
 
 def _linear(call, node, x, weight):
+    if weight.target is autopar.dequantize.default:
+        packed, absmax, scale, offset, quant_type, _ = weight.args
+        if packed_linear.takes(_shape(x), _shape(packed), quant_type, x.meta["val"].device):
+            return call(autopar.packed_linear.default, x, packed, absmax, scale, offset, quant_type)
     return call(aten.linear.default, x, weight)
 
 
