@@ -1,4 +1,4 @@
-"""What the parts of benchmarks/gpu.py share: the device, how it is timed, models, distances."""
+"""Share what the parts of benchmarks/gpu.py need: the device, how it is timed, models, distances."""
 
 from __future__ import annotations
 
