@@ -76,7 +76,8 @@ def efficient(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool
 def efficient_backward(grad, q, k, v, out, lse, bias: Tensor | None, causal: bool, scale: float):
     """Return the gradients of q, k and v by the memory-efficient kernel. An infinite log-sum-exp is that of a query
     without keys, as of the rows that pad it."""
-    lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % LSE_ROWS), value=float("inf"))
+    if missing := -lse.shape[-1] % LSE_ROWS:
+        lse = torch.nn.functional.pad(lse, (0, missing), value=float("inf"))
     return aten._scaled_dot_product_efficient_attention_backward(
         grad, q, k, v, bias, out, lse, *_no_state(q), 0.0, [True, True, True, False], causal, scale=scale
     )[:3]

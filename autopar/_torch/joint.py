@@ -132,7 +132,8 @@ def _without_linalg_checks():
 
 
 def decomposition_table() -> dict[object, Callable]:
-    """Return the decompositions of ops whose single-node form hides a mean over a dim that should be shardable."""
+    """Return the decompositions of ops whose single-node form hides a mean over a dim that should be shardable, or, as
+    log_sigmoid's, keeps for the backward on CPUs what it does not on GPUs."""
     from torch._decomp import get_decompositions
 
     table = get_decompositions(
@@ -141,6 +142,7 @@ def decomposition_table() -> dict[object, Callable]:
             aten.huber_loss_backward, aten.binary_cross_entropy, aten.binary_cross_entropy_backward,
             aten.binary_cross_entropy_with_logits, aten.soft_margin_loss, aten.soft_margin_loss_backward,
             aten.nll_loss_forward, aten.nll_loss_backward, aten.addmm, aten.addcmul, aten.addcdiv, aten.l1_loss,
+            aten.log_sigmoid_forward, aten.log_sigmoid_backward,
         ]
     )  # fmt: skip
     return {**table, aten.mean.dim: _mean_dim, aten.mean.default: lambda x, dtype=None: _mean_dim(x, None, dtype=dtype)}

@@ -12,6 +12,7 @@ Tensors are those of autopar/ops/attention_forms.py; documents are (b, s) and (b
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -44,16 +45,20 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Return (output, log-sum-exp); 0 and -inf for a query that has no key of its document."""
     found: list[tuple[Tensor, Tensor]] = []
-    for rows, columns, own in _ranges(q, k, mask, causal, first, documents, of_keys):
-        query = _part(q, rows)
-        if own is None:
+    for range_ in _ranges(q, k, causal, first, documents, of_keys):
+        query = _part(q, range_.rows)
+        if range_.is_empty:
             none = q.new_full(query.shape[:3], float("-inf"), dtype=lse_dtype(q.dtype))
             found.append((q.new_zeros(*query.shape[:3], v.shape[-1]), none))
         else:
-            part = query, _part(k, columns), _part(v, columns), own, False
-            found.append(form_of(*part).forward(*part, scale))
+            part = query, *(_part(x, range_.columns) for x in (k, v))
+            found.append(_forward(form_of, *part, range_.mask(mask, documents, of_keys, q.dtype), scale))
     outs, lses = zip(*found)
     return _joined(outs), torch.cat(lses, 2)
+
+
+def _forward(form_of: FormOf, q: Tensor, k: Tensor, v: Tensor, own: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    return form_of(q, k, v, own, False).forward(q, k, v, own, False, scale)
 
 
 def backward(
@@ -75,40 +80,54 @@ def backward(
     """Return the gradients of q, k and v. `lse_is_exact`: as in attention_rows.py."""
     dk, dv = (torch.zeros_like(x, dtype=lse_dtype(q.dtype)) for x in (k, v))
     dq = []
-    for rows, columns, own in _ranges(q, k, mask, causal, first, documents, of_keys):
-        dy, query, of_out, of_lse = (_part(x, rows) for x in (grad, q, out, lse))
-        if own is None:
+    for range_ in _ranges(q, k, causal, first, documents, of_keys):
+        dy, query, of_out, of_lse = (_part(x, range_.rows) for x in (grad, q, out, lse))
+        if range_.is_empty:
             dq.append(torch.zeros_like(query))
             continue
+        keys = [_part(x, range_.columns) for x in (k, v)]
         mine, *of_columns = attention_rows.backward(
-            form_of, dy, query, _part(k, columns), _part(v, columns), of_out, of_lse, own, False, scale, 0, lse_is_exact
-        )
+            form_of, dy, query, *keys, of_out, of_lse, range_.mask(mask, documents, of_keys, q.dtype), False, scale, 0,
+            lse_is_exact,
+        )  # fmt: skip
         dq.append(mine)
         for whole, found in zip((dk, dv), of_columns):
-            _part(whole, columns).add_(found)
+            _part(whole, range_.columns).add_(found)
+        del mine, of_columns, found
     return _joined(dq), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _ranges(
-    q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, first: int, documents: Tensor, of_keys: Tensor
-) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """Yield ranges of the queries with those of the keys that they may attend to, and their masks, None if there are no
-    such keys."""
+@dataclass(frozen=True)
+class _Range:
+    """Some queries and the keys that they may attend to; `place`: the number of the first query if that closes later
+    keys."""
+
+    rows: slice
+    columns: slice
+    place: int | None
+
+    @property
+    def is_empty(self) -> bool:
+        return self.columns.start == self.columns.stop
+
+    def mask(self, mask: Tensor | None, documents: Tensor, of_keys: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the range's mask, added to the scores, with what another mask says of it."""
+        keep = _some(documents, self.rows).unsqueeze(-1) == _some(of_keys, self.columns).unsqueeze(-2)
+        if self.place is not None:
+            places = slice(self.place, self.place + self.rows.stop - self.rows.start)
+            at = [torch.arange(x.start, x.stop, device=keep.device) for x in (places, self.columns)]
+            keep &= at[1] <= at[0].unsqueeze(-1)
+        return _added(keep.unsqueeze(1), mask, self.rows, self.columns, dtype)
+
+
+def _ranges(q: Tensor, k: Tensor, causal: bool, first: int, documents: Tensor, of_keys: Tensor) -> Iterator[_Range]:
+    """Iterate over ranges of the queries with those of the keys that they may attend to."""
     for start in range(0, q.shape[2], size := rows_of(k, documents, q.is_cpu)):
         rows = slice(start, min(start + size, q.shape[2]))
         columns = slice(0, min(k.shape[2], first + rows.stop) if causal else k.shape[2])
-        own = _some(documents, rows)
         if q.is_cpu:
-            columns = _of_documents(own, _some(of_keys, columns))
-        if columns.start == columns.stop:
-            yield rows, columns, None
-            continue
-        keep = own.unsqueeze(-1) == _some(of_keys, columns).unsqueeze(-2)
-        if causal:
-            places = slice(first + start, first + rows.stop)
-            at = [torch.arange(x.start, x.stop, device=q.device) for x in (places, columns)]
-            keep &= at[1] <= at[0].unsqueeze(-1)
-        yield rows, columns, _added(keep.unsqueeze(1), mask, rows, columns, q.dtype)
+            columns = _of_documents(_some(documents, rows), _some(of_keys, columns))
+        yield _Range(rows, columns, first + start if causal else None)
 
 
 def _of_documents(own: Tensor, of_keys: Tensor) -> slice:

@@ -63,8 +63,7 @@ def _unmasked_backward(attend_backward: Callable) -> Callable:
 
 
 def _efficient(q, k, v, mask: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    wide_q, wide_k, wide_v = _padded(q, repeated(k, q), repeated(v, q))
-    out, lse = kernels.efficient(wide_q, wide_k, wide_v, _bias(mask, q, k), causal, scale)
+    out, lse = kernels.efficient(*_padded(q, repeated(k, q), repeated(v, q)), _bias(mask, q, k), causal, scale)
     out = out.narrow(-1, 0, v.shape[-1])
     if mask is None:
         return out, lse
@@ -75,9 +74,9 @@ def _efficient(q, k, v, mask: Tensor | None, causal: bool, scale: float) -> tupl
 def _efficient_backward(grad, q, k, v, out, lse, mask: Tensor | None, causal: bool, scale: float) -> Gradients:
     if mask is not None:
         lse = lse.masked_fill(lse == float("-inf"), float("inf"))
-    grad, wide_q, wide_k, wide_v, out = _padded(grad, q, repeated(k, q), repeated(v, q), out)
-    bias = _bias(mask, q, k)
-    dq, dk, dv = kernels.efficient_backward(grad, wide_q, wide_k, wide_v, out, lse, bias, causal, scale)
+    dq, dk, dv = kernels.efficient_backward(
+        *_padded(grad, q, repeated(k, q), repeated(v, q), out), lse, _bias(mask, q, k), causal, scale
+    )
     return _cut((dq, summed(dk, k), summed(dv, v)), (q, k, v))
 
 
@@ -100,11 +99,12 @@ def _cut(gradients: Gradients, to: Gradients) -> Gradients:
 
 
 def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """Return a mask as (b, h, s, t) in the type of the queries, without a copy for what is broadcast."""
+    """Return a mask as (b, h, s, t) in the type of the queries, without a copy for what is broadcast, or is aligned."""
     if mask is None:
         return None
     columns = k.shape[2]
     mask = mask.to(q.dtype)
     mask = mask.expand(*mask.shape[:-1], columns)
-    mask = contiguous(pad(mask, (0, -columns % BIAS_ALIGNMENT))).narrow(-1, 0, columns)
+    missing = -columns % BIAS_ALIGNMENT
+    mask = contiguous(pad(mask, (0, missing)) if missing else mask).narrow(-1, 0, columns)
     return mask.expand(*q.shape[:3], columns)

@@ -1,7 +1,7 @@
 """The two sums over the vocabulary that a cross-entropy needs, and their gradient, for a part of the vocabulary or all.
 
-Both go over the logits in chunks of rows, so that no copy of them in fp32 exists: beside its result an op holds three
-chunks at most.
+Both go over the logits in chunks of rows, so that no copy of them in fp32 exists: beside its result an op holds one
+chunk.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ def vocab_loss_bw(
         chunk = _exp(rows, tops, start, end).mul_(factors.narrow(0, start, end - start))
         chunk.scatter_add_(-1, column.narrow(0, start, end - start), added.narrow(0, start, end - start))
         aten.copy_(grad_rows.narrow(0, start, end - start), chunk)
+        del chunk  # before the next one is made
     return grad
 
 

@@ -55,7 +55,9 @@ def _attention(
     if documents is not None:
         part, own, made = _range(q, k, mask, documents)
         lse = math.prod(q.shape[:3]) * lse_dtype(q.dtype).itemsize
-        return made + 2 * lse + _out(q, v) + _attention(part, k, v, own, False, scale, softcap=softcap)
+        making = made + 2 * _numel(own) + 8 * (part.shape[2] + k.shape[2])  # with the numbers of queries and keys
+        inside = made + _attention(part, k, v, own, False, scale, softcap=softcap)
+        return max(_out(q, v) + 2 * lse, inside, making - _out(part, v))
     (b, h, s, d), t, item = q.shape, k.shape[2], q.dtype.itemsize
     form = "blocks" if softcap else attention_gpu.form_of(q, k, v, mask, causal).name
     if causal and first and form != "blocks":
@@ -64,14 +66,17 @@ def _attention(
     lse = b * h * s * lse_dtype(q.dtype).itemsize
     if form == "blocks":
         return lse + _out(q, v) + 6 * _block_bytes(q, k)
-    width = _width(q, v)
-    total = lse + (_out(q, v) * width // v.shape[-1] if width != v.shape[-1] else 0)
-    total += b * h * s * width * item if width != d else 0
-    total += _keys(k, q, width, form) + _keys(v, q, width, form)
-    if form == "efficient":
-        total += lse if s % 32 else 0
-        total += _mask_bytes(mask, q, t, causal) + (_out(q, v) if mask is not None else 0)
-    return total
+    width, out = _width(q, v), _out(q, v)
+    wide_out = out * width // v.shape[-1]
+    copies = (b * h * s * width * item if width != d else 0) + _keys(k, q, width, form) + _keys(v, q, width, form)
+    kept, made, aligned, search = _mask_bytes(mask, q, t, causal)
+    if form != "efficient":
+        return max(copies + wide_out - out, (wide_out if width != v.shape[-1] else 0) + lse)
+    wide_lse = b * h * _padded(s) * 4
+    in_kernel = copies + aligned + wide_out + wide_lse - out - lse
+    behind = wide_out - out + wide_lse - lse + search if mask is not None else 0
+    closed = wide_out + wide_lse if mask is not None else (wide_out if width != v.shape[-1] else 0) + wide_lse
+    return max(made - out - lse, kept + max(in_kernel, behind, closed))
 
 
 def _attention_bw(
@@ -103,9 +108,11 @@ def _attention_bw(
         return copied + made + here
     if documents is not None:
         part, own, made = _range(q, k, mask, documents)
-        made += (_numel(k) + _numel(v)) * (q.dtype.itemsize + lse_dtype(q.dtype).itemsize)
-        made += (_numel(part) + _numel(q)) * q.dtype.itemsize
-        return made + _attention_bw(part, part, k, v, part, lse, own, False, scale, by_blocks=by_blocks)
+        sums = (_numel(k) + _numel(v)) * lse_dtype(q.dtype).itemsize
+        inside = made + _attention_bw(part, part, k, v, part, lse, own, False, scale, by_blocks=by_blocks)
+        inside = max(inside, made + 2 * _numel(own) - (_numel(part) + _numel(k) + _numel(v)) * q.dtype.itemsize)
+        several = _numel(q) * q.dtype.itemsize if part.shape[2] < q.shape[2] else 0
+        return sums + max(inside, several)
     (b, h, s, d), t, item = q.shape, k.shape[2], q.dtype.itemsize
     form = "blocks" if by_blocks else attention_gpu.form_of(q, k, v, mask, causal).name
     if causal and first and form != "blocks":
@@ -115,14 +122,18 @@ def _attention_bw(
         wide = lse_dtype(q.dtype).itemsize
         return 9 * _block_bytes(q, k) + (_numel(k) + _numel(v)) * (wide + item) + _numel(q) * item
     width = _width(q, v)
-    rows = b * h * s * width * item
-    total = rows * ((width != d) * 2 + (width != v.shape[-1]) * 2)  # q and its gradient, the output and its own
-    keys = [_keys(x, q, width, form) for x in (k, v)]
-    total += 2 * sum(keys)  # with their gradients
-    if form == "efficient":
-        padded = b * h * (-(-s // 32) * 32) * 4
-        total += 2 * padded + _mask_bytes(mask, q, t, causal=False)
-    return total + _inside(form, b, h, s, t, width, item, grouped=k.shape[1] != h)
+    rows, heads = b * h * s * width * item, h if form == "efficient" else k.shape[1]
+    copies = rows * ((width != d) + (width != v.shape[-1]) * 2)  # q, the output and its gradient
+    copies += _keys(k, q, width, form) + _keys(v, q, width, form)
+    of_keys, wide_keys = (_numel(k) + _numel(v)) * item, 2 * b * heads * t * width * item  # gradients, from the kernel
+    wider = rows - _numel(q) * item + wide_keys - of_keys
+    inside = _inside(form, b, h, s, t, width, item, grouped=k.shape[1] != h)
+    behind = wide_keys + (rows if width != d else 0) if wider else 0
+    if form != "efficient":
+        return max(copies + wider + inside, behind)
+    kept, made, aligned, _ = _mask_bytes(mask, q, t, causal=False)
+    lse_bytes, padded = (b * h * s * 4 if mask is not None else 0), (b * h * _padded(s) * 4 if s % 32 else 0)
+    return max(made, kept + lse_bytes + max(copies + wider + aligned + padded + inside, behind))
 
 
 def _attention_bias_bw(grad: Like, q: Like, k: Like, v: Like, out: Like, lse: Like, mask: Like, *constants) -> int:
@@ -146,14 +157,14 @@ def _heads_read(q: Like, k: Like, v: Like, head: int, group: int) -> tuple[Like,
 
 
 def _range(q: Like, k: Like, mask: Like | None, documents: Like) -> tuple[Like, Like, int]:
-    """Return a range of the queries, and its mask as a kernel gets it, on tensors without memory, and the bytes of what
-    that was made of."""
+    """Return a range of the queries, and its mask as a kernel gets it, on tensors without memory, and the mask's
+    bytes."""
     b, h, s, d = q.shape
     rows = min(s, attention_documents.rows_of(k, documents))
     samples = documents.shape[0] if mask is None or len(mask.shape) < 4 else max(documents.shape[0], mask.shape[0])
     part = torch.empty(b, h, rows, d, dtype=q.dtype, device="meta")
     own = torch.empty(samples, 1, rows, k.shape[2], dtype=q.dtype, device="meta")
-    return part, own, (1 + q.dtype.itemsize) * _numel(own)
+    return part, own, q.dtype.itemsize * _numel(own)
 
 
 def _parts(q: Like, k: Like, v: Like, mask: Like | None, first: int) -> list[attention_rows.Part]:
@@ -184,15 +195,31 @@ def _keys(x: Like, q: Like, width: int, form: str) -> int:
     return copies * x.dtype.itemsize
 
 
-def _mask_bytes(mask: Like | None, q: Like, columns: int, causal: bool) -> int:
-    """Return the bytes of a mask that is added and aligned, and of the search for closed queries."""
+def _mask_bytes(mask: Like | None, q: Like, columns: int, causal: bool) -> tuple[int, int, int, int]:
+    """Return the bytes of a mask that is added, those while it is made, of a copy with aligned rows, and of the search
+    for closed queries."""
     if mask is None:
-        return 0
-    rows = math.prod(mask.shape[:-1])
-    aligned = -(-columns // attention_gpu.BIAS_ALIGNMENT) * attention_gpu.BIAS_ALIGNMENT
-    added = _numel(mask) * (q.dtype.itemsize + 1) if mask.dtype == torch.bool else 0
-    search = max(_numel(mask), q.shape[0] * q.shape[2] * columns if causal else 0)
-    return added + rows * aligned * q.dtype.itemsize + search
+        return 0, 0, 0, 0
+    item, is_bool = q.dtype.itemsize, mask.dtype == torch.bool
+    kept = _numel(mask) * item if is_bool else 0
+    made = kept + _numel(mask) if is_bool else 0
+    aligned = 0
+    if mask.shape[-1] % attention_gpu.BIAS_ALIGNMENT:
+        aligned = math.prod(mask.shape[:-1]) * _up(columns, attention_gpu.BIAS_ALIGNMENT) * item
+    search = _numel(mask)
+    if causal:
+        whole = q.shape[0] * q.shape[2] * columns if len(mask.shape) > 1 and mask.shape[-2] > 1 else 0
+        search = max(search * 10, 0) if not whole else search + whole + q.shape[2] * columns
+    return kept, made, aligned, search
+
+
+def _up(count: int, step: int) -> int:
+    return -(-count // step) * step
+
+
+def _padded(rows: int) -> int:
+    """Return the rows of a log-sum-exp as the memory-efficient kernel has it."""
+    return _up(rows, 32)
 
 
 def _block_bytes(q: Like, k: Like) -> int:
@@ -225,7 +252,7 @@ def _vocab_loss_bw(grad_sum: Like, grad_picked: Like, logits: Like, target: Like
 
 def _chunk(logits: Like, row_max: Like) -> int:
     rows, columns = _numel(row_max), logits.shape[-1]
-    return 2 * min(rows, chunk_rows(rows, columns)) * columns * row_max.dtype.itemsize
+    return min(rows, chunk_rows(rows, columns)) * columns * row_max.dtype.itemsize
 
 
 def logits_bytes(rows: int, columns: int, hidden: int, dtype: torch.dtype, backward: bool) -> int:

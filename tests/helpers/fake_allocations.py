@@ -11,10 +11,12 @@ from autopar._torch import TorchDispatchMode, fake_mode, storage_key, tree_flatt
 
 
 class Count(TorchDispatchMode):
-    """Bytes of the live storages that ops inside make; `ops` are their names."""
+    """Bytes of the live storages that ops inside make; `ops` are their names. Kernels of attention's backward allocate
+    `inside_bytes` themselves, which fake ones do not."""
 
-    def __init__(self, known: list[torch.Tensor]):
+    def __init__(self, known: list[torch.Tensor], inside_bytes: int = 0):
         super().__init__()
+        self.inside_bytes = inside_bytes
         self.live_bytes = self.peak_bytes = 0
         self.ops: list[str] = []
         self.keys = {storage_key(t) for t in known}
@@ -28,7 +30,8 @@ class Count(TorchDispatchMode):
                 self.keys.add(key := storage_key(value))
                 self.live_bytes += memory.nbytes()
                 weakref.finalize(memory, self.free, key, memory.nbytes()).atexit = False
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        inside = self.inside_bytes if self.ops[-1].endswith("attention_backward") else 0
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + inside)
         return result
 
     def free(self, key: int, size: int) -> None:
@@ -36,11 +39,14 @@ class Count(TorchDispatchMode):
         self.live_bytes -= size
 
 
-def counted(body: Callable, make: Callable[[], list]) -> tuple[object, list, Count]:
-    """(results, arguments, count) of a function of fake tensors; what `make` gives is there before."""
+def counted(
+    body: Callable, make: Callable[[], list], inside: Callable[[list], int] = lambda arguments: 0
+) -> tuple[object, list, Count]:
+    """(results, arguments, count) of a function of fake tensors; what `make` gives is there before. `inside`: bytes
+    that the kernels of attention's backward allocate, by the arguments."""
     with fake_mode():
         arguments = make()
-        with Count([a for a in arguments if isinstance(a, torch.Tensor)]) as count:
+        with Count([a for a in arguments if isinstance(a, torch.Tensor)], inside(arguments)) as count:
             results = body(*arguments)
     return results, arguments, count
 

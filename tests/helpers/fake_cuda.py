@@ -24,13 +24,24 @@ from autopar.planner.spmd.plan_options import PlanOptions
 from ..families import FAMILIES
 
 CUDA = torch.device("cuda")
+GET_ITEM = torch.Tensor.__getitem__
 BATCH, SEQ = 4, 16
 
 
 METHODS = {  # that ask for the device in Python, and ops that do the same
     "__invert__": torch.bitwise_not,
     "contiguous": lambda x, **_: x if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format),
+    "__getitem__": lambda x, at: _indexed(x, at if isinstance(at, tuple) else (at,)),
 }
+
+
+def _indexed(x: torch.Tensor, at: tuple) -> torch.Tensor:
+    """Return x at whole dims and tensors of places, or as torch does it."""
+    if all(isinstance(i, torch.Tensor) or i == slice(None) for i in at) and any(
+        isinstance(i, torch.Tensor) for i in at
+    ):
+        return torch.ops.aten.index.Tensor(x, [i if isinstance(i, torch.Tensor) else None for i in at])
+    return GET_ITEM(x, at)
 
 
 @contextlib.contextmanager

@@ -67,8 +67,9 @@ def test_costs_what_documents_need(monkeypatch):
     q, pairs = real(2, 2, 16, 4), []
     ranges = attention_documents._ranges
     for causal, other in ((False, False), (True, False), (False, True)):
-        found = ranges(q, q, None, causal, 0, ids, ids + 16 if other else ids)
-        pairs.append(sum((rows.stop - rows.start) * (columns.stop - columns.start) for rows, columns, _ in found))
+        found = ranges(q, q, causal, 0, ids, ids + 16 if other else ids)
+        sizes = [(x.rows.stop - x.rows.start, x.columns.stop - x.columns.start) for x in found]
+        pairs.append(sum(rows * columns for rows, columns in sizes))
     assert pairs == [4 * 16, 4 * 16, 0]
 
 

@@ -23,8 +23,9 @@ def seq_major(batch, heads, length, width, dtype, device="cuda"):
     return torch.empty(batch, length, heads, width, dtype=dtype, device=device).transpose(1, 2)
 
 
-def both(batch, heads, kv_heads, rows, columns, width, v_width, dtype, causal, mask=None):
-    """(results, arguments, count) of the forward and of the backward on fake CUDA tensors."""
+def both(batch, heads, kv_heads, rows, columns, width, v_width, dtype, causal, mask=None, inside=lambda _: 0):
+    """(results, arguments, count) of the forward and of the backward on fake CUDA tensors. `inside`: as `counted` has
+    it, of the backward."""
 
     def qkv():
         return [
@@ -41,7 +42,7 @@ def both(batch, heads, kv_heads, rows, columns, width, v_width, dtype, causal, m
         return [grad, *qkv(), out, torch.empty(batch, heads, rows, device="cuda"), new_mask()]
 
     yield counted(lambda *x: FORWARD(*x, causal, None), lambda: [*qkv(), new_mask()])
-    yield counted(lambda *x: BACKWARD(*x, causal, None), backward_arguments)
+    yield counted(lambda *x: BACKWARD(*x, causal, None), backward_arguments, inside)
 
 
 CALLS = {
