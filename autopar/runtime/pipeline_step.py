@@ -126,7 +126,7 @@ class PipelineStep:
         self.schedule = pipeline.orders if self.trains else forwards(pipeline.orders)
         splits = self.schedule.splits_backward
         self.graphs = {
-            i: RankGraphs.of_stage(i, self.groups, self.device).load(p.graphs(splits))
+            i: RankGraphs.of_stage(i, self.groups, self.device, self.plan).load(p.graphs(splits))
             for i, p in program.stages.items()
         }
         self.stages = {i: StageExecutor([p], self.graphs[i], self.micro.is_smaller) for i, p in program.stages.items()}

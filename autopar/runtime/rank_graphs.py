@@ -11,6 +11,8 @@ from torch import fx
 
 from ..codegen.follow_size import Line, Sizes
 from ..codegen.rank_program import GraphKey
+from ..plans import out_of_memory
+from ..plans.plan import Plan
 from ..processes.process_groups import ProcessGroups
 from .gradient_graph import GradientGraph
 from .loaded import LoadedGraph
@@ -20,17 +22,18 @@ PHASES = {"C": "copies", "F": "forward", "B": "backward", "I": "input gradients"
 
 
 class RankGraphs:
-    """Runs graphs, also as a StageExecutor of one rank asks for it. `phases`: what errors call those of a kind."""
+    """Runs graphs, also as a StageExecutor of one rank asks for it. `phases`: what errors call those of a kind; `plan`:
+    the one that they are of, which an out-of-memory error names."""
 
-    def __init__(self, groups: ProcessGroups, device: torch.device, phases: Mapping[str, str]):
-        self.groups, self.device, self.phases = groups, device, phases
+    def __init__(self, groups: ProcessGroups, device: torch.device, phases: Mapping[str, str], plan: Plan):
+        self.groups, self.device, self.phases, self.plan = groups, device, phases, plan
         self.loaded: dict[GraphKey, LoadedGraph] = {}
         self.options: Mapping[str, object] | None = None  # of torch.compile, if the graphs go through it
 
     @classmethod
-    def of_stage(cls, index: int, groups: ProcessGroups, device: torch.device) -> Self:
+    def of_stage(cls, index: int, groups: ProcessGroups, device: torch.device, plan: Plan) -> Self:
         """Return what runs the graphs of a stage, without any yet."""
-        return cls(groups, device, {kind: f"{phase} of stage {index}" for kind, phase in PHASES.items()})
+        return cls(groups, device, {kind: f"{phase} of stage {index}" for kind, phase in PHASES.items()}, plan)
 
     def load(self, modules: Mapping[GraphKey, fx.GraphModule]) -> Self:
         """Load more graphs, in the place of those with the same keys, and return all. Binds the groups in the modules
@@ -49,10 +52,14 @@ class RankGraphs:
 
     def run(self, key: GraphKey, values: list) -> Any:
         """Return the results of a graph. Empties the list of its arguments."""
-        return self.loaded[key](values)
+        try:
+            return self.loaded[key](values)
+        except torch.OutOfMemoryError as error:
+            error.add_note(out_of_memory.note(self.plan))
+            raise
 
     def __call__(self, key: GraphKey, arguments: list[list]) -> list:
-        return [self.loaded[key](values) for values in arguments]
+        return [self.run(key, values) for values in arguments]
 
     def expert_rows(self) -> Iterator[tuple[str, list[int]]]:
         """Iterate over the layers of experts of each forward graph, with the rows of its latest forwards."""

@@ -82,7 +82,7 @@ class Step:
         self.forms_by_size: dict[Sizes | None, list[OutputForm]] = {None: forms.of(self.layouts)}
         trains = program.parts.backward is not None
         phases = {"F": "forward" if trains else "forward without gradients", "B": "backward", "R": "backward"}
-        self.graphs = RankGraphs(groups, torch.device(device_mesh.device_type), phases).load(program.graphs)
+        self.graphs = RankGraphs(groups, torch.device(device_mesh.device_type), phases, plan).load(program.graphs)
         self.backward = None
         if trains:
             wanted = [name for name in inputs if name in differentiated]
