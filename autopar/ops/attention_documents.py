@@ -51,14 +51,12 @@ def forward(
             none = q.new_full(query.shape[:3], float("-inf"), dtype=lse_dtype(q.dtype))
             found.append((q.new_zeros(*query.shape[:3], v.shape[-1]), none))
         else:
-            part = query, *(_part(x, range_.columns) for x in (k, v))
-            found.append(_forward(form_of, *part, range_.mask(mask, documents, of_keys, q.dtype), scale))
+            keys, values = (_part(x, range_.columns) for x in (k, v))
+            own = range_.mask(mask, documents, of_keys, q.dtype)
+            found.append(form_of(query, keys, values, own, False).forward(query, keys, values, own, False, scale))
+            del own  # before the next one is made
     outs, lses = zip(*found)
     return _joined(outs), torch.cat(lses, 2)
-
-
-def _forward(form_of: FormOf, q: Tensor, k: Tensor, v: Tensor, own: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    return form_of(q, k, v, own, False).forward(q, k, v, own, False, scale)
 
 
 def backward(
@@ -85,15 +83,15 @@ def backward(
         if range_.is_empty:
             dq.append(torch.zeros_like(query))
             continue
-        keys = [_part(x, range_.columns) for x in (k, v)]
+        keys, values = (_part(x, range_.columns) for x in (k, v))
+        own = range_.mask(mask, documents, of_keys, q.dtype)
         mine, *of_columns = attention_rows.backward(
-            form_of, dy, query, *keys, of_out, of_lse, range_.mask(mask, documents, of_keys, q.dtype), False, scale, 0,
-            lse_is_exact,
-        )  # fmt: skip
+            form_of, dy, query, keys, values, of_out, of_lse, own, False, scale, 0, lse_is_exact
+        )
         dq.append(mine)
         for whole, found in zip((dk, dv), of_columns):
             _part(whole, range_.columns).add_(found)
-        del mine, of_columns, found
+        del own, mine, of_columns, found  # before the next ones are made
     return _joined(dq), dk.to(k.dtype), dv.to(v.dtype)
 
 

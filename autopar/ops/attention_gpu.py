@@ -63,7 +63,9 @@ def _unmasked_backward(attend_backward: Callable) -> Callable:
 
 
 def _efficient(q, k, v, mask: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    out, lse = kernels.efficient(*_padded(q, repeated(k, q), repeated(v, q)), _bias(mask, q, k), causal, scale)
+    wide_q, wide_k, wide_v = _padded(q, repeated(k, q), repeated(v, q))
+    out, lse = kernels.efficient(wide_q, wide_k, wide_v, _bias(mask, q, k), causal, scale)
+    del wide_q, wide_k, wide_v  # before more is made
     out = out.narrow(-1, 0, v.shape[-1])
     if mask is None:
         return out, lse
@@ -74,9 +76,10 @@ def _efficient(q, k, v, mask: Tensor | None, causal: bool, scale: float) -> tupl
 def _efficient_backward(grad, q, k, v, out, lse, mask: Tensor | None, causal: bool, scale: float) -> Gradients:
     if mask is not None:
         lse = lse.masked_fill(lse == float("-inf"), float("inf"))
-    dq, dk, dv = kernels.efficient_backward(
-        *_padded(grad, q, repeated(k, q), repeated(v, q), out), lse, _bias(mask, q, k), causal, scale
-    )
+    grad, wide_q, wide_k, wide_v, out = _padded(grad, q, repeated(k, q), repeated(v, q), out)
+    bias = _bias(mask, q, k)
+    dq, dk, dv = kernels.efficient_backward(grad, wide_q, wide_k, wide_v, out, lse, bias, causal, scale)
+    del wide_q, wide_k, wide_v, bias  # before more is made
     return _cut((dq, summed(dk, k), summed(dv, v)), (q, k, v))
 
 

@@ -26,10 +26,15 @@ CARDS = [
 
 def properties(name, capability, processors, ghz, memory_ghz, bits, gb, *_):
     return SimpleNamespace(
-        name=name, major=capability[0], minor=capability[1], multi_processor_count=processors,
-        clock_rate=round(ghz * 1e6), memory_clock_rate=round(memory_ghz * 1e6), memory_bus_width=bits,
+        name=name,
+        major=capability[0],
+        minor=capability[1],
+        multi_processor_count=processors,
+        clock_rate=round(ghz * 1e6),
+        memory_clock_rate=round(memory_ghz * 1e6),
+        memory_bus_width=bits,
         total_memory=gb * 10**9,
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture

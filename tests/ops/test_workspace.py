@@ -22,7 +22,7 @@ def check(said: int, results, count) -> None:
 
 
 def inside(arguments) -> int:
-    """What the kernel of a backward allocates for these arguments of `attention_bw`."""
+    """Return the bytes that the kernel of a backward allocates for these arguments of `attention_bw`."""
     _, q, k, v, _, _, mask, *rest = arguments
     causal = rest[0] if rest else False
     form = attention_gpu.form_of(q, k, v, mask, causal).name
