@@ -12,6 +12,7 @@ Tensors are those of autopar/ops/attention_forms.py; documents are (b, s) and (b
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -51,7 +52,8 @@ def forward(
             found.append((q.new_zeros(*query.shape[:3], v.shape[-1]), none))
         else:
             part = query, _part(k, columns), _part(v, columns), own, False
-            found.append(form_of(*part).forward(*part, scale))
+            form = form_of(*part, at=(rows.start, columns.start))
+            found.append(form.forward(*part, scale))
     outs, lses = zip(*found)
     return _joined(outs), torch.cat(lses, 2)
 
@@ -80,8 +82,9 @@ def backward(
         if own is None:
             dq.append(torch.zeros_like(query))
             continue
+        form = partial(form_of, at=(rows.start, columns.start))
         mine, *of_columns = attention_rows.backward(
-            form_of, dy, query, _part(k, columns), _part(v, columns), of_out, of_lse, own, False, scale, 0, lse_is_exact
+            form, dy, query, _part(k, columns), _part(v, columns), of_out, of_lse, own, False, scale, 0, lse_is_exact
         )
         dq.append(mine)
         for whole, found in zip((dk, dv), of_columns):

@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-BLOCK_NUMEL = {"cpu": 2**15, "cuda": 2**26}  # words drawn at once: the few of 8 bytes each stay in a core's cache
+BLOCK_NUMEL = {"cpu": 2**15, "cuda": 2**22}  # words drawn at once: the few of 8 bytes each stay in a core's cache
 LOW_32 = 2**32 - 1
+ALL = 2**16  # the steps of a probability to drop
 
 
 # the generator
@@ -117,16 +118,29 @@ def dropout(
     x: Tensor, state: Tensor, p: float, stream: int, start: int, strides: Sequence[int], micro_batch_step: int = 0
 ) -> Tensor:
     """Return x (...) with elements set to zero with probability p, the others divided by 1 - p. p counts in multiples
-    of 2**-16."""
-    dropped = round(p * 2**16)
-    if dropped == 2**16:
+    of 1 / ALL."""
+    dropped = round(p * ALL)
+    if dropped == ALL:
         return torch.zeros_like(x, memory_format=torch.contiguous_format)
     out, dims = torch.empty(x.shape, dtype=x.dtype, device=x.device), _merged(x.shape, strides)
     source, target = (t.reshape(-1, dims[-1][0]) for t in (x, out))
-    key, start = _key_and_start(state, stream, start, micro_batch_step)
+    key, start = key_and_start(state, stream, start, micro_batch_step)
     for slices, word in _short_words(dims, start, key, x.device):
-        torch.mul(source[slices], word >= dropped - 2**15, out=target[slices])
-    return out.mul_(2**16 / (2**16 - dropped))
+        torch.mul(source[slices], word >= dropped - ALL // 2, out=target[slices])
+    return out.mul_(ALL / (ALL - dropped))
+
+
+def kept(
+    shape: Sequence[int], strides: Sequence[int], start: int, key: int, dropped: int, device: torch.device
+) -> Tensor:
+    """Return whether `dropout` keeps each element of a tensor of this shape, as bools."""
+    if dropped == ALL:
+        return torch.zeros(shape, dtype=torch.bool, device=device)
+    out, dims = torch.empty(shape, dtype=torch.bool, device=device), _merged(shape, strides)
+    target = out.view(-1, dims[-1][0])
+    for slices, word in _short_words(dims, start, key, device):
+        torch.ge(word, dropped - ALL // 2, out=target[slices])
+    return out
 
 
 @custom_op("autopar::uniform", mutates_args=())
@@ -144,7 +158,7 @@ def uniform(
     """Draw numbers of [0, 1), multiples of the type's precision, of shape `size`."""
     bits = round(1 - math.log2(torch.finfo(dtype).eps))
     return _filled(
-        _key_and_start(state, stream, start, micro_batch_step),
+        key_and_start(state, stream, start, micro_batch_step),
         size,
         strides,
         dtype,
@@ -172,10 +186,10 @@ def normal(
         radius = (word >> 32).bitwise_and_(LOW_32).to(torch.float64).add_(1).mul_(2.0**-32).log_().mul_(-2).sqrt_()
         return word.bitwise_and_(LOW_32).to(torch.float64).mul_(2 * math.pi * 2.0**-32).cos_().mul_(radius)
 
-    return _filled(_key_and_start(state, stream, start, micro_batch_step), size, strides, dtype, device, normal_of)
+    return _filled(key_and_start(state, stream, start, micro_batch_step), size, strides, dtype, device, normal_of)
 
 
-def _key_and_start(state: Tensor, stream: int, start: int, micro_batch_step: int) -> tuple[int, int]:
+def key_and_start(state: Tensor, stream: int, start: int, micro_batch_step: int) -> tuple[int, int]:
     """Return the key of an op's numbers, and the global index of its first."""
     seed, offset, *micro_batch = state.tolist()
     return key_of(seed, offset, stream), start + micro_batch_step * sum(micro_batch)
@@ -205,19 +219,7 @@ def _dropout_backward(ctx, grad):
 
 dropout.register_autograd(_dropout_backward, setup_context=_dropout_setup)
 
-_autopar = torch.ops.autopar
-STREAM = {
-    _autopar.dropout.default: 3,
-    _autopar.uniform.default: 2,
-    _autopar.normal.default: 2,
-}  # its position in the arguments
-
 
 def of_micro_batch(state: Tensor, number: int) -> Tensor:
     """Return the state that one micro-batch of a forward takes: int64 (3,)."""
     return torch.cat([state, state.new_tensor([number])])
-
-
-def stream_of(node) -> int | None:
-    """Return the stream number of a graph's node, None if it does not draw."""
-    return node.args[STREAM[node.target]] if node.op == "call_function" and node.target in STREAM else None
