@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-BLOCK_NUMEL = {"cpu": 2**15, "cuda": 2**22}  # words drawn at once: the few of 8 bytes each stay in a core's cache
+BLOCK_NUMEL = {"cpu": 2**15, "cuda": 2**21}  # words drawn at once, which stay in a core's or the device's cache
+WORD_BYTES = 64  # of memory for each word that is drawn, at the most: eight numbers at a time
 LOW_32 = 2**32 - 1
 ALL = 2**16  # the steps of a probability to drop
 
@@ -95,11 +96,23 @@ def _blocks(
             yield slices, rows[slices[0], None] + columns
 
 
+def _are_fours(dims: list[tuple[int, int]], start: int) -> bool:
+    """Return whether every four neighbours, from the first on, are those of a word."""
+    *outer, (width, step) = dims
+    return step == 1 and not any(n % 4 for n in (start, width, *(stride for _, stride in outer)))
+
+
+def drawing_bytes(shape: Sequence[int], strides: Sequence[int], start: int, device_type: str) -> int:
+    """Return the bytes that dropout needs at its peak for bits of a tensor of this shape, beside what it makes."""
+    each = 4 if _are_fours(_merged(shape, strides), start) else 1
+    return min(math.prod(shape) // each, BLOCK_NUMEL[device_type]) * (WORD_BYTES + each)
+
+
 def _short_words(dims: list[tuple[int, int]], start: int, key: int, device: torch.device):
     """Yield pieces as `_blocks` does, with 16 random bits for each element as int16: the quarters of a word serve four
     neighbours, lowest first."""
-    *outer, (width, step) = dims
-    if step == 1 and not any(n % 4 for n in (start, width, *(stride for _, stride in outer))):
+    *outer, (width, _) = dims
+    if _are_fours(dims, start):
         quarters = [*((size, stride // 4) for size, stride in outer), (width // 4, 1)]
         for (rows, columns), counter in _blocks(quarters, start // 4, device):
             slices = rows, slice(4 * columns.start, 4 * columns.stop)

@@ -25,4 +25,6 @@ STREAM = {
 def stream_of(node: fx.Node) -> int | None:
     """Return the stream number of a graph's node, None if it does not draw."""
     position = STREAM.get(node.target) if node.op == "call_function" else None
-    return None if position is None or len(node.args) <= position else node.args[position]
+    if position is None:
+        return None
+    return node.args[position] if len(node.args) > position else node.kwargs.get("stream")

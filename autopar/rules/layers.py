@@ -27,14 +27,14 @@ def attention(node: fx.Node) -> Rule | None:
     queries alone over axes over which groups cannot be: the op takes which key heads its queries read. Key heads that
     belong to all devices, as a single one does, have a gradient that is Partial over the heads, and so has a mask over
     whatever it is broadcast along. Documents are cut with the queries, those of keys are whole along the sequence. With
-    dropout the op takes the index of its first weight, so a device has one range of batch and heads, and keys do not go
-    round."""
+    dropout the op takes the index of its first weight, so a device has one range of batch and heads, and no ring is in
+    zigzag."""
     arguments = bound(node)
     if arguments.get("dropout_p", 0.0) != 0.0:
         return None
     grouped = {shape_of(arguments[name])[1] for name in ("q", "k", "query", "key") if name in arguments} - {1}
     drops = arguments.get("state") is not None
-    goes_round = "first" in arguments and not drops and _may_go_round(arguments)
+    goes_round = "first" in arguments and _may_go_round(arguments)
     replicates = len(grouped) > 1 and "first" in arguments
     heads: Dim = ("h", QUERY_HEADS) if replicates else "h"
     of_queries: tuple[Dim, ...] = (
@@ -71,7 +71,7 @@ def attention(node: fx.Node) -> Rule | None:
         even={"h": math.gcd(*grouped)} if len(grouped) > 1 else {},
         contiguous=frozenset({"s", RING, QUERY_HEADS, *(("b", "h") if drops else ())}),
         within={QUERY_HEADS: "h"} if replicates else {},
-        zigzag=frozenset({"s", RING} if "first" in arguments else ()),
+        zigzag=frozenset(({"s"} if drops else {"s", RING}) if "first" in arguments else ()),
     )
 
 
