@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.library import custom_op
 
 BLOCK_NUMEL = {"cpu": 2**15, "cuda": 2**21}  # words drawn at once, which stay in a core's or the device's cache
-WORD_BYTES = 64  # of memory for each word that is drawn, at the most: eight numbers at a time
+WORD_BYTES = 48  # of memory for each word that is drawn, at the most: six numbers at a time
+LONG_ROW = 8  # elements from which on fewer words are drawn than there are elements
 LOW_32 = 2**32 - 1
 ALL = 2**16  # the steps of a probability to drop
 
@@ -48,18 +49,22 @@ def squares64(counter: Tensor, key: int) -> Tensor:
     """Return 64 random bits for each counter, by five rounds, both as int64."""
     y = counter * key
     z = y + key
-    x = _swapped(torch.addcmul(y, y, y))
-    x = _swapped(torch.addcmul(z, x, x))
-    x = _swapped(torch.addcmul(y, x, x))
+    x = torch.addcmul(y, y, y)
+    for weyl in (z, y):
+        _swap(x)
+        x = torch.addcmul(weyl, x, x)
+    _swap(x)
     t = torch.addcmul(z, x, x)
-    x = _swapped(t.clone())
+    del z, weyl
+    x = t.clone()
+    _swap(x)
     return torch.addcmul(y, x, x).bitwise_right_shift_(32).bitwise_and_(LOW_32).bitwise_xor_(t)
 
 
-def _swapped(x: Tensor) -> Tensor:
+def _swap(x: Tensor) -> None:
     """Exchange the two halves of each 64-bit word, in place."""
     high = (x >> 32).bitwise_and_(LOW_32)
-    return x.bitwise_left_shift_(32).bitwise_or_(high)
+    x.bitwise_left_shift_(32).bitwise_or_(high)
 
 
 def contiguous_strides(shape: Sequence[int]) -> list[int]:
@@ -78,22 +83,32 @@ def _merged(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int
     return dims or [(1, 1)]
 
 
+def _firsts(dims: list[tuple[int, int]], start: int, device: torch.device) -> Tensor:
+    """Return the global index of the first element of each row of a tensor seen as a matrix, whose columns its last
+    merged dim gives."""
+    rows = torch.full((1,), start, device=device)
+    for size, stride in dims[:-1]:
+        rows = (rows[:, None] + torch.arange(0, size * stride, stride, device=device)).reshape(-1)
+    return rows
+
+
+def _pieces(rows: int, width: int, words: int, each: int, device_type: str) -> Iterator[tuple[slice, slice]]:
+    """Yield pieces of a matrix whose rows take so many words, one for `each` columns."""
+    block = BLOCK_NUMEL.get(device_type, BLOCK_NUMEL["cuda"])
+    height = max(1, block // words)
+    for top in range(0, rows, height):
+        for left in range(0, width, each * block):
+            yield slice(top, top + height), slice(left, min(left + each * block, width))
+
+
 def _blocks(
     dims: list[tuple[int, int]], start: int, device: torch.device
 ) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
-    """Yield pieces of a tensor seen as a matrix (its last merged dim gives the columns), with the global indices of
-    their elements."""
-    *outer, (width, step) = dims
-    rows = torch.full((1,), start, device=device)
-    for size, stride in outer:
-        rows = (rows[:, None] + torch.arange(0, size * stride, stride, device=device)).reshape(-1)
-    block = BLOCK_NUMEL.get(device.type, BLOCK_NUMEL["cuda"])
-    height = max(1, block // width)
-    for top in range(0, len(rows), height):
-        for left in range(0, width, block):
-            columns = torch.arange(left * step, min(left + block, width) * step, step, device=device)
-            slices = slice(top, top + height), slice(left, left + block)
-            yield slices, rows[slices[0], None] + columns
+    """Yield pieces of a tensor seen as a matrix, with the global indices of their elements."""
+    firsts, (width, step) = _firsts(dims, start, device), dims[-1]
+    for slices in _pieces(len(firsts), width, width, 1, device.type):
+        columns = torch.arange(slices[1].start * step, slices[1].stop * step, step, device=device)
+        yield slices, firsts[slices[0], None] + columns
 
 
 def _are_fours(dims: list[tuple[int, int]], start: int) -> bool:
@@ -102,10 +117,22 @@ def _are_fours(dims: list[tuple[int, int]], start: int) -> bool:
     return step == 1 and not any(n % 4 for n in (start, width, *(stride for _, stride in outer)))
 
 
+def _are_long(dims: list[tuple[int, int]]) -> bool:
+    """Return whether neighbours share words, wherever a row begins in one."""
+    return dims[-1][1] == 1 and dims[-1][0] >= LONG_ROW
+
+
+def _words_of_row(width: int) -> int:
+    """Return the words that a row may reach into, and none that it does not need to be shifted."""
+    return width // 4 + 2
+
+
 def drawing_bytes(shape: Sequence[int], strides: Sequence[int], start: int, device_type: str) -> int:
     """Return the bytes that dropout needs at its peak for bits of a tensor of this shape, beside what it makes."""
-    each = 4 if _are_fours(_merged(shape, strides), start) else 1
-    return min(math.prod(shape) // each, BLOCK_NUMEL[device_type]) * (WORD_BYTES + each)
+    dims, numel = _merged(shape, strides), math.prod(shape)
+    each = 4 if _are_fours(dims, start) or _are_long(dims) else 1
+    words = numel if each == 1 else numel // dims[-1][0] * _words_of_row(dims[-1][0])
+    return min(words, BLOCK_NUMEL[device_type]) * (WORD_BYTES + each)
 
 
 def _short_words(dims: list[tuple[int, int]], start: int, key: int, device: torch.device):
@@ -117,9 +144,23 @@ def _short_words(dims: list[tuple[int, int]], start: int, key: int, device: torc
         for (rows, columns), counter in _blocks(quarters, start // 4, device):
             slices = rows, slice(4 * columns.start, 4 * columns.stop)
             yield slices, squares64(counter, key).view(torch.int16)
+    elif _are_long(dims):
+        firsts = _firsts(dims, start, device)
+        for slices in _pieces(len(firsts), width, _words_of_row(width), 4, device.type):
+            first, count = firsts[slices[0], None] + slices[1].start, slices[1].stop - slices[1].start
+            counter = (first >> 2) + torch.arange(_words_of_row(count), device=device)
+            yield slices, _shifted(squares64(counter, key).view(torch.int16), first & 3, count)
     else:
         for slices, index in _blocks(dims, start, device):
             yield slices, (squares64(index >> 2, key) >> (index & 3) * 16).to(torch.int16)
+
+
+def _shifted(quarters: Tensor, by: Tensor, count: int) -> Tensor:
+    """Return so many columns of each row, from the one of number `by` (rows, 1), 0 to 3, on."""
+    found = quarters[:, :count]
+    for shift in (1, 2, 3):
+        found = torch.where(by == shift, quarters[:, shift : shift + count], found)
+    return found
 
 
 # the ops
@@ -140,6 +181,7 @@ def dropout(
     key, start = key_and_start(state, stream, start, micro_batch_step)
     for slices, word in _short_words(dims, start, key, x.device):
         torch.mul(source[slices], word >= dropped - ALL // 2, out=target[slices])
+        del word  # before the next are drawn
     return out.mul_(ALL / (ALL - dropped))
 
 
@@ -153,6 +195,7 @@ def kept(
     target = out.view(-1, dims[-1][0])
     for slices, word in _short_words(dims, start, key, device):
         torch.ge(word, dropped - ALL // 2, out=target[slices])
+        del word
     return out
 
 
