@@ -32,7 +32,7 @@ from ..ir.graph import is_foreign, tensor_arguments, values_of
 from ..ir.layout import ZIGZAG, Layout, fraction
 from ..ir.mesh import Mesh
 from ..ops import ATTENTION, autopar
-from ..ops.counter_rng import STREAM
+from ..ops.streams import STREAM
 from ..rules import Strategy
 from . import fp8
 from .attention import Shape, attention_seconds, zigzag_seconds

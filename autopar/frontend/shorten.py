@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 
 from .. import _torch
 from ..ir.graph import output_node, values_of
-from ..ops.counter_rng import stream_of
+from ..ops.streams import stream_of
 from .block_lists import RepeatedBlocks, candidates, name_if_kept
 from .block_names import BlockNames, by_block
 from .call_signature import Returns

@@ -24,7 +24,7 @@ from torch import fx
 from .._torch import graph_module
 from ..errors import CaptureError
 from ..ir.graph import OutputRole, leaf_name, mark_phases, op_base_name, outputs_of, values_of
-from ..ops.counter_rng import STREAM, stream_of
+from ..ops.streams import STREAM, stream_of
 from .block_lists import TRACED, RepeatedBlocks
 from .block_names import BlockNames
 from .export import Captured

@@ -1,12 +1,16 @@
 """The canonical attention and its gradient, one node each, whatever computes them.
 
 What a model adds to softmax(q k^T scale + mask) v is part of it, so that it is sharded alike: a cap on the scores, a
-score that belongs to no key (attention_sinks.py), the gradient of what is added to the scores.
+score that belongs to no key (attention_sinks.py), the gradient of what is added to the scores, dropout of the weights
+(attention_dropout.py). That is said by arguments as `autopar::dropout` takes them for all weights: `state`, `p`,
+`stream`, `start`, the index of the first weight (b, h, s, t) here, and `strides`, the steps of the index.
 
 Tensors are those of autopar/ops/attention_forms.py.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,18 +19,22 @@ from torch.library import custom_op
 from . import attention_cpu, attention_documents, attention_gpu, attention_heads, attention_rows, attention_sinks
 from .attention_bias import even_gradient
 from .attention_blocks import BLOCKS, form_with
+from .attention_dropout import WeightDropout, weight_dropout
 from .attention_forms import Form, additive, contiguous, lse_dtype
 
 
-def _form(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Form:
+def _form(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, at: tuple[int, int] = (0, 0)) -> Form:
     if q.is_cuda:
         return attention_gpu.form_of(q, k, v, mask, causal)
     return attention_cpu.CPU if q.is_cpu else BLOCKS
 
 
-def _form_of(softcap: float, dmask: Tensor | None = None) -> attention_rows.FormOf:
-    """Return what chooses the form of a call: no kernel caps scores or gives the gradient of a mask."""
-    return (lambda *_: form_with(softcap, dmask)) if softcap or dmask is not None else _form
+def _form_of(softcap: float, dropout: WeightDropout | None, dmask: Tensor | None = None) -> attention_rows.FormOf:
+    """Return what chooses the form of a call: no kernel caps scores, drops weights as autopar does or gives the
+    gradient of a mask."""
+    if not softcap and dropout is None and dmask is None:
+        return _form
+    return lambda *_, at=(0, 0): form_with(softcap, dmask, None if dropout is None else dropout.behind(*at))
 
 
 def _scale(q: Tensor, scale: float | None) -> float:
@@ -54,6 +62,12 @@ def attention(
     sinks: Tensor | None = None,
     softcap: float = 0.0,
     as_softmax: bool = False,
+    state: Tensor | None = None,
+    p: float = 0.0,
+    stream: int = 0,
+    start: int = 0,
+    strides: Sequence[int] | None = None,
+    micro_batch_step: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Compute scaled dot-product attention. q is (b, h, s, d), k (b, h_kv, t, d) and v (b, h_kv, t, d_v) with h a
     multiple of h_kv (grouped queries); mask is bool or additive, broadcastable to (b, h, s, t). `first` is the number
@@ -66,7 +80,7 @@ def attention(
     (b, h, s, d_v) and the log-sum-exp (b, h, s): 0 and -inf for a query that may attend to no key."""
     arguments = additive(mask, q.dtype), causal, _scale(q, scale), first
     k, v = (attention_heads.read(x, q, head, group) for x in (k, v))
-    form = _form_of(softcap)
+    form = _form_of(softcap, weight_dropout(state, p, stream, start, strides, micro_batch_step))
     if documents is None or key_documents is None:
         out, lse = attention_rows.forward(form, q, k, v, *arguments)
     else:
@@ -94,13 +108,19 @@ def attention_bw(
     key_documents: Tensor | None = None,
     of_block: bool = False,
     softcap: float = 0.0,
+    state: Tensor | None = None,
+    p: float = 0.0,
+    stream: int = 0,
+    start: int = 0,
+    strides: Sequence[int] | None = None,
+    micro_batch_step: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v; those of keys and values are sums over the queries that are here. `of_block`:
     the log-sum-exp is exact, and may be over more keys than are here, or sinks."""
     is_exact = mask is None or mask.dtype == torch.bool or of_block or softcap != 0.0
     arguments = additive(mask, q.dtype), causal, _scale(q, scale), first, is_exact
     keys, values = (attention_heads.read(x, q, head, group) for x in (k, v))
-    form = _form_of(softcap)
+    form = _form_of(softcap, weight_dropout(state, p, stream, start, strides, micro_batch_step))
     if documents is None or key_documents is None:
         dq, dk, dv = attention_rows.backward(form, grad, q, keys, values, out, lse, *arguments)
     else:
@@ -129,6 +149,12 @@ def attention_bias_bw(
     key_documents: Tensor | None = None,
     of_block: bool = False,
     softcap: float = 0.0,
+    state: Tensor | None = None,
+    p: float = 0.0,
+    stream: int = 0,
+    start: int = 0,
+    strides: Sequence[int] | None = None,
+    micro_batch_step: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v and of the mask that is added to the scores: as `attention_bw`, without
     documents."""
@@ -137,7 +163,7 @@ def attention_bias_bw(
     dmask = torch.zeros(mask.shape, dtype=lse_dtype(q.dtype), device=mask.device)
     keys, values = (attention_heads.read(x, q, head, group) for x in (k, v))
     arguments = mask, causal, _scale(q, scale), first, True
-    form = _form_of(softcap, dmask)
+    form = _form_of(softcap, weight_dropout(state, p, stream, start, strides, micro_batch_step), dmask)
     dq, dk, dv = attention_rows.backward(form, grad, q, keys, values, out, lse, *arguments)
     dk, dv = (attention_heads.of_all(d, x, q, head, group) for d, x in ((dk, k), (dv, v)))
     return _seq_major(dq), _seq_major(dk), _seq_major(dv), dmask.to(mask.dtype)
@@ -166,21 +192,23 @@ def _(grad, q, k, v, out, lse, mask, *others, **constants):
 
 def _setup(ctx, inputs, output):
     q, k, v, mask, *ctx.constants = inputs[:9]
-    documents, key_documents, sinks, ctx.softcap, ctx.as_softmax = inputs[9:]
-    ctx.save_for_backward(q, k, v, *output, mask, documents, key_documents, sinks)
+    documents, key_documents, sinks, ctx.softcap, ctx.as_softmax, state, *ctx.dropout = inputs[9:]
+    ctx.save_for_backward(q, k, v, *output, mask, documents, key_documents, sinks, state)
 
 
 def _backward(ctx, grad, _):
-    q, k, v, out, lse, mask, *documents, sinks = ctx.saved_tensors
+    q, k, v, out, lse, mask, *documents, sinks, state = ctx.saved_tensors
     wants_mask, wants_sinks = ctx.needs_input_grad[3], sinks is not None and ctx.needs_input_grad[11]
     of_keys = even_gradient(grad, mask, k.shape[2]) if ctx.as_softmax else grad
     arguments = of_keys, q, k, v, out, lse, mask, *ctx.constants, *documents
     is_exact = sinks is not None or ctx.as_softmax
-    special = (is_exact, ctx.softcap) if is_exact or ctx.softcap else ()
+    special = (is_exact, ctx.softcap) if is_exact or ctx.softcap or state is not None else ()
+    dropout = () if state is None else (state, *ctx.dropout)
     backward = attention_bias_bw if wants_mask else attention_bw
-    *gradients, dmask = (*backward(*arguments, *special), None)[:4]
+    *gradients, dmask = (*backward(*arguments, *special, *dropout), None)[:4]
     dsinks = attention_sinks.attention_sinks_bw(grad, out, lse, sinks) if wants_sinks else None
-    return (*gradients, dmask, *[None for _ in (*ctx.constants, *documents)], dsinks, None, None)
+    others = [None for _ in (ctx.softcap, ctx.as_softmax, state, *ctx.dropout)]
+    return (*gradients, dmask, *[None for _ in (*ctx.constants, *documents)], dsinks, *others)
 
 
 attention.register_autograd(_backward, setup_context=_setup)

@@ -4,8 +4,11 @@ Blocks of queries go over blocks of keys with a running maximum and sum (Milakov
 FlashAttention, arXiv 2205.14135); the backward computes the weights of a block again from the log-sum-exp. Under a
 causal mask blocks of later keys are left out. Scores are computed in the type of the log-sum-exp, whose range the
 lowest number of a narrower type does not leave. Heads that share keys are rows of one product. Scores may be capped
-before the mask, softcap * tanh(scores / softcap) (Gemma 2, arXiv 2408.00118), and what is added to them may want its
-gradient: no kernel of torch does either.
+before the mask, softcap * tanh(scores / softcap) (Gemma 2, arXiv 2408.00118), what is added to them may want its
+gradient, and weights may be dropped by counter: no kernel of torch does any of it.
+
+With weights P and dropped ones D = P mask / (1 - p) the output is D v, and the gradient of the scores P (dP - row sum
+of grad out), where dP is grad v^T, dropped alike: what is dropped has no part in the row sum either.
 
 Tensors are those of autopar/ops/attention_forms.py.
 """
@@ -19,6 +22,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from .attention_dropout import WeightDropout
 from .attention_forms import Form, lse_dtype
 
 BLOCK = 256  # queries, and keys
@@ -26,11 +30,20 @@ INF = float("inf")
 
 
 def forward(
-    q, k, v, mask: Tensor | None, causal: bool, scale: float, block: int = BLOCK, first: int = 0, softcap: float = 0.0
+    q,
+    k,
+    v,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    block: int = BLOCK,
+    first: int = 0,
+    softcap: float = 0.0,
+    dropout: WeightDropout | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (output, log-sum-exp); 0 and -inf for a query whose keys are all closed. `first`: the number of the first
     query, for a causal mask."""
-    problem = _Problem(q, k, mask, causal, scale, block, first, softcap=softcap)
+    problem = _Problem(q, k, mask, causal, scale, block, first, softcap=softcap, dropout=dropout)
     out, lse = q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=problem.wide)
     for rows in problem.row_blocks():
         top, total, sum_ = problem.start(rows, v.shape[-1])
@@ -39,9 +52,10 @@ def forward(
             weights = _exp_of_difference(scores, new_top)
             shrink = _exp_of_difference(top, new_top)
             total = total * shrink + weights.sum(-1, keepdim=True)
+            weights = problem.dropped(weights, rows, columns)
             sum_ = sum_.mul_(shrink).add_(problem.times(weights, _part(v, columns)))
             top = new_top
-        _part(out, rows).copy_(problem.joined(sum_ / total.masked_fill(total == 0, 1.0)))
+        _part(out, rows).copy_(problem.joined(problem.grown(sum_ / total.masked_fill(total == 0, 1.0))))
         _part(lse, rows).copy_(problem.joined(top + total.log()).squeeze(-1))
     return out, lse
 
@@ -61,21 +75,24 @@ def backward(
     lse_is_exact: bool = False,
     softcap: float = 0.0,
     dmask: Tensor | None = None,
+    dropout: WeightDropout | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v. `lse_is_exact`: nothing of the log-sum-exp is lost in the mask. The gradient
     of the mask is added to `dmask` (the mask's shape, wide type)."""
-    problem = _Problem(q, k, mask, causal, scale, block, first, lse_is_exact, softcap)
+    problem = _Problem(q, k, mask, causal, scale, block, first, lse_is_exact, softcap, dropout)
     dq, dk, dv = torch.empty_like(q), *(torch.zeros_like(x, dtype=problem.wide) for x in (k, v))
     for rows in problem.row_blocks():
         query, grad_rows = problem.rows_of(q, rows), problem.rows_of(grad, rows)
         shared = (grad_rows * problem.rows_of(out, rows)).sum(-1, keepdim=True)
+        grad_rows = problem.grown(grad_rows)
         top, total = problem.statistics(rows, lse)
         dq_rows = torch.zeros_like(query)
         for columns, scores, slope in problem.scores(rows, with_slope=True):
             p = _exp_of_difference(scores, top).div_(total)
             dp = problem.times(grad_rows, _part(v, columns).transpose(-1, -2))
-            _part(dv, columns).add_(problem.transposed_times(p, grad_rows))
-            ds = p.mul_(dp.sub_(shared))
+            kept = problem.kept(rows, columns)
+            _part(dv, columns).add_(problem.transposed_times(p if kept is None else p * kept, grad_rows))
+            ds = p.mul_((dp if kept is None else dp.mul_(kept)).sub_(shared))
             if dmask is not None:
                 problem.add_to(dmask, ds, rows, columns)
             ds = (ds if slope is None else ds.mul_(slope)).mul_(scale)
@@ -88,10 +105,11 @@ def backward(
 BLOCKS = Form("blocks", forward, backward, takes_first=True)
 
 
-def form_with(softcap: float, dmask: Tensor | None = None) -> Form:
-    """Return the form for scores that are capped, or whose mask has its gradient added to `dmask`."""
-    capped = partial(forward, softcap=softcap)
-    return Form("blocks", capped, partial(backward, softcap=softcap, dmask=dmask), takes_first=True)
+def form_with(softcap: float, dmask: Tensor | None = None, dropout: WeightDropout | None = None) -> Form:
+    """Return the form for scores that are capped, whose mask has its gradient added to `dmask`, or whose weights are
+    dropped."""
+    special = {"softcap": softcap, "dropout": dropout}
+    return Form("blocks", partial(forward, **special), partial(backward, **special, dmask=dmask), takes_first=True)
 
 
 def _exp_of_difference(a: Tensor, b: Tensor) -> Tensor:
@@ -112,6 +130,7 @@ class _Problem:
     first: int
     lse_is_exact: bool = False
     softcap: float = 0.0
+    dropout: WeightDropout | None = None
 
     @property
     def wide(self) -> torch.dtype:
@@ -151,6 +170,22 @@ class _Problem:
                 own = _block_of_mask(self.mask, rows, columns)
                 scores += own.unflatten(1, (self.k.shape[1], -1)) if own.shape[1] > 1 else own.unsqueeze(1)
             yield columns, scores, slope
+
+    def kept(self, rows: slice, columns: slice) -> Tensor | None:
+        """Return whether each weight of a block is kept, None if nothing is dropped."""
+        if self.dropout is None:
+            return None
+        (samples, heads), device = self.q.shape[:2], self.q.device
+        return self.dropout.kept(samples, heads, rows, columns, device).unflatten(1, (self.k.shape[1], -1))
+
+    def dropped(self, weights: Tensor, rows: slice, columns: slice) -> Tensor:
+        """Set weights of a block that are dropped to zero, in place."""
+        kept = self.kept(rows, columns)
+        return weights if kept is None else weights.mul_(kept)
+
+    def grown(self, x: Tensor) -> Tensor:
+        """Return what is made of kept weights as it is of weights that are as much larger as fewer are kept."""
+        return x if self.dropout is None else x * self.dropout.factor
 
     def add_to(self, dmask: Tensor, ds: Tensor, rows: slice, columns: slice) -> None:
         """Add the gradient of a block of scores to that of the mask."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -53,7 +54,8 @@ def forward(
         else:
             keys, values = (_part(x, range_.columns) for x in (k, v))
             own = range_.mask(mask, documents, of_keys, q.dtype)
-            found.append(form_of(query, keys, values, own, False).forward(query, keys, values, own, False, scale))
+            form = form_of(query, keys, values, own, False, at=range_.at)
+            found.append(form.forward(query, keys, values, own, False, scale))
             del own  # before the next one is made
     outs, lses = zip(*found)
     return _joined(outs), torch.cat(lses, 2)
@@ -84,9 +86,9 @@ def backward(
             dq.append(torch.zeros_like(query))
             continue
         keys, values = (_part(x, range_.columns) for x in (k, v))
-        own = range_.mask(mask, documents, of_keys, q.dtype)
+        own, form = range_.mask(mask, documents, of_keys, q.dtype), partial(form_of, at=range_.at)
         mine, *of_columns = attention_rows.backward(
-            form_of, dy, query, keys, values, of_out, of_lse, own, False, scale, 0, lse_is_exact
+            form, dy, query, keys, values, of_out, of_lse, own, False, scale, 0, lse_is_exact
         )
         dq.append(mine)
         for whole, found in zip((dk, dv), of_columns):
@@ -103,6 +105,11 @@ class _Range:
     rows: slice
     columns: slice
     place: int | None
+
+    @property
+    def at(self) -> tuple[int, int]:
+        """Return the places of the first query and the first key."""
+        return self.rows.start, self.columns.start
 
     @property
     def is_empty(self) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .attention_forms import Form
 
-FormOf = Callable[..., Form]  # of (q, k, v, mask, causal)
+FormOf = Callable[..., Form]  # of (q, k, v, mask, causal), and `at`, the first query and key if not those of the call
 Part = tuple[Tensor, Tensor, Tensor | None, bool]  # keys, values, mask, causal
 
 

@@ -23,8 +23,11 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-BLOCK_NUMEL = {"cpu": 2**15, "cuda": 2**26}  # words drawn at once: the few of 8 bytes each stay in a core's cache
+BLOCK_NUMEL = {"cpu": 2**15, "cuda": 2**21}  # words drawn at once, which stay in a core's or the device's cache
+WORD_BYTES = 48  # of memory for each word that is drawn, at the most: six numbers at a time
+LONG_ROW = 8  # elements from which on fewer words are drawn than there are elements
 LOW_32 = 2**32 - 1
+ALL = 2**16  # the steps of a probability to drop
 
 
 # the generator
@@ -46,18 +49,22 @@ def squares64(counter: Tensor, key: int) -> Tensor:
     """Return 64 random bits for each counter, by five rounds, both as int64."""
     y = counter * key
     z = y + key
-    x = _swapped(torch.addcmul(y, y, y))
-    x = _swapped(torch.addcmul(z, x, x))
-    x = _swapped(torch.addcmul(y, x, x))
+    x = torch.addcmul(y, y, y)
+    for weyl in (z, y):
+        _swap(x)
+        x = torch.addcmul(weyl, x, x)
+    _swap(x)
     t = torch.addcmul(z, x, x)
-    x = _swapped(t.clone())
+    del z, weyl
+    x = t.clone()
+    _swap(x)
     return torch.addcmul(y, x, x).bitwise_right_shift_(32).bitwise_and_(LOW_32).bitwise_xor_(t)
 
 
-def _swapped(x: Tensor) -> Tensor:
+def _swap(x: Tensor) -> None:
     """Exchange the two halves of each 64-bit word, in place."""
     high = (x >> 32).bitwise_and_(LOW_32)
-    return x.bitwise_left_shift_(32).bitwise_or_(high)
+    x.bitwise_left_shift_(32).bitwise_or_(high)
 
 
 def contiguous_strides(shape: Sequence[int]) -> list[int]:
@@ -76,36 +83,84 @@ def _merged(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int
     return dims or [(1, 1)]
 
 
+def _firsts(dims: list[tuple[int, int]], start: int, device: torch.device) -> Tensor:
+    """Return the global index of the first element of each row of a tensor seen as a matrix, whose columns its last
+    merged dim gives."""
+    rows = torch.full((1,), start, device=device)
+    for size, stride in dims[:-1]:
+        rows = (rows[:, None] + torch.arange(0, size * stride, stride, device=device)).reshape(-1)
+    return rows
+
+
+def _pieces(rows: int, width: int, words: int, each: int, device_type: str) -> Iterator[tuple[slice, slice]]:
+    """Yield pieces of a matrix whose rows take so many words, one for `each` columns."""
+    block = BLOCK_NUMEL.get(device_type, BLOCK_NUMEL["cuda"])
+    height = max(1, block // words)
+    for top in range(0, rows, height):
+        for left in range(0, width, each * block):
+            yield slice(top, top + height), slice(left, min(left + each * block, width))
+
+
 def _blocks(
     dims: list[tuple[int, int]], start: int, device: torch.device
 ) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
-    """Yield pieces of a tensor seen as a matrix (its last merged dim gives the columns), with the global indices of
-    their elements."""
+    """Yield pieces of a tensor seen as a matrix, with the global indices of their elements."""
+    firsts, (width, step) = _firsts(dims, start, device), dims[-1]
+    for slices in _pieces(len(firsts), width, width, 1, device.type):
+        columns = torch.arange(slices[1].start * step, slices[1].stop * step, step, device=device)
+        yield slices, firsts[slices[0], None] + columns
+
+
+def _are_fours(dims: list[tuple[int, int]], start: int) -> bool:
+    """Return whether every four neighbours, from the first on, are those of a word."""
     *outer, (width, step) = dims
-    rows = torch.full((1,), start, device=device)
-    for size, stride in outer:
-        rows = (rows[:, None] + torch.arange(0, size * stride, stride, device=device)).reshape(-1)
-    block = BLOCK_NUMEL.get(device.type, BLOCK_NUMEL["cuda"])
-    height = max(1, block // width)
-    for top in range(0, len(rows), height):
-        for left in range(0, width, block):
-            columns = torch.arange(left * step, min(left + block, width) * step, step, device=device)
-            slices = slice(top, top + height), slice(left, left + block)
-            yield slices, rows[slices[0], None] + columns
+    return step == 1 and not any(n % 4 for n in (start, width, *(stride for _, stride in outer)))
+
+
+def _are_long(dims: list[tuple[int, int]]) -> bool:
+    """Return whether neighbours share words, wherever a row begins in one."""
+    return dims[-1][1] == 1 and dims[-1][0] >= LONG_ROW
+
+
+def _words_of_row(width: int) -> int:
+    """Return the words that a row may reach into, and none that it does not need to be shifted."""
+    return width // 4 + 2
+
+
+def drawing_bytes(shape: Sequence[int], strides: Sequence[int], start: int, device_type: str) -> int:
+    """Return the bytes that dropout needs at its peak for bits of a tensor of this shape, beside what it makes."""
+    dims, numel = _merged(shape, strides), math.prod(shape)
+    each = 4 if _are_fours(dims, start) or _are_long(dims) else 1
+    words = numel if each == 1 else numel // dims[-1][0] * _words_of_row(dims[-1][0])
+    return min(words, BLOCK_NUMEL[device_type]) * (WORD_BYTES + each)
 
 
 def _short_words(dims: list[tuple[int, int]], start: int, key: int, device: torch.device):
     """Yield pieces as `_blocks` does, with 16 random bits for each element as int16: the quarters of a word serve four
     neighbours, lowest first."""
-    *outer, (width, step) = dims
-    if step == 1 and not any(n % 4 for n in (start, width, *(stride for _, stride in outer))):
+    *outer, (width, _) = dims
+    if _are_fours(dims, start):
         quarters = [*((size, stride // 4) for size, stride in outer), (width // 4, 1)]
         for (rows, columns), counter in _blocks(quarters, start // 4, device):
             slices = rows, slice(4 * columns.start, 4 * columns.stop)
             yield slices, squares64(counter, key).view(torch.int16)
+    elif _are_long(dims):
+        firsts = _firsts(dims, start, device)
+        for slices in _pieces(len(firsts), width, _words_of_row(width), 4, device.type):
+            first, count = firsts[slices[0], None] + slices[1].start, slices[1].stop - slices[1].start
+            counter = (first >> 2) + torch.arange(_words_of_row(count), device=device)
+            yield slices, _shifted(squares64(counter, key).view(torch.int16), first & 3, count)
     else:
         for slices, index in _blocks(dims, start, device):
             yield slices, (squares64(index >> 2, key) >> (index & 3) * 16).to(torch.int16)
+
+
+def _shifted(quarters: Tensor, by: Tensor, count: int) -> Tensor:
+    """Return so many columns of each row, from the one of number `by` (rows, 1), 0 to 3, on."""
+    found = quarters[:, :count]
+    for shift in (1, 2, 3):
+        found = torch.where(by == shift, quarters[:, shift : shift + count], found)
+    return found
 
 
 # the ops
@@ -117,16 +172,31 @@ def dropout(
     x: Tensor, state: Tensor, p: float, stream: int, start: int, strides: Sequence[int], micro_batch_step: int = 0
 ) -> Tensor:
     """Return x (...) with elements set to zero with probability p, the others divided by 1 - p. p counts in multiples
-    of 2**-16."""
-    dropped = round(p * 2**16)
-    if dropped == 2**16:
+    of 1 / ALL."""
+    dropped = round(p * ALL)
+    if dropped == ALL:
         return torch.zeros_like(x, memory_format=torch.contiguous_format)
     out, dims = torch.empty(x.shape, dtype=x.dtype, device=x.device), _merged(x.shape, strides)
     source, target = (t.reshape(-1, dims[-1][0]) for t in (x, out))
-    key, start = _key_and_start(state, stream, start, micro_batch_step)
+    key, start = key_and_start(state, stream, start, micro_batch_step)
     for slices, word in _short_words(dims, start, key, x.device):
-        torch.mul(source[slices], word >= dropped - 2**15, out=target[slices])
-    return out.mul_(2**16 / (2**16 - dropped))
+        torch.mul(source[slices], word >= dropped - ALL // 2, out=target[slices])
+        del word  # before the next are drawn
+    return out.mul_(ALL / (ALL - dropped))
+
+
+def kept(
+    shape: Sequence[int], strides: Sequence[int], start: int, key: int, dropped: int, device: torch.device
+) -> Tensor:
+    """Return whether `dropout` keeps each element of a tensor of this shape, as bools."""
+    if dropped == ALL:
+        return torch.zeros(shape, dtype=torch.bool, device=device)
+    out, dims = torch.empty(shape, dtype=torch.bool, device=device), _merged(shape, strides)
+    target = out.view(-1, dims[-1][0])
+    for slices, word in _short_words(dims, start, key, device):
+        torch.ge(word, dropped - ALL // 2, out=target[slices])
+        del word
+    return out
 
 
 @custom_op("autopar::uniform", mutates_args=())
@@ -144,7 +214,7 @@ def uniform(
     """Draw numbers of [0, 1), multiples of the type's precision, of shape `size`."""
     bits = round(1 - math.log2(torch.finfo(dtype).eps))
     return _filled(
-        _key_and_start(state, stream, start, micro_batch_step),
+        key_and_start(state, stream, start, micro_batch_step),
         size,
         strides,
         dtype,
@@ -172,10 +242,10 @@ def normal(
         radius = (word >> 32).bitwise_and_(LOW_32).to(torch.float64).add_(1).mul_(2.0**-32).log_().mul_(-2).sqrt_()
         return word.bitwise_and_(LOW_32).to(torch.float64).mul_(2 * math.pi * 2.0**-32).cos_().mul_(radius)
 
-    return _filled(_key_and_start(state, stream, start, micro_batch_step), size, strides, dtype, device, normal_of)
+    return _filled(key_and_start(state, stream, start, micro_batch_step), size, strides, dtype, device, normal_of)
 
 
-def _key_and_start(state: Tensor, stream: int, start: int, micro_batch_step: int) -> tuple[int, int]:
+def key_and_start(state: Tensor, stream: int, start: int, micro_batch_step: int) -> tuple[int, int]:
     """Return the key of an op's numbers, and the global index of its first."""
     seed, offset, *micro_batch = state.tolist()
     return key_of(seed, offset, stream), start + micro_batch_step * sum(micro_batch)
@@ -205,19 +275,7 @@ def _dropout_backward(ctx, grad):
 
 dropout.register_autograd(_dropout_backward, setup_context=_dropout_setup)
 
-_autopar = torch.ops.autopar
-STREAM = {
-    _autopar.dropout.default: 3,
-    _autopar.uniform.default: 2,
-    _autopar.normal.default: 2,
-}  # its position in the arguments
-
 
 def of_micro_batch(state: Tensor, number: int) -> Tensor:
     """Return the state that one micro-batch of a forward takes: int64 (3,)."""
     return torch.cat([state, state.new_tensor([number])])
-
-
-def stream_of(node) -> int | None:
-    """Return the stream number of a graph's node, None if it does not draw."""
-    return node.args[STREAM[node.target]] if node.op == "call_function" and node.target in STREAM else None

@@ -10,12 +10,13 @@ the kernels of a GPU allocate themselves is in it as their source has it; the re
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from . import attention_blocks, attention_documents, attention_gpu, attention_heads, attention_rows
 from .attention_forms import Like, lse_dtype
+from .counter_rng import drawing_bytes
 from .linear_loss import block_shape
 from .vocab_loss import chunk_rows
 
@@ -43,29 +44,31 @@ def _attention(
     sinks: Like | None = None,
     softcap: float = 0.0,
     as_softmax: bool = False,
+    *dropout,
 ) -> int:
     if group:
         k, v, copied = _heads_read(q, k, v, head, group)
-        rest = documents, key_documents, sinks, softcap
+        rest = documents, key_documents, sinks, softcap, as_softmax, *dropout
         return copied + _attention(q, k, v, mask, causal, scale, first, 0, 0, *rest)
     if sinks is not None:  # the output over them, beside that over the keys, and two numbers a query
         joined = _out(q, v) + 2 * math.prod(q.shape[:3]) * lse_dtype(q.dtype).itemsize
-        rest = documents, key_documents, None, softcap
+        rest = documents, key_documents, None, softcap, as_softmax, *dropout
         return joined + _attention(q, k, v, mask, causal, scale, first, 0, 0, *rest)
     if documents is not None:
         part, own, made = _range(q, k, mask, documents)
         lse = math.prod(q.shape[:3]) * lse_dtype(q.dtype).itemsize
         making = made + 2 * _numel(own) + 8 * (part.shape[2] + k.shape[2])  # with the numbers of queries and keys
-        inside = made + _attention(part, k, v, own, False, scale, softcap=softcap)
+        rest = 0, 0, 0, None, None, None, softcap, as_softmax, *dropout
+        inside = made + _attention(part, k, v, own, False, scale, *rest)
         return max(_out(q, v) + 2 * lse, inside, making - _out(part, v))
     (b, h, s, d), t, item = q.shape, k.shape[2], q.dtype.itemsize
-    form = "blocks" if softcap else attention_gpu.form_of(q, k, v, mask, causal).name
+    form = "blocks" if softcap or dropout else attention_gpu.form_of(q, k, v, mask, causal).name
     if causal and first and form != "blocks":
         joined = b * h * s * v.shape[-1] * (2 * item + 3 * lse_dtype(q.dtype).itemsize)
         return joined + max(_attention(q, *part, scale) for part in _parts(q, k, v, mask, first))
     lse = b * h * s * lse_dtype(q.dtype).itemsize
     if form == "blocks":
-        return lse + _out(q, v) + 6 * _block_bytes(q, k)
+        return lse + _out(q, v) + 6 * _block_bytes(q, k) + _dropout_of_block(q, k, *dropout)
     width, out = _width(q, v), _out(q, v)
     wide_out = out * width // v.shape[-1]
     copies = (b * h * s * width * item if width != d else 0) + _keys(k, q, width, form) + _keys(v, q, width, form)
@@ -96,20 +99,21 @@ def _attention_bw(
     key_documents: Like | None = None,
     of_block: bool = False,
     softcap: float = 0.0,
-    *,
+    *dropout,
     by_blocks: bool = False,
 ) -> int:
-    by_blocks |= softcap != 0.0
+    by_blocks |= softcap != 0.0 or bool(dropout)
     if group:  # the gradients of what is read stand beside those of all heads
         k, v, copied = _heads_read(q, k, v, head, group)
         made = (_numel(k) + _numel(v)) * q.dtype.itemsize
-        rest = first, 0, 0, documents, key_documents, of_block, softcap
+        rest = first, 0, 0, documents, key_documents, of_block, softcap, *dropout
         here = _attention_bw(grad, q, k, v, out, lse, mask, causal, scale, *rest, by_blocks=by_blocks)
         return copied + made + here
     if documents is not None:
         part, own, made = _range(q, k, mask, documents)
         sums = (_numel(k) + _numel(v)) * lse_dtype(q.dtype).itemsize
-        inside = made + _attention_bw(part, part, k, v, part, lse, own, False, scale, by_blocks=by_blocks)
+        rest = 0, 0, 0, None, None, of_block, softcap, *dropout
+        inside = made + _attention_bw(part, part, k, v, part, lse, own, False, scale, *rest, by_blocks=by_blocks)
         inside = max(inside, made + 2 * _numel(own) - (_numel(part) + _numel(k) + _numel(v)) * q.dtype.itemsize)
         several = _numel(q) * q.dtype.itemsize if part.shape[2] < q.shape[2] else 0
         return sums + max(inside, several)
@@ -120,7 +124,8 @@ def _attention_bw(
         return 2 * whole + max(_attention_bw(grad, q, *p[:2], out, lse, *p[2:], scale) for p in parts)
     if form == "blocks":
         wide = lse_dtype(q.dtype).itemsize
-        return 9 * _block_bytes(q, k) + (_numel(k) + _numel(v)) * (wide + item) + _numel(q) * item
+        made = (_numel(k) + _numel(v)) * (wide + item) + _numel(q) * item
+        return made + (10 if dropout else 9) * _block_bytes(q, k) + _dropout_of_block(q, k, *dropout)
     width = _width(q, v)
     rows, heads = b * h * s * width * item, h if form == "efficient" else k.shape[1]
     copies = rows * ((width != d) + (width != v.shape[-1]) * 2)  # q, the output and its gradient
@@ -229,6 +234,16 @@ def _block_bytes(q: Like, k: Like) -> int:
     return b * h * rows * (columns + d) * lse_dtype(q.dtype).itemsize
 
 
+def _dropout_of_block(q: Like, k: Like, *dropout) -> int:
+    """Return what a block of weights of which some may be dropped needs: a bool a weight, and what draws them."""
+    if not dropout:
+        return 0
+    _, _, _, start, strides, *_ = dropout
+    b, h, s, _ = q.shape
+    shape = b, h, min(attention_blocks.BLOCK, s), min(attention_blocks.BLOCK, k.shape[2])
+    return math.prod(shape) + drawing_bytes(shape, strides, start, "cuda")
+
+
 def _width(q: Like, v: Like) -> int:
     return -(-max(q.shape[-1], v.shape[-1]) // 8) * 8
 
@@ -291,6 +306,10 @@ def _grouped_mm_dw(x: Like, grad: Like, group: Like, groups: int, offset: int = 
     return (_numel(x) + _numel(grad)) * x.dtype.itemsize + _numel(group) * SORTED_BYTES
 
 
+def _dropout(x: Like, state: Like, p: float, stream: int, start: int, strides: Sequence[int], *_: int) -> int:
+    return drawing_bytes(x.shape, strides, start, "cuda")
+
+
 def _fp8_quantize(x: Like, *_: object) -> int:
     """Return x * scale."""
     return _numel(x) * torch.promote_types(x.dtype, torch.float32).itemsize
@@ -310,6 +329,7 @@ _COUNTS: dict[str, Callable[..., int]] = {
     "autopar.attention_bw.default": _attention_bw,
     "autopar.attention_bias_bw.default": _attention_bias_bw,
     "autopar.even_gradient.default": _even_gradient,
+    "autopar.dropout.default": _dropout,
     "autopar.vocab_loss.default": _vocab_loss,
     "autopar.vocab_loss_bw.default": _vocab_loss_bw,
     "autopar.linear_loss.default": _linear_loss,

@@ -21,16 +21,19 @@ QUERY_HEADS = "hq"  # that cuts the heads of queries where those of keys cannot 
 
 def attention(node: fx.Node) -> Rule | None:
     """Return the rule of attention, forward and backward: batch, heads and the queries' sequence s, not keys nor head
-    dims; None with dropout. Where s is cut keys and values are whole, and their gradients Partial; an op cuts s that
-    takes the number of its first query. Where RING is cut, so are the queries' sequence and the keys', and blocks of
-    keys go round. With grouped queries (fewer key heads) heads are cut between groups, or those of the queries alone
-    over axes over which groups cannot be: the op takes which key heads its queries read. Key heads that belong to all
-    devices, as a single one does, have a gradient that is Partial over the heads, and so has a mask over whatever it is
-    broadcast along. Documents are cut with the queries, those of keys are whole along the sequence."""
+    dims; None with dropout of torch's own. Where s is cut keys and values are whole, and their gradients Partial; an op
+    cuts s that takes the number of its first query. Where RING is cut, so are the queries' sequence and the keys', and
+    blocks of keys go round. With grouped queries (fewer key heads) heads are cut between groups, or those of the
+    queries alone over axes over which groups cannot be: the op takes which key heads its queries read. Key heads that
+    belong to all devices, as a single one does, have a gradient that is Partial over the heads, and so has a mask over
+    whatever it is broadcast along. Documents are cut with the queries, those of keys are whole along the sequence. With
+    dropout the op takes the index of its first weight, so a device has one range of batch and heads, and no ring is in
+    zigzag."""
     arguments = bound(node)
     if arguments.get("dropout_p", 0.0) != 0.0:
         return None
     grouped = {shape_of(arguments[name])[1] for name in ("q", "k", "query", "key") if name in arguments} - {1}
+    drops = arguments.get("state") is not None
     goes_round = "first" in arguments and _may_go_round(arguments)
     replicates = len(grouped) > 1 and "first" in arguments
     heads: Dim = ("h", QUERY_HEADS) if replicates else "h"
@@ -50,6 +53,8 @@ def attention(node: fx.Node) -> Rule | None:
             return dims(shape, of_queries[4 - len(shape) :])
         if name == "sinks":
             return dims(shape, of_queries[1:2])
+        if name == "state":
+            return (None,)
         if name in ("documents", "key_documents"):
             return dims(shape, ("b", of_queries[2] if name == "documents" else None))
         return dims(shape, of_keys if name in ("k", "v", "key", "value") else of_queries)
@@ -64,9 +69,9 @@ def attention(node: fx.Node) -> Rule | None:
         tuple(map(dims, shapes, outputs)),
         sets(([0],)) if is_backward else (),
         even={"h": math.gcd(*grouped)} if len(grouped) > 1 else {},
-        contiguous=frozenset({"s", RING, QUERY_HEADS}),
+        contiguous=frozenset({"s", RING, QUERY_HEADS, *(("b", "h") if drops else ())}),
         within={QUERY_HEADS: "h"} if replicates else {},
-        zigzag=frozenset({"s", RING} if "first" in arguments else ()),
+        zigzag=frozenset(({"s"} if drops else {"s", RING}) if "first" in arguments else ()),
     )
 
 

@@ -101,14 +101,34 @@ def _grouped_mm_dw(call: OpCall) -> dict[str, Any]:
 
 def _attention(position: int) -> Localizer:
     """Make `first` the number of the device's first query, where a causal attention is cut along its queries, which are
-    the tensor argument at `position`; and say which heads of keys are read, if not all."""
+    the tensor argument at `position`; say which heads of keys are read, if not all, and where the device's weights
+    start among all that dropout may drop."""
 
     def localize(call: OpCall) -> dict[str, Any]:
         start = call.input_offset(position, 2) if call.arguments["causal"] else 0
         first = {"first": call.arguments["first"] + start} if start else {}
-        return first | heads_read(call.node, call.strategy.inputs, call.mesh, call.coordinate, position)
+        at = call.node, call.strategy.inputs, call.mesh, call.coordinate, position
+        return first | heads_read(*at) | weights_from(*at, call.input_offset(position, 2))
 
     return localize
+
+
+def weights_from(
+    node: fx.Node,
+    inputs: Sequence[Layout],
+    mesh: Mesh,
+    coordinate: Mapping[str, int],
+    position: int,
+    row: int,
+) -> dict[str, int]:
+    """Return, where an attention drops weights, `start`, the index of the first one of its query `row` among all.
+    `position`: as in `heads_read`."""
+    given = bound(node)
+    if given["state"] is None:
+        return {}
+    shape, layout = input_shapes(node)[position], inputs[position]
+    places = (*(local_offset(shape, layout, mesh, coordinate, dim) for dim in (0, 1)), row)
+    return {"start": given["start"] + sum(step * at for step, at in zip(given["strides"], places))}
 
 
 def heads_read(

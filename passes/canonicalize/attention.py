@@ -1,12 +1,14 @@
 """scaled_dot_product_attention -> `autopar::attention`, with masks and repeated heads said plainly.
 
 A mask becomes `causal=True`, the documents that it keeps apart and what else it says (attention_mask.py). Keys and
-values repeated for grouped queries are taken before the repetition: the op knows grouped heads itself.
+values repeated for grouped queries are taken before the repetition: the op knows grouped heads itself. Dropout of the
+weights is the op's own, so nothing has their size.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +18,7 @@ from torch import fx
 from ..._torch import schema_names
 from ...ir.graph import call, operand
 from ...ops import autopar
-from .attention_formula import attention_formula
+from ...ops.counter_rng import contiguous_strides
 from .attention_mask import simplify
 from .random import Draws
 from .written_masks import Masks, Said, is_learned
@@ -26,8 +28,7 @@ _REPEATS = (aten.expand.default, aten.reshape.default, aten.view.default, aten.u
 
 
 def attention(graph_module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
-    """Return the node in the place of a scaled_dot_product_attention; its last node if it has dropout, for which it is
-    written out. Return None for tensors of other than four dims."""
+    """Return the node in the place of a scaled_dot_product_attention; None for tensors of other than four dims."""
     schema = schema_names(node.target)
     given: dict[str, Any] = dict(zip(schema, node.args)) | dict(node.kwargs)
     p = given.get("dropout_p", 0.0)
@@ -36,16 +37,20 @@ def attention(graph_module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
     q, k, v = (_unwrap(given[name]) for name in ("query", "key", "value"))
     mask, causal, ids = given.get("attn_mask"), bool(given.get("is_causal", False)), None
     if mask is not None:
-        found = simplify(graph_module, node, mask, causal, may_pack=not p)
+        found = simplify(graph_module, node, mask, causal)
         mask, causal, ids = found.left, found.causal, found.documents
-    if p:
-        return attention_formula(Draws(graph_module, node), q, k, v, mask, causal, given.get("scale"), p)
     said = Said(mask, causal, ids)
     if mask is not None and mask.meta["val"].is_floating_point() and is_learned(graph_module, mask):
         of_learned = Masks(graph_module, node, (mask,), (), False, q.meta["val"].dtype).said()
         said = of_learned or replace(said, as_softmax=True)
     k, v = (before_repeat(x, q) for x in (k, v))
-    return canonical(node, q, k, v, said, given.get("scale"))
+    drops = dropped(graph_module, node, p, (*q.meta["val"].shape[:-1], k.meta["val"].shape[-2])) if p else ()
+    return canonical(node, q, k, v, said, given.get("scale"), drops=drops)
+
+
+def dropped(graph_module: fx.GraphModule, node: fx.Node, p: float, shape: Sequence[int]) -> tuple:
+    """Return the arguments of an attention by which it drops weights (b, h, s, t) with probability p."""
+    return Draws(graph_module, node).state, p, 0, 0, contiguous_strides(shape)
 
 
 def canonical(
@@ -57,13 +62,17 @@ def canonical(
     scale: float | None,
     sinks: fx.Node | None = None,
     softcap: float = 0.0,
+    drops: tuple = (),
 ) -> fx.Node:
-    """Add the canonical attention, in the place of `node`; return its output."""
+    """Add the canonical attention, in the place of `node`; return its output. `drops`: see `dropped`."""
     arguments: list = [q, k, v, said.mask, said.causal, scale]
     if (ids := said.documents) is not None:
         ids = ids if ids.meta["val"].dim() == 2 else call(node, aten.unsqueeze.default, ids, 0)
         arguments += [0, 0, 0, ids, ids]
     special = {"sinks": sinks, "softcap": softcap, "as_softmax": said.as_softmax}
+    if drops:
+        arguments += [*(0, 0, 0, None, None)[len(arguments) - 6 :], *special.values(), *drops]
+        special = {}
     made = call(node, autopar.attention.default, *arguments, **{name: of for name, of in special.items() if of})
     return call(node, operator.getitem, made, 0)
 

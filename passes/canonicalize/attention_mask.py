@@ -41,13 +41,13 @@ class Mask:
     documents: fx.Node | None = None
 
 
-def simplify(graph_module: fx.GraphModule, node: fx.Node, mask: fx.Node, causal: bool, may_pack: bool = True) -> Mask:
-    """Return what the given mask of an attention says, without documents unless it `may_pack`."""
+def simplify(graph_module: fx.GraphModule, node: fx.Node, mask: fx.Node, causal: bool) -> Mask:
+    """Return what the given mask of an attention says."""
     writes = _reaching(mask, [(n, storage_key(into.meta["val"])) for n in _before(node) for into in written(n)])
     known = graph_module.__dict__.setdefault("_autopar_masks", {})
-    key = mask, len(writes), may_pack  # what is written in between may change it for the next attention
+    key = mask, len(writes)  # what is written in between may change it for the next attention
     if key not in known:  # the first attention that reads it comes first
-        known[key] = _simplified(graph_module, node, mask, writes, may_pack)
+        known[key] = _simplified(graph_module, node, mask, writes)
     found = known[key]
     return replace(found, causal=causal or found.causal)
 
@@ -65,9 +65,7 @@ def _reaching(mask: fx.Node, writes: list[Write]) -> list[Write]:
     return [(n, key) for n, key in writes if key in memory]
 
 
-def _simplified(
-    graph_module: fx.GraphModule, node: fx.Node, mask: fx.Node, writes: list[Write], may_pack: bool
-) -> Mask:
+def _simplified(graph_module: fx.GraphModule, node: fx.Node, mask: fx.Node, writes: list[Write]) -> Mask:
     value = constant_value(graph_module, mask, writes)
     if value is not None:
         kind = kind_of(value)
@@ -75,7 +73,7 @@ def _simplified(
     factors = _factors(mask, {key for _, key in writes})
     plain = {factor for factor in factors if not _is_written_to(factor, writes)}
     factors = [factor for factor in factors if factor not in plain or factor.target not in ONES]
-    packed = documents_of(graph_module, [f for f in factors if f in plain], writes) if may_pack else None
+    packed = documents_of(graph_module, [f for f in factors if f in plain], writes)
     kinds: set[str | None] = set()
     values, left = [], []
     for factor in factors:

@@ -19,7 +19,8 @@ from ..._torch import schema_of
 from ...errors import UnsupportedOpError
 from ...ir.graph import RANDOM_STATE, operand
 from ...ops import autopar
-from ...ops.counter_rng import STREAM, contiguous_strides
+from ...ops.counter_rng import contiguous_strides
+from ...ops.streams import STREAM, stream_of
 from ...rules.reading import bound
 
 aten = torch.ops.aten
@@ -220,7 +221,7 @@ def has_formula(node: fx.Node) -> bool:
 
 def number_streams(graph: fx.Graph) -> None:
     """Give every drawing op its stream number, in graph order."""
-    drawing = [n for n in graph.nodes if n.op == "call_function" and n.target in STREAM]
+    drawing = [n for n in graph.nodes if stream_of(n) is not None]
     for number, node in enumerate(drawing):
         node.update_arg(STREAM[node.target], number)
 

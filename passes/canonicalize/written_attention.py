@@ -1,22 +1,22 @@
 """Attention that a model writes out as products and a softmax -> `autopar::attention`.
 
-    softmax(softcap * tanh(q k^T * scale / softcap) + masks | sinks) v
+    dropout(softmax(softcap * tanh(q k^T * scale / softcap) + masks | sinks)) v
 
-What is found is read by written_scores.py, masks by written_masks.py. What is not found stays as it is written, and so
-does dropout that drops something, as no op keeps which weights it dropped.
+What is found is read by written_scores.py, masks by written_masks.py. What is not found stays as it is written.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import fx
 
 from ...ir.graph import call, operand
-from .attention import before_repeat, canonical
+from .attention import before_repeat, canonical, dropped
 from .written_masks import Masks, Said
-from .written_scores import SOFTMAXES, VIEWS, Scores, name_of, scores_of, shift_of, weights_of
+from .written_scores import SOFTMAXES, VIEWS, Scores, drops_some, name_of, scores_of, shift_of, weights_of
 
 aten = torch.ops.aten
 
@@ -38,7 +38,7 @@ def _rewrite(graph_module: fx.GraphModule, softmax: fx.Node) -> None:
         return
     last = weights[-1]
     with last.graph.inserting_before(last), fx.traceback.preserve_node_meta(), fx.traceback.set_current_meta(last):
-        found = _Written(graph_module, scores, last).attention()
+        found = _Written(graph_module, scores, weights).attention()
     if found is not None:
         last.replace_all_uses_with(found)
         inside = {*path, *weights, *(n for step in path for n in shift_of(step))}
@@ -47,10 +47,12 @@ def _rewrite(graph_module: fx.GraphModule, softmax: fx.Node) -> None:
 
 
 class _Written:
-    """Builds the canonical attention of some scores in the place of the product with the values, `last`."""
+    """Builds the canonical attention of some scores in the place of the product with the values, the last of the nodes
+    of their `weights`."""
 
-    def __init__(self, graph_module: fx.GraphModule, scores: Scores, last: fx.Node):
-        self.graph_module, self.scores, self.last = graph_module, scores, last
+    def __init__(self, graph_module: fx.GraphModule, scores: Scores, weights: Sequence[fx.Node]):
+        self.graph_module, self.scores, self.last = graph_module, scores, weights[-1]
+        self.dropout = next(filter(drops_some, weights), None)
 
     def attention(self) -> fx.Node | None:
         """Return the output in the form of the product; None if the op does not say this attention."""
@@ -74,7 +76,7 @@ class _Written:
             q = self._made(aten.where.ScalarOther, said.open_rows, q, 0.0)
         v = self._cast(v, q)
         cap = self.scores.softcap
-        out = canonical(self.last, q, k, v, said, self.scores.scale * (cap or 1.0), sinks, cap)
+        out = canonical(self.last, q, k, v, said, self.scores.scale * (cap or 1.0), sinks, cap, self._drops(q))
         out.meta["val"] = q.meta["val"].new_empty(*q.meta["val"].shape[:-1], v.meta["val"].shape[-1])
         out = self._cast(out, self.last)
         shape = self.last.meta["val"].shape
@@ -90,6 +92,14 @@ class _Written:
         fills = [replace(fill, condition=mask) for fill, mask in zip(self.scores.fills, masks[len(added) :])]
         has_sinks, dtype = self.scores.sinks is not None, q.meta["val"].dtype
         return Masks(self.graph_module, self.last, masks[: len(added)], fills, has_sinks, dtype).said()
+
+    def _drops(self, q: fx.Node) -> tuple:
+        """Return the arguments by which weights are dropped. Where the column of a sink is still among them, those of
+        the next row follow behind it."""
+        if self.dropout is None:
+            return ()
+        shape = *q.meta["val"].shape[:-1], self.dropout.meta["val"].shape[-1]
+        return dropped(self.graph_module, self.last, self.dropout.args[1], shape)
 
     def _mask(self, node: fx.Node, heads: tuple[int, int]) -> fx.Node | None:
         """Return what is added to scores of three dims, samples and heads in one, as it is added to those of four."""

@@ -65,7 +65,7 @@ def scores_of(softmax: fx.Node) -> tuple[Scores, list[fx.Node]] | None:
 
 def weights_of(softmax: fx.Node, drops_one: bool) -> list[fx.Node] | None:
     """Return the nodes from a softmax to the product with the values, which is the last; None if the weights are read
-    by others. `drops_one`: whether the last column is dropped on the way."""
+    by others, or dropped more than once. `drops_one`: whether the last column is left out on the way."""
     found = [softmax]
     while True:
         node = found[-1]
@@ -79,8 +79,16 @@ def weights_of(softmax: fx.Node, drops_one: bool) -> list[fx.Node] | None:
             return None if drops_one or user.args[1] is node else found
         if drops_one and _drops_last(user):
             drops_one = False
+        elif drops_some(user):
+            if any(map(drops_some, found[:-1])):
+                return None
         elif not _is_same(user):
             return None
+
+
+def drops_some(node: fx.Node) -> bool:
+    """Return whether a node is dropout that drops something."""
+    return node.target is aten.dropout.default and bool(node.args[1] and node.args[2])
 
 
 def shift_of(node: fx.Node) -> list[fx.Node]:
@@ -133,7 +141,7 @@ def _is_same(node: fx.Node) -> bool:
         return node.meta["val"].is_floating_point()
     if name in VIEWS:
         return operand(node).meta["val"].shape[-2:] == node.meta["val"].shape[-2:]
-    return node.target is aten.dropout.default and not (node.args[1] and node.args[2])
+    return node.target is aten.dropout.default and not drops_some(node)
 
 
 def _drops_last(node: fx.Node) -> bool:

@@ -12,6 +12,8 @@ has nothing to do with some blocks.
 A mask that is added to the scores is cut along the queries; each step takes its columns of it, and gives their
 gradient if that is wanted, which stays here. Where it closes all keys of a query by a lowest number, blocks join by
 their numbers of keys (autopar/ops/attention_bias.py); beside a causal mask it closes none. Sinks join behind the last.
+Weights that may be dropped have their places by the queries of the device and the keys of the step, each one range: in
+zigzag there are two of both, and no ring of it drops.
 
 Blocks travel by all-to-alls of rows, of which there is one a block, padded to the longest block. All devices of a group
 call the same ones, also those that neither send nor receive: each output depends on the same exchanges on all of them,
@@ -32,14 +34,14 @@ import torch
 from torch import fx
 
 from ..._torch import op_name
-from ...ir.layout import ZIGZAG, dim_ranges
+from ...ir.layout import ZIGZAG, dim_ranges, local_offset
 from ...ir.mesh import Mesh
 from ...ops import ATTENTION, autopar
 from ...ops.attention_forms import lse_dtype
 from ...ops.ring import Ring
 from ...plans.sharding import NodeSharding
 from ...rules.layers import is_added, ring_axes
-from ...rules.localize import heads_read
+from ...rules.localize import heads_read, weights_from
 from ...rules.reading import bound, tensors_by_name
 from .emit import Builder
 from .neighbours import Neighbours
@@ -47,6 +49,7 @@ from .ring_mask import COLUMNS, ROWS, MaskGradient, with_zeros
 
 aten = torch.ops.aten
 KEYS = 2  # the dim of queries and of keys in q, k and v
+DROPS = ("state", "p", "stream", "strides", "micro_batch_step")  # arguments of dropout that all steps have
 
 
 class RingAttention:
@@ -69,11 +72,15 @@ class RingAttention:
         group = self.mesh.group(axes, self.rank)
         places = [{**self.coordinate, **{a: self.mesh.coordinate(r)[a] for a in axes}} for r in group]
         blocks = [dim_ranges(whole[KEYS], layout.dims[KEYS], layout.parts[KEYS], self.mesh, at) for at in places]
-        heads = heads_read(node, sharding.inputs, self.mesh, self.coordinate, names.index("q"))
+        at = node, sharding.inputs, self.mesh, self.coordinate, names.index("q")
+        heads = heads_read(*at)
+        row = local_offset(given["q"].meta["val"].shape, sharding.inputs[names.index("q")], *at[2:4], KEYS)
         ring = Ring(len(group), given["causal"], layout.parts[KEYS] == ZIGZAG)
         local = dict(zip(given, args))
         documents = [local.get(name) for name in ("documents", "key_documents")]
-        steps = _Steps(self.builder, node, axes, group.index(self.rank), ring, blocks, heads, documents)
+        drops = {**{name: local.get(name, given[name]) for name in DROPS}, **weights_from(*at, row)}
+        drops = drops if given["state"] is not None else {}
+        steps = _Steps(self.builder, node, axes, group.index(self.rank), ring, blocks, heads, documents, drops)
         if node.target is autopar.attention.default:
             return steps.forward(*args[:6], sinks=local.get("sinks"))
         return steps.backward(*args[:9], is_exact=bool(given["of_block"]))
@@ -85,7 +92,8 @@ Block = list[fx.Node]  # keys and values, or their gradients
 @dataclass(frozen=True)
 class _Steps:
     """One attention's way round. `blocks`: the ranges of every device's keys; `heads`: which heads of them its
-    queries read, if not all (autopar/ops/attention_heads.py); `documents`: of the device's queries and of all keys."""
+    queries read, if not all (autopar/ops/attention_heads.py); `documents`: of the device's queries and of all keys;
+    `drops`: arguments of the dropout of the weights of the device's queries and all keys, if there is one."""
 
     builder: Builder
     node: fx.Node
@@ -95,6 +103,7 @@ class _Steps:
     blocks: list[list[tuple[int, int]]]
     heads: Mapping[str, Any]
     documents: Sequence[fx.Node | None]
+    drops: Mapping[str, Any]
 
     def forward(self, q, k, v, mask, causal: bool, scale: float | None, *, sinks: fx.Node | None) -> list[fx.Node]:
         """Return output and log-sum-exp."""
@@ -210,19 +219,26 @@ class _Steps:
         return [self._half(x, halves) for x in rows], [self._half(x, of_keys) for x in keys], mask
 
     def _constants(self, step: int) -> dict[str, Any]:
-        """Return which heads of keys are read in a step, and the documents of queries and keys."""
+        """Return which heads of keys are read in a step, the documents of queries and keys, and what is dropped."""
         documents, of_all_keys = self.documents
+        constants = {**self.heads, **self._capped, **self._dropped(step)}
         if documents is None or of_all_keys is None:
-            return {**self.heads, **self._capped}
+            return constants
         halves, of_keys = self.ring.open_halves(self.place, step)
         documents = self._half(documents, halves, -1)
-        return {**self.heads, **self._capped, "documents": documents,
+        return {**constants, "documents": documents,
                 "key_documents": self._half(self._of_block(of_all_keys, step), of_keys, -1)}  # fmt: skip
 
     @property
     def _capped(self) -> dict[str, Any]:
         softcap = bound(self.node)["softcap"]
         return {"softcap": softcap} if softcap else {}
+
+    def _dropped(self, step: int) -> dict[str, Any]:
+        if not self.drops:
+            return {}
+        ((first, _),) = self.blocks[(self.place - step) % self.ring.size]
+        return {**self.drops, "start": self.drops["start"] + first * self.drops["strides"][-1]}
 
     def _of_block(self, x: fx.Node, step: int) -> fx.Node:
         """Return what a tensor with all keys in the last dim has of the block of a step."""

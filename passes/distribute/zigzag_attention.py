@@ -1,7 +1,8 @@
 """Attention of queries that are cut in zigzag, on one device: one call for each of its two ranges of queries.
 
 Keys and values are whole. Of a causal attention each range attends to the keys up to its own places; outputs follow one
-another, gradients of keys and values add up. Without a causal mask one call serves all queries, wherever they are.
+another, gradients of keys and values add up. Without a causal mask one call serves all queries, wherever they are, if
+no weights are dropped, as those of each range have places of their own.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ...ir.layout import ZIGZAG, dim_ranges
 from ...ir.mesh import Mesh
 from ...ops import ATTENTION, autopar
 from ...plans.sharding import NodeSharding
-from ...rules.localize import heads_read
+from ...rules.localize import heads_read, weights_from
 from ...rules.reading import bound, tensors_by_name
 from .emit import Builder
 
@@ -32,8 +33,11 @@ class ZigzagAttention:
         self.builder, self.mesh, self.coordinate = builder, mesh, coordinate
 
     def is_several(self, node: fx.Node, sharding: NodeSharding) -> bool:
-        """Return whether an op is causal attention of which the device has two ranges of queries."""
-        return node.target in ATTENTION and bound(node)["causal"] and self._layout(node, sharding).parts[ROWS] == ZIGZAG
+        """Return whether an op is attention of which the device has two ranges of queries that it tells apart."""
+        if node.target not in ATTENTION or self._layout(node, sharding).parts[ROWS] != ZIGZAG:
+            return False
+        given = bound(node)
+        return given["causal"] or given["state"] is not None
 
     def __call__(self, node: fx.Node, sharding: NodeSharding, args: Sequence) -> list[fx.Node]:
         """Return the local outputs of an attention, forward or backward. `args`: its arguments, tensors local."""
@@ -41,7 +45,8 @@ class ZigzagAttention:
         given, layout = bound(node), self._layout(node, sharding)
         ranges = dim_ranges(given["q"].meta["val"].shape[ROWS], layout.dims[ROWS], ZIGZAG, self.mesh, self.coordinate)
         position = list(tensors_by_name(node)).index("q")
-        heads = heads_read(node, sharding.inputs, self.mesh, self.coordinate, position)
+        at = node, sharding.inputs, self.mesh, self.coordinate, position
+        heads = heads_read(*at)
         local = dict(zip(given, args))
         rows = ("grad", "q", "out", "lse")
         made: list[list[fx.Node]] = []
@@ -53,7 +58,7 @@ class ZigzagAttention:
                 own["mask"] = self._rows(node, local["mask"], start, end, -2)
             if local.get("documents") is not None:
                 own["documents"] = self._rows(node, local["documents"], start, end, -1)
-            own |= {"first": given["first"] + first} | heads
+            own |= {"first": given["first"] + first} | heads | weights_from(*at, first)
             op = self.builder.call(node.target, *own.values(), name=f"{node.name}_{len(made)}")
             made.append([self.builder.call(operator.getitem, op, i) for i in range(len(op.meta["val"]))])
             start = end

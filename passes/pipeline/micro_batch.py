@@ -24,7 +24,7 @@ from ...errors import MicroBatchError, StageError
 from ...frontend.export import Captured
 from ...ir.graph import OutputRole, Role, describe, leaf_name, output_node, outputs_of, tensor_arguments
 from ...ir.layout import Layout
-from ...ops.counter_rng import STREAM, stream_of
+from ...ops.streams import STREAM, stream_of
 from ...plans.pipeline import Pipeline, sizes_of
 from ...plans.sharding import NodeSharding, Sharding
 from ..distribute.localize import localize

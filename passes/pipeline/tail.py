@@ -25,7 +25,7 @@ from ..._torch import graph_module
 from ...errors import MicroBatchError
 from ...ir.graph import OutputRole, Role, bytes_of, is_op, is_tensor, leaf_name, output_node, outputs_of, tensor_of
 from ...ir.layout import Layout
-from ...ops.counter_rng import stream_of
+from ...ops.streams import stream_of
 from ...schedule.actions import Schedule
 from .batch_axis import BatchAxis, NeedsAllSamples, batch_axis
 

@@ -42,7 +42,7 @@ class Attention(nn.Module):
 
     def forward(self, x, mask):
         q, k, v = (t.unflatten(-1, (-1, WIDTH)).transpose(1, 2) for t in (self.q(x), self.k(x), self.v(x)))
-        attend = self.written if self.kind in ("softcap", "sinks", "dropped") else self.sdpa
+        attend = self.written if self.kind in ("softcap", "sinks", "squared") else self.sdpa
         return self.o(attend(q, k, v, mask).transpose(1, 2).flatten(2))
 
     def sdpa(self, q, k, v, mask):
@@ -50,14 +50,16 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, enable_gqa=self.groups > 1)
 
     def written(self, q, k, v, mask):
-        """Write attention out as Gemma 2 (a cap) and GPT-OSS (sinks) of transformers do, or with dropout."""
+        """Write attention out as Gemma 2 (a cap) and GPT-OSS (sinks) of transformers do, or with the squares of
+        weights."""
         k, v = (t.repeat_interleave(self.groups, dim=1) if self.groups > 1 else t for t in (k, v))
         scores = q @ k.transpose(2, 3) * WIDTH**-0.5
         if self.kind == "softcap":
             scores = torch.tanh(scores / CAP) * CAP
         scores = scores + mask
         if self.sinks is None:
-            return F.dropout(torch.softmax(scores, dim=-1), 0.1 if self.kind == "dropped" else 0.0) @ v
+            weights = torch.softmax(scores, dim=-1)
+            return (weights.square() if self.kind == "squared" else weights) @ v
         sinks = self.sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], 1)
         scores = torch.cat([scores, sinks], dim=-1)
         scores = scores - scores.max(dim=-1, keepdim=True).values

@@ -166,7 +166,7 @@ def test_left_padded_batch(kind, mesh):
 @pytest.mark.parametrize("kind", ["bool", "-inf"])
 @pytest.mark.parametrize("mesh", ["dp=2", "dp=2,tp=2"])
 def test_left_padded_batch_with_a_learned_bias(kind, mesh):
-    """Attention with a learned bias is written out as ops of its own."""
+    """The bias has a gradient of its own."""
     report = verify_model(LeftPadded(kind, bias=True), batch(), mesh)
     assert report.match, str(report)
 

@@ -7,7 +7,20 @@ from functools import partial
 import pytest
 import torch
 
-from autopar.ops import attention, attention_gpu, autopar, canonical, fp8, fp8_linear, grouped, vocab_loss, workspace
+from autopar.ops import (
+    attention,
+    attention_blocks,
+    attention_gpu,
+    autopar,
+    canonical,
+    counter_rng,
+    fp8,
+    fp8_linear,
+    grouped,
+    vocab_loss,
+    workspace,
+)  # fmt: skip
+from autopar.ops.attention_dropout import WeightDropout
 
 from ..helpers.fake_allocations import counted, nbytes
 from .test_attention_gpu import BF16, CALLS, FP32, FP64, both, seq_major
@@ -93,6 +106,52 @@ def test_blocks(causal, heads, kv_heads):
     results, _, count = counted(lambda *x: form.backward(*x, *tail), cpu(q, q, *kv, q, lse))
     said = workspace.workspace_bytes(autopar.attention_bw.default, q, q, *kv, q, lse, *tail)
     assert count.peak_bytes - nbytes(results) <= said
+
+
+@pytest.mark.parametrize("length", [2048, 2044, 2047])
+@pytest.mark.parametrize("causal", [False, True])
+def test_blocks_that_drop_weights(causal, length, monkeypatch):
+    """Bools and what draws them stand beside a block; at lengths of four one word serves four weights."""
+    monkeypatch.setitem(counter_rng.BLOCK_NUMEL, "cpu", counter_rng.BLOCK_NUMEL["cuda"])
+    q, k, v = (torch.empty(1, n, length, 64, dtype=FP64, device="meta") for n in (4, 2, 2))
+    strides = counter_rng.contiguous_strides((1, 4, length, length))
+    drops, dropout = (None, 0.1, 0, 0, strides), WeightDropout(3, 0, tuple(strides), 2**13)
+    tail = (None, causal, 0.125, 0, 0, 0, None, None)
+    attend, attend_backward = (
+        partial(f, dropout=dropout) for f in (attention_blocks.forward, attention_blocks.backward)
+    )
+
+    def cpu(*shapes):
+        return lambda: [torch.empty(shape, dtype=FP64) for shape in shapes]
+
+    results, _, count = counted(lambda *x: attend(*x, None, causal, 0.125), cpu(q.shape, k.shape, v.shape))
+    said = workspace.workspace_bytes(autopar.attention.default, q, k, v, *tail, None, 0.0, False, *drops)
+    found = count.peak_bytes - nbytes(results)
+    assert found <= said <= 4 * found, (found, said)
+    shapes = q.shape, q.shape, k.shape, v.shape, q.shape, q.shape[:3]
+    results, _, count = counted(lambda *x: attend_backward(*x, None, causal, 0.125), cpu(*shapes))
+    arguments = q, q, k, v, q, q[..., 0], *tail, False, 0.0, *drops
+    said = workspace.workspace_bytes(autopar.attention_bw.default, *arguments)
+    found = count.peak_bytes - nbytes(results)
+    assert found <= said <= 4 * found, (found, said)
+
+
+@pytest.mark.parametrize("shape, whole", [
+    ((16, 1024, 1024), None), ((64, 1024, 1024), None), ((4096, 4095), (4096, 4097)), ((3, 5), None),
+])  # fmt: skip
+def test_dropout(shape, whole, monkeypatch):
+    """What draws is bounded, however large the tensor is."""
+    monkeypatch.setitem(counter_rng.BLOCK_NUMEL, "cpu", counter_rng.BLOCK_NUMEL["cuda"])  # of fake ones, which index
+    monkeypatch.setattr(counter_rng, "key_and_start", lambda *_: (3, 0))  # of a state that has values
+    constants = 0.1, 0, 0, counter_rng.contiguous_strides(whole or shape)
+
+    def make():
+        return [torch.empty(shape, dtype=BF16), torch.empty(2, dtype=torch.int64), *constants]
+
+    results, arguments, count = counted(counter_rng.dropout._init_fn, make)
+    said = workspace.workspace_bytes(autopar.dropout.default, *arguments)
+    check(said, results, count)
+    assert said <= 72 * 2**21
 
 
 @pytest.mark.parametrize("rows, vocabulary", [((4096,), 32000), ((2, 1024), 16032), ((7,), 50257)])

@@ -129,7 +129,6 @@ def test_attention_with_dropout_against_eager(monkeypatch):
 
 @pytest.mark.parametrize("grouped", [False, True])
 def test_attention_with_a_learned_mask(grouped):
-    """Written out like the one with dropout, without the dropout."""
     torch.manual_seed(0)
 
     class Biased(nn.Module):

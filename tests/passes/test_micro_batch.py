@@ -13,7 +13,7 @@ from autopar import compiler
 from autopar.codegen.split_batch import parts_of
 from autopar.errors import MicroBatchError
 from autopar.models.output import Output
-from autopar.ops.counter_rng import stream_of
+from autopar.ops.streams import stream_of
 from autopar.passes.pipeline.micro_batch import SAME, SUM, micro_batch
 from autopar.passes.pipeline.stages import cut
 from autopar.simulate.oracle import one_device_step

@@ -9,7 +9,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from autopar import compiler
 from autopar.ops import autopar
+from autopar.ops.counter_rng import contiguous_strides
+from autopar.simulate.oracle import global_values, one_device_step
 
 from ..helpers.written_attention import KINDS, Model, inputs_of
 from .against_eager import assert_as_eager
@@ -70,7 +73,9 @@ class Reading(nn.Module):
             return weights @ v, scores
         if self.kind == "sharpened":
             weights = weights.square()
-        return F.dropout(weights, 0.5 if self.kind == "dropout" else 0.0) @ v
+        if self.kind == "dropped twice":
+            weights = F.dropout(weights, 0.5)
+        return F.dropout(weights, 0.5 if self.kind.startswith("dropped") else 0.0) @ v
 
 
 @pytest.mark.sampled(3)
@@ -82,8 +87,45 @@ def test_stays(kind):
     assert counted(captured) == (0, 1)
 
 
-def test_dropout_stays():
-    from autopar import compiler
+@pytest.mark.parametrize("kind, found", [("dropped", (1, 0)), ("dropped twice", (0, 1))])
+def test_dropout_is_of_the_attention(kind, found):
+    """Once: two masks are not one."""
+    captured = compiler.trace(Reading(kind).double(), (torch.randn(2, 6, 8, dtype=torch.float64),))
+    assert counted(captured) == found
 
-    captured = compiler.trace(Reading("dropout").double(), (torch.randn(2, 6, 8, dtype=torch.float64),))
-    assert counted(captured) == (0, 1)
+
+class Sinks(nn.Module):
+    """Attention with sinks and dropout, before or behind the column of the sinks is left out, as a model would write it
+    if torch's dropout drew what autopar does."""
+
+    def __init__(self, is_before: bool, kv_heads: int):
+        super().__init__()
+        torch.manual_seed(0)
+        self.is_before, self.groups = is_before, 4 // kv_heads
+        self.qkv, self.sinks = nn.Linear(8, 8 + 4 * kv_heads), nn.Parameter(torch.randn(4))
+
+    def forward(self, x):
+        heads = (4, 4 // self.groups, 4 // self.groups)
+        q, k, v = (t.unflatten(-1, (-1, 2)).transpose(1, 2) for t in self.qkv(x).split([2 * n for n in heads], -1))
+        k, v = (t.repeat_interleave(self.groups, 1) if self.groups > 1 else t for t in (k, v))
+        scores = (q @ k.mT).masked_fill(torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1), -torch.inf)
+        column = self.sinks.reshape(1, -1, 1, 1).expand(x.shape[0], -1, x.shape[1], 1)
+        weights = torch.softmax(torch.cat([scores, column], -1), -1)
+        dropped = F.dropout(weights, 0.3)[..., :-1] if self.is_before else F.dropout(weights[..., :-1], 0.3)
+        return (dropped @ v).square()
+
+
+@pytest.mark.parametrize("is_before, kv_heads", itertools.product((False, True), (4, 2)))
+def test_sinks_and_dropout(monkeypatch, is_before, kv_heads):
+    model, x = Sinks(is_before, kv_heads).double(), torch.randn(3, 7, 8, dtype=torch.float64)
+    captured = compiler.trace(model, (x,))
+    assert counted(captured) == (1, 0)
+    values = global_values(captured, model, (x,))
+    found = one_device_step(captured, values)
+    monkeypatch.setattr(F, "dropout", lambda y, p: autopar.dropout(
+        y, values["r_state"], p, 0, 0, contiguous_strides(y.shape)))  # fmt: skip
+    wanted = model(x)
+    wanted.sum().backward()
+    torch.testing.assert_close(found.outputs[0], wanted.detach(), rtol=0, atol=1e-10)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found.gradients[name], parameter.grad, rtol=0, atol=1e-10)

@@ -115,8 +115,8 @@ def test_attentions_that_differ_have_a_line_each():
 def test_attention_that_stays_written_out_is_listed(strategy):
     """Its keys and values are gathered for the products, forward and backward, and their gradients scattered."""
     length, size, item = 12, 2, 8
-    model = Model(("dropped",), *KINDS_HEADS["gqa"])
-    plan = planned(model, f"cp={size}", inputs_of("dropped", length), strategy=strategy)
+    model = Model(("squared",), *KINDS_HEADS["gqa"])
+    plan = planned(model, f"cp={size}", inputs_of("squared", length), strategy=strategy)
     (found,) = plan.attentions
     rows = [c.wire_bytes for c in plan.collectives if c.kind in ("all_gather", "reduce_scatter")]
     labels = 2 * length * (size - 1) // size * item

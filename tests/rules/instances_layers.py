@@ -9,6 +9,7 @@ from autopar.ops.nf4 import quantize
 from .instances import between, op, real, whole
 
 aten = torch.ops.aten
+STATE = torch.tensor([5, 3])
 
 # products
 rows, matrices, group = real(7, 4), real(3, 4, 6), torch.tensor([2, 0, 0, 3, 2, 0, 2])  # none in 1, and one in no group
@@ -117,6 +118,22 @@ for h_kv, m, causal, softcap, sinks in (  # what models write out: caps, sinks, 
         op("autopar.even_gradient.default", real(4, 6, 5, 4), closed, 7)
     if sinks is not None:
         op("autopar.attention_sinks_bw.default", real(4, 6, 5, 4), out, lse, sinks)
+for h_kv, m, causal, softcap, has_documents in (  # dropout of the weights, which are numbered as a whole
+    (6, None, True, 0.0, False), (3, (4, 1, 5, 7), False, 0.5, False), (1, (1, 6, 5, 7), True, 0.0, False),
+    (6, None, True, 0.0, True),
+):  # fmt: skip
+    rows, columns = (5, 5) if has_documents else (5, 7)
+    ids = torch.tensor([[0, 0, 1, 1, 2]]) if has_documents else None
+    q, k, v, s = real(4, 6, rows, 4), real(4, h_kv, columns, 4), real(4, h_kv, columns, 4), m and real(*m)
+    tail, drops = (
+        (s, causal, None, 0, 0, 0, ids, ids),
+        (STATE, 0.4, 2, 0, [6 * rows * columns, rows * columns, columns, 1]),
+    )
+    op("autopar.attention.default", q, k, v, *tail, None, softcap, False, *drops)
+    out, lse = torch.ops.autopar.attention(q, k, v, *tail, None, softcap, False, *drops)
+    op("autopar.attention_bw.default", real(4, 6, rows, 4), q, k, v, out, lse, *tail, True, softcap, *drops)
+    if s is not None:
+        op("autopar.attention_bias_bw.default", real(4, 6, rows, 4), q, k, v, out, lse, *tail, True, softcap, *drops)
 q, k, v = real(4, 6, 5, 4), real(4, 6, 5, 4), real(4, 6, 5, 4)
 op("_scaled_dot_product_flash_attention_for_cpu", q, k, v, 0.0, True)
 out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
@@ -203,7 +220,6 @@ op("avg_pool1d", real(5, 6, 4), [2], [2])
 op("reflection_pad1d replication_pad1d", real(5, 6, 4), [1, 1])
 
 # random numbers: whole tensors start at index 0
-STATE = torch.tensor([5, 3])
 op("autopar.dropout.default", real(4, 5, 6), STATE, 0.4, 2, 0, [30, 6, 1])
 op("autopar.dropout.default", real(8, 12), STATE, 0.4, 2, 0, [12, 1])
 op(

@@ -9,7 +9,7 @@ from torch import nn
 from autopar import compiler
 from autopar.frontend.fake_parameters import forms_of
 from autopar.ir.graph import fingerprint
-from autopar.ops.counter_rng import stream_of
+from autopar.ops.streams import stream_of
 from autopar.planner.problem.symmetry import fold
 from autopar.planner.problem.vertices import vertices_of
 from autopar.simulate.compare import verify_model

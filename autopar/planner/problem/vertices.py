@@ -17,7 +17,7 @@ from torch import fx
 from ...cost.memory import Optimizer, StateBytes
 from ...ir.casts import output_of, own_casts
 from ...ir.graph import PARTNERS, flatten, is_op, output_node, tensor_arguments, tensor_of, values_of
-from ...ops.counter_rng import STREAM
+from ...ops.streams import STREAM
 from .hidden_matrices import hidden_matrices
 from .weight_codes import mark_weight_codes
 
