@@ -12,6 +12,10 @@ measured with. Of devices that share the queries of a causal attention the last 
 share f of the queries 1 - f / 2 of all pairs, where one device has a half. In zigzag all devices have half of
 their pairs, in two calls.
 
+What no kernel does (scores that are capped, weights that are dropped, the gradient of what is added to the scores) runs
+block by block (autopar/ops/attention_blocks.py): products of a large product's speed in the wide type, between which
+each score goes through memory PASSES times, written or read, and a random number for each weight.
+
 FlashAttention-2, arXiv 2307.08691, section 3: forward two products a pair, backward five.
 """
 
@@ -27,13 +31,15 @@ from ..ops.attention_gpu import FEWEST_KEYS_CUDNN, WIDEST_CUDNN
 BLOCK = 128
 FLASH, CUDNN, FLASH3 = "flash", "cudnn", "flash3"
 BACKWARD_PRODUCTS = 2.5  # for each of the forward
+PASSES = {True: 10, False: 22}
 PRODUCTS = {True: (1, 1), False: (3, 2)}  # by direction: with the width of queries and keys, with that of values
 
 
 @dataclass(frozen=True)
 class Shape:
     """Attention on one device: `batch` times `heads` of so many queries and keys. `share`: of all queries, those that
-    the device has, the last ones. Fields may be arrays."""
+    the device has, the last ones. `score_bytes`: of a score, where blocks of them go through memory, 0 in a kernel;
+    `draw_flops`: of the number that says whether its weight is dropped. Fields may be arrays."""
 
     batch: float | np.ndarray
     heads: float | np.ndarray
@@ -44,17 +50,23 @@ class Shape:
     causal: bool = True
     share: float = 1.0
     grouped: bool = False  # several heads of queries read one of keys
+    score_bytes: int = 0
+    draw_flops: float = 0.0
 
     @property
     def open_share(self) -> float:
         """Return the share of the pairs of a query and a key that the mask leaves open."""
         return 1.0 - self.share / 2 if self.causal else 1.0
 
+    @property
+    def pairs(self) -> float | np.ndarray:
+        """Return the pairs of a query and a key that the mask leaves open."""
+        return self.batch * self.heads * self.queries * self.keys * self.open_share
+
     def flops(self, forward: bool) -> float | np.ndarray:
         """Return the FLOPs that count: half of all under a causal mask."""
         with_keys, with_values = PRODUCTS[forward]
-        widths = with_keys * self.key_dim + with_values * self.value_dim
-        return 2.0 * self.batch * self.heads * self.queries * self.keys * widths * self.open_share
+        return 2.0 * self.pairs * (with_keys * self.key_dim + with_values * self.value_dim)
 
 
 def blocked_seconds(
@@ -85,6 +97,11 @@ def kernel_of(hardware: Hardware, shape: Shape) -> str:
 
 def attention_seconds(hardware: Hardware, peak_flops_per_second: float, shape: Shape, forward: bool) -> float:
     """Return the seconds of one direction by the profile, at the speed of a large product if it says nothing."""
+    if shape.score_bytes:
+        flops = shape.flops(forward) + shape.pairs * shape.draw_flops
+        passed = shape.pairs * PASSES[forward] * shape.score_bytes
+        reached = peak_flops_per_second * hardware.flops_efficiency, hardware.reached_memory_bytes_per_second
+        return float(flops / reached[0] + passed / reached[1])
     constants = hardware.attention.get(kernel_of(hardware, shape))
     if constants is None:
         return float(shape.flops(forward) / (peak_flops_per_second * hardware.flops_efficiency))

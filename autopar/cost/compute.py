@@ -21,7 +21,8 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -32,8 +33,10 @@ from ..ir.graph import is_foreign, tensor_arguments, values_of
 from ..ir.layout import ZIGZAG, Layout, fraction
 from ..ir.mesh import Mesh
 from ..ops import ATTENTION, autopar
+from ..ops.attention_forms import lse_dtype
 from ..ops.streams import STREAM
 from ..rules import Strategy
+from ..rules.reading import bound
 from . import fp8
 from .attention import Shape, attention_seconds, zigzag_seconds
 from .product_seconds import ProductSeconds
@@ -153,6 +156,7 @@ class _Work:
     function_seconds: float  # of one device with the whole tensor
     inner_bytes: float  # of one device, between the kernels of the op itself
     inner_argument: int = 0  # whose layout says what a device has of them
+    of_blocks: Mapping[str, Any] = field(default_factory=dict)  # fields of a Shape of attention that no kernel serves
 
 
 class ComputeCost:
@@ -188,6 +192,8 @@ class ComputeCost:
             value, flops = values_of(node)[0], flops_of(node)
             is_fp8, kind = node.target in fp8.PRODUCTS, fp8.kind_of(node, self.hardware)
             wide = "fp32" if is_fp8 and value.dtype.itemsize < fp8.WIDE_BYTES else DTYPE_NAMES.get(value.dtype, "fp32")
+            of_blocks = _of_blocks(node)
+            wide = DTYPE_NAMES.get(lse_dtype(value.dtype), "fp32") if of_blocks else wide
             peak = self.hardware.peak_flops_per_second("fp8" if kind else wide) if flops else 0.0
             kernels = self.hardware.kernels
             launch = 0.0 if self.fuses and any(fused_inputs(node)) else self.launch_seconds
@@ -203,6 +209,7 @@ class ComputeCost:
                 shapes_of(node) if flops else [],
                 functions and functions * value.numel() / kernels.functions_per_second,
                 *_inner(node, self.hardware),
+                of_blocks=of_blocks,
             )
         return self._works[node]
 
@@ -218,7 +225,7 @@ class ComputeCost:
             q, k, v = local[:3] if forward else local[1:4]
             share = q[2] / work.shapes[0][2]  # queries are the first argument, or have the length of the gradient
             causal = bool(node.args[4 if forward else 7])
-            shape = Shape(q[0], q[1], q[2], k[2], q[3], v[3], causal, share, grouped=q[1] != k[1])
+            shape = Shape(q[0], q[1], q[2], k[2], q[3], v[3], causal, share, q[1] != k[1], **work.of_blocks)
             if (ring := ring_of(node, strategy, mesh)) is not None:
                 return ring.seconds(shape, peak, forward, mesh, self.hardware)
             if causal and layouts[0 if forward else 1].parts[2] == ZIGZAG:
@@ -230,6 +237,18 @@ class ComputeCost:
                 work.flops / strategy.ways / (2 * depth * columns)
             )  # rows of its groups, if balanced
         return sum(self._product_seconds(p, peak, work.element_bytes, work.kind) for p in work.products(*local))
+
+
+def _of_blocks(node: fx.Node) -> dict[str, Any]:
+    """Return what a Shape says of an attention that runs block by block, nothing of one that a kernel may serve."""
+    if node.target not in ATTENTION:
+        return {}
+    given = bound(node)
+    drops = given["state"] is not None
+    if not (drops or given["softcap"] or node.target is autopar.attention_bias_bw.default):
+        return {}
+    wide = lse_dtype(values_of(node)[0].dtype)
+    return {"score_bytes": wide.itemsize, "draw_flops": OPS_PER_NUMBER[autopar.dropout.default] if drops else 0.0}
 
 
 def _inner(node: fx.Node, hardware: Hardware) -> tuple[float, int]:

@@ -185,6 +185,37 @@ def test_the_backward_follows_from_its_ops():
     assert 2.5 < ratio < 2.5 / cost.hardware.attention["cudnn"].backward
 
 
+def test_what_no_kernel_does_runs_in_blocks():
+    """In the wide type, whatever the tensors have: caps, dropped weights, gradients of a mask."""
+    cost, b, h, s, d = ComputeCost(load("h100")), 2, 8, 2048, 64
+
+    def seconds(target, softcap=0.0, drops=()) -> float:
+        graph = torch.fx.Graph()
+        q, k, v, out, lse, mask = (graph.placeholder(name) for name in ("q", "k", "v", "out", "lse", "mask"))
+        is_forward = target is autopar.attention.default
+        tensors = (q, k, v, mask) if is_forward else (q, q, k, v, out, lse, mask)
+        special = (None, softcap, False) if is_forward else (False, softcap)
+        node = graph.call_function(target, (*tensors, True, None, 0, 0, 0, None, None, *special, *drops))
+        for n in (q, k, v, out):
+            n.meta["val"] = torch.empty(b, h, s, d, dtype=torch.bfloat16, device="meta")
+        lse.meta["val"], mask.meta["val"] = (torch.empty(b, h, s, n, device="meta") for n in (1, s))
+        lse.meta["val"] = lse.meta["val"].squeeze(-1)
+        made = (q, lse) if is_forward else (q, k, v)
+        node.meta["val"] = tuple(n.meta["val"] for n in made)
+        return price(node, cost)
+
+    state = torch.fx.Graph().placeholder("state")
+    state.meta["val"] = torch.empty(2, dtype=torch.int64, device="meta")
+    drops, pairs = (state, 0.1, 0, 0, [h * s * s, s * s, s, 1]), b * h * s * s / 2
+    wide = cost.hardware.reached_flops_per_second("fp32"), cost.hardware.reached_memory_bytes_per_second
+    for target, products, passes in ((autopar.attention.default, 2, 10), (autopar.attention_bw.default, 5, 22)):
+        capped, dropped, kernel = seconds(target, 5.0), seconds(target, 0.0, drops), seconds(target)
+        wanted = products * 2 * pairs * d / wide[0] + passes * pairs * 4 / wide[1]
+        assert capped == pytest.approx(wanted, rel=0.05) and capped > 2 * kernel
+        assert dropped - capped == pytest.approx(8 * pairs / wide[0])
+    assert seconds(autopar.attention_bias_bw.default) == pytest.approx(seconds(autopar.attention_bw.default, 5.0))
+
+
 def test_a_causal_mask_saves_half_of_long_sequences_only():
     """A mask over n blocks of 128 queries leaves n (n + 1) / 2 pairs with blocks of keys to compute."""
     bare = Attention((128.0,), (0.35,))
