@@ -6,6 +6,8 @@ micro-batch, the step from one to the next. An attention draws if it has them.
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 from torch import fx
 
@@ -24,7 +26,7 @@ STREAM = {
 
 def stream_of(node: fx.Node) -> int | None:
     """Return the stream number of a graph's node, None if it does not draw."""
-    position = STREAM.get(node.target) if node.op == "call_function" else None
-    if position is None:
+    if node.op != "call_function" or node.target not in STREAM:
         return None
-    return node.args[position] if len(node.args) > position else node.kwargs.get("stream")
+    position = STREAM[cast(Any, node.target)]
+    return cast(int | None, node.args[position] if len(node.args) > position else node.kwargs.get("stream"))

@@ -28,10 +28,10 @@ from .test_attention_gpu import BF16, CALLS, FP32, FP64, both, seq_major
 SLACK_BYTES = 64 * 1024  # small tensors of a number a row
 
 
-def check(said: int, results, count) -> None:
+def check(said: int, results, count, most: float = 1.1) -> None:
     found = count.peak_bytes - nbytes(results)
     assert found <= said + SLACK_BYTES, (found, said)
-    assert said <= 1.1 * found + SLACK_BYTES, (found, said)
+    assert said <= most * found + SLACK_BYTES, (found, said)
 
 
 def inside(arguments) -> int:
@@ -140,7 +140,7 @@ def test_blocks_that_drop_weights(causal, length, monkeypatch):
     ((16, 1024, 1024), None), ((64, 1024, 1024), None), ((4096, 4095), (4096, 4097)), ((3, 5), None),
 ])  # fmt: skip
 def test_dropout(shape, whole, monkeypatch):
-    """What draws is bounded, however large the tensor is."""
+    """The bytes that draw are bounded, however large the tensor is."""
     monkeypatch.setitem(counter_rng.BLOCK_NUMEL, "cpu", counter_rng.BLOCK_NUMEL["cuda"])  # of fake ones, which index
     monkeypatch.setattr(counter_rng, "key_and_start", lambda *_: (3, 0))  # of a state that has values
     constants = 0.1, 0, 0, counter_rng.contiguous_strides(whole or shape)
@@ -150,7 +150,7 @@ def test_dropout(shape, whole, monkeypatch):
 
     results, arguments, count = counted(counter_rng.dropout._init_fn, make)
     said = workspace.workspace_bytes(autopar.dropout.default, *arguments)
-    check(said, results, count)
+    check(said, results, count, most=1.1 if whole is None else 1.3)  # rows that begin inside of a word take some more
     assert said <= 72 * 2**21
 
 
