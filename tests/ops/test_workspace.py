@@ -144,7 +144,7 @@ def test_blocks_that_drop_weights(causal, length, monkeypatch):
     ((16, 1024, 1024), None), ((64, 1024, 1024), None), ((4096, 4095), (4096, 4097)), ((3, 5), None),
 ])  # fmt: skip
 def test_dropout(shape, whole, monkeypatch):
-    """What draws is bounded, however large the tensor is."""
+    """The memory of what draws is bounded, however large the tensor is."""
     monkeypatch.setitem(counter_rng.BLOCK_NUMEL, "cpu", counter_rng.BLOCK_NUMEL["cuda"])  # of fake ones, which index
     monkeypatch.setattr(counter_rng, "key_and_start", lambda *_: (3, 0))  # of a state that has values
     constants = 0.1, 0, 0, counter_rng.contiguous_strides(whole or shape)
