@@ -16,16 +16,16 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from .._torch import c10d, op_name
+from .._torch import c10d
 from ..codegen.rank_program import LoweredProgram
 from ..ir.graph import operand, outputs_of
+from ..passes.distribute.heavy_ops import HEAVY, is_heavy
 from ..passes.distribute.overlap import gathers_of, leading_out
 from ..planner.objective.script import Script, StreamOf, scripts_of
 from ..planner.objective.step_order import Execution
 from ..planner.problem.problem import Problem
 from ..planner.spmd.planned import Planned
 
-WORK = re.compile(r"_?(fp8_)?(linear|mm|addmm|bmm|baddbmm|matmul|grouped_mm|convolution)(_\w+)?|\w*attention\w*")
 CALL = re.compile(r"(?:extern_kernels|torch\.ops\.\w+)\.(\w+)")
 STARTED = re.compile(r"(\w+) = torch\.ops\._c10d_functional\.(\w+?)_?\.\w+\(")
 WAITED = re.compile(r"_c10d_functional\.wait_tensor\.default\((\w+)")
@@ -49,7 +49,7 @@ def of_plan(planned: Planned) -> Census:
 
 
 def _of_script(problem: Problem, script: Script) -> Census:
-    works = [isinstance(p.source, Execution) and _is_work(problem.vertices[p.source.vertex].node) for p in script.main]
+    works = [isinstance(p.source, Execution) and is_heavy(problem.vertices[p.source.vertex].node) for p in script.main]
     before = [0]
     for work in works:
         before.append(before[-1] + work)
@@ -74,7 +74,7 @@ def of_graphs(program: LoweredProgram) -> Census:
                 steps.append(("start", node.name))
             elif node.target is c10d.wait_tensor.default:
                 steps.append(("wait", operand(node).name))
-            elif node.op == "call_function" and _is_work(node):
+            elif is_heavy(node):
                 steps.append(("work", node.name))
         total += _of_steps(steps, hideable)
     return total
@@ -123,7 +123,7 @@ def of_compiled(lines: Sequence[str], module: fx.GraphModule, hideable: dict[str
                 steps.append(("start", node.name))
         elif waited := WAITED.search(line):
             steps.append(("wait", names.get(waited[1], "")))
-        elif any(WORK.fullmatch(called) for called in CALL.findall(line)):
+        elif any(HEAVY.fullmatch(called) for called in CALL.findall(line)):
             steps.append(("work", line))
     return _of_steps(steps, hideable)
 
@@ -131,7 +131,3 @@ def of_compiled(lines: Sequence[str], module: fx.GraphModule, hideable: dict[str
 def is_start(node: fx.Node) -> bool:
     """Return whether a node starts a collective of torch."""
     return "_c10d_functional" in str(node.target) and node.target is not c10d.wait_tensor.default
-
-
-def _is_work(node: fx.Node) -> bool:
-    return node.op == "call_function" and WORK.fullmatch(op_name(node.target)) is not None

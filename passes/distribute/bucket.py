@@ -6,10 +6,15 @@ tensors. Every member becomes columns of one (devices, columns) buffer. The byte
 global sizes alone, so all ranks pack alike, uneven shards or not. Gathers whose copies are kept share no bucket with
 others: the micro-batches of a pipeline make those once (passes/pipeline/compute_once.py). Li et al., "PyTorch
 Distributed", VLDB 13(12), 2020, section 3.2.3.
+
+Where collectives run beside compute, what nothing can run beside shares no bucket with what it would keep waiting: the
+gathers up to the first product of a phase, or up to the next one where two buckets are wanted at once, and the
+reductions after the last product.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import cast
@@ -17,21 +22,24 @@ from typing import cast
 import torch
 from torch import fx
 
-from ..._torch import c10d
+from ..._torch import c10d, op_name
 from ...ir.graph import operand
 from .emit import Builder, contiguous
+from .heavy_ops import is_heavy
 
 aten = torch.ops.aten
 
 
-def bucket(local: fx.GraphModule, bucket_bytes: float) -> fx.GraphModule:
-    """Pack collectives of a local joint graph in place. Run it after the canonical ops are lowered."""
+def bucket(local: fx.GraphModule, bucket_bytes: float, overlaps: bool = False) -> fx.GraphModule:
+    """Pack collectives of a local joint graph in place. Run it after the canonical ops are lowered. `overlaps`: whether
+    collectives run beside compute."""
     graph = local.graph
     # a tensor that moves over two axes is in two buckets: the first gather, or the first reduction, is packed first
     done: set[fx.Node] = set()
     while starts := [s for s in map(lambda n: _Start.of(n, done), graph.nodes) if s is not None]:
         waiting = {s.node for s in starts}
-        for buckets in _grouped([s for s in starts if waiting.isdisjoint(s.way)], bucket_bytes).values():
+        places = _places(graph) if overlaps else {}
+        for buckets in _grouped([s for s in starts if waiting.isdisjoint(s.way)], bucket_bytes, places).values():
             for members in buckets:
                 done |= {s.node for s in members}
                 if len(members) > 1:
@@ -69,17 +77,43 @@ class _Start:
         return None
 
 
-def _grouped(starts: list[_Start], bucket_bytes: float) -> dict[tuple, list[list[_Start]]]:
-    """Group collectives into buckets by kind, collective, axes, op, type, phase, and whether copies are kept."""
+def _places(graph: fx.Graph) -> dict[fx.Node, tuple[int, bool]]:
+    """Return how many heavy ops of its phase come before each op, and whether that is all of them. Attention does not
+    count: around a ring some ranks leave out blocks of it, and all have to pack alike."""
+    heavy: Counter[str] = Counter()
+    counts = {}
+    for node in graph.nodes:
+        if node.op == "call_function":
+            heavy[node.meta.get("phase", "")] += is_heavy(node) and "attention" not in op_name(node.target)
+            counts[node] = heavy[node.meta.get("phase", "")]
+    return {node: (count, count == heavy[node.meta.get("phase", "")]) for node, count in counts.items()}
+
+
+def _grouped(
+    starts: list[_Start], bucket_bytes: float, places: dict[fx.Node, tuple[int, bool]]
+) -> dict[tuple, list[list[_Start]]]:
+    """Group collectives into buckets by kind, collective, axes, op, type, phase, and whether copies are kept. With
+    `places` what nothing runs beside is in buckets of its own: gathers that are wanted where the bucket before them is,
+    or where the phase begins, and reductions where it ends."""
     groups: dict[tuple, list[list[_Start]]] = {}
     filled: dict[tuple, float] = {}
+    wanted: dict[str, int] = {}  # by phase, the place where the gathers of the latest bucket are
+    exposed: dict[tuple, int] = {}  # the same of a bucket that nothing runs beside
     for start in starts:
         node, value = start.node, operand(start.node).meta["val"]
         meta, size = node.meta["collective"], node.meta["tensor_bytes"]
+        place, is_end = places.get(node, (0, False))
+        is_gather = bool(places) and start.kind == "gather"
         key = (start.kind, meta.kind, meta.axes, node.target, value.dtype, meta.phase, _is_kept(node))
-        if key not in groups or filled[key] + size > bucket_bytes:
+        key += (is_end and not is_gather,)
+        if key not in groups or filled[key] + size > bucket_bytes or exposed.get(key, place) != place:
             groups.setdefault(key, []).append([])
             filled[key] = 0.0
+            exposed.pop(key, None)
+            if is_gather:
+                if wanted.get(meta.phase, 0) == place:
+                    exposed[key] = place
+                wanted[meta.phase] = place
         groups[key][-1].append(start)
         filled[key] += size
     return groups
