@@ -8,13 +8,11 @@ others: the micro-batches of a pipeline make those once (passes/pipeline/compute
 Distributed", VLDB 13(12), 2020, section 3.2.3.
 
 Where collectives run beside compute, what nothing can run beside shares no bucket with what it would keep waiting: the
-gathers up to the first product of a phase, or up to the next one where two buckets are wanted at once, and the
-reductions after the last product.
+gathers up to the first product of a phase, and the reductions after the last one.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import cast
@@ -22,10 +20,10 @@ from typing import cast
 import torch
 from torch import fx
 
-from ..._torch import c10d, op_name
+from ..._torch import c10d
 from ...ir.graph import operand
 from .emit import Builder, contiguous
-from .heavy_ops import is_heavy
+from .heavy_ops import is_product
 
 aten = torch.ops.aten
 
@@ -38,8 +36,8 @@ def bucket(local: fx.GraphModule, bucket_bytes: float, overlaps: bool = False) -
     done: set[fx.Node] = set()
     while starts := [s for s in map(lambda n: _Start.of(n, done), graph.nodes) if s is not None]:
         waiting = {s.node for s in starts}
-        places = _places(graph) if overlaps else {}
-        for buckets in _grouped([s for s in starts if waiting.isdisjoint(s.way)], bucket_bytes, places).values():
+        alone = _beside_nothing(graph) if overlaps else set()
+        for buckets in _grouped([s for s in starts if waiting.isdisjoint(s.way)], bucket_bytes, alone).values():
             for members in buckets:
                 done |= {s.node for s in members}
                 if len(members) > 1:
@@ -77,43 +75,31 @@ class _Start:
         return None
 
 
-def _places(graph: fx.Graph) -> dict[fx.Node, tuple[int, bool]]:
-    """Return how many heavy ops of its phase come before each op, and whether that is all of them. Attention does not
-    count: around a ring some ranks leave out blocks of it, and all have to pack alike."""
-    heavy: Counter[str] = Counter()
-    counts = {}
-    for node in graph.nodes:
-        if node.op == "call_function":
-            heavy[node.meta.get("phase", "")] += is_heavy(node) and "attention" not in op_name(node.target)
-            counts[node] = heavy[node.meta.get("phase", "")]
-    return {node: (count, count == heavy[node.meta.get("phase", "")]) for node, count in counts.items()}
+def _beside_nothing(graph: fx.Graph) -> set[fx.Node]:
+    """Return the gathers before the first product of each phase, and the reductions after the last one."""
+    found: set[fx.Node] = set()
+    for phase in ("forward", "backward"):
+        nodes = [n for n in graph.nodes if n.op == "call_function" and n.meta.get("phase") == phase]
+        products = [i for i, node in enumerate(nodes) if is_product(node)]
+        if products:
+            gathers, reductions = nodes[: products[0]], nodes[products[-1] + 1 :]
+            found |= {n for n in gathers if n.target is c10d.all_gather_into_tensor.default}
+            found |= {n for n in reductions if n.target is not c10d.all_gather_into_tensor.default}
+    return found
 
 
-def _grouped(
-    starts: list[_Start], bucket_bytes: float, places: dict[fx.Node, tuple[int, bool]]
-) -> dict[tuple, list[list[_Start]]]:
-    """Group collectives into buckets by kind, collective, axes, op, type, phase, and whether copies are kept. With
-    `places` what nothing runs beside is in buckets of its own: gathers that are wanted where the bucket before them is,
-    or where the phase begins, and reductions where it ends."""
+def _grouped(starts: list[_Start], bucket_bytes: float, alone: set[fx.Node]) -> dict[tuple, list[list[_Start]]]:
+    """Group collectives into buckets by kind, collective, axes, op, type, phase, whether copies are kept, and whether
+    they are `alone`."""
     groups: dict[tuple, list[list[_Start]]] = {}
     filled: dict[tuple, float] = {}
-    wanted: dict[str, int] = {}  # by phase, the place where the gathers of the latest bucket are
-    exposed: dict[tuple, int] = {}  # the same of a bucket that nothing runs beside
     for start in starts:
         node, value = start.node, operand(start.node).meta["val"]
         meta, size = node.meta["collective"], node.meta["tensor_bytes"]
-        place, is_end = places.get(node, (0, False))
-        is_gather = bool(places) and start.kind == "gather"
-        key = (start.kind, meta.kind, meta.axes, node.target, value.dtype, meta.phase, _is_kept(node))
-        key += (is_end and not is_gather,)
-        if key not in groups or filled[key] + size > bucket_bytes or exposed.get(key, place) != place:
+        key = (start.kind, meta.kind, meta.axes, node.target, value.dtype, meta.phase, _is_kept(node), node in alone)
+        if key not in groups or filled[key] + size > bucket_bytes:
             groups.setdefault(key, []).append([])
             filled[key] = 0.0
-            exposed.pop(key, None)
-            if is_gather:
-                if wanted.get(meta.phase, 0) == place:
-                    exposed[key] = place
-                wanted[meta.phase] = place
         groups[key][-1].append(start)
         filled[key] += size
     return groups

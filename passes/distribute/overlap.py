@@ -5,8 +5,8 @@ A collective starts in one node and is waited for in another. The wait for a buc
 goes through on its way out of the graph, comes just before the next bucket is packed: that costs nothing where nothing
 can run beside compute, and even there processes that do not wait for each other wake up less often. The gather of a
 bucket of parameters starts as soon as the one before it has arrived, and travels while that is computed with, where
-that gains more than the bucket's memory. So at most one gather and one reduction are on their way at a time, and little
-more memory is held than by waiting at once. The order of collectives is the same on all ranks. Li et al., "PyTorch
+that gains more than the bucket's memory. So at most one gather and one reduction are on their way beside a product, or
+those together that no product is between, and little more memory is held than by waiting at once. The order of collectives is the same on all ranks. Li et al., "PyTorch
 Distributed", VLDB 13(12), 2020, section 3.2.3; Zhao et al., "PyTorch FSDP", VLDB 16(12), 2023, section 3.3.
 
 A tensor may take several collectives: over two axes one after the other, or over the tiers of links that one is taken
@@ -17,7 +17,7 @@ reduction goes on until its slowest step, across the nodes, has started, and the
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable
 
@@ -26,6 +26,7 @@ from torch import fx
 
 from ..._torch import c10d
 from ...ir.graph import operand, output_node
+from .heavy_ops import is_product
 from .partition import phase_of
 
 aten = torch.ops.aten
@@ -76,7 +77,7 @@ def leading_out(graph: fx.Graph) -> set[fx.Node]:
 
 def _gather_ahead(gathers: list[fx.Node]) -> None:
     """Move the gathers of a phase. The last collective of a tensor's starts as soon as that of the bucket before it has
-    arrived, what it waits for a bucket earlier."""
+    arrived, what it waits for a bucket earlier; where no product is between two, both start beside the one before."""
     starts, readers = set(gathers), defaultdict(list)
     ways = {start: _way_of(start, starts) for start in gathers}
     for start, way in ways.items():
@@ -84,19 +85,33 @@ def _gather_ahead(gathers: list[fx.Node]) -> None:
             if node.target is c10d.wait_tensor.default:
                 readers[operand(node)].append(start)
     lasts = [start for start in gathers if not readers[start]]
-    slots = {start: i for i, start in enumerate(lasts)}
+    behind = _one_product_earlier(lasts)
+    places = dict(zip(lasts, behind))  # the number of the bucket behind which a gather starts, -1 where it stays
     for start in reversed(gathers):
         if readers[start]:
-            slots[start] = min(slots[reader] for reader in readers[start]) - 1
+            first = min(places[reader] for reader in readers[start])
+            places[start] = max(behind[first], 0) if first >= 0 else -1  # or together with what waits for it
     for i, before in enumerate(lasts):
         anchor = wait_of(before)
         order = {node: place for place, node in enumerate(anchor.graph.nodes)}
-        # what should have started before the first of all starts behind it
-        moved = [ways[start] for start in gathers if max(slots[start], 1) == i + 1]
+        moved = [ways[start] for start in gathers if places[start] == i]
         for node in sorted(set().union(*moved), key=order.__getitem__):
             if order[node] > order[wait_of(before)]:
                 anchor.append(node)
                 anchor = node
+
+
+def _one_product_earlier(gathers: list[fx.Node]) -> list[int]:
+    """Return, for each gather, the latest one before it that has arrived a product earlier, -1 if none has."""
+    if not gathers:
+        return []
+    waits, products, counts = {wait_of(start) for start in gathers}, 0, {}
+    for node in gathers[0].graph.nodes:
+        products += is_product(node)
+        if node in waits:
+            counts[node] = products
+    made = [counts[wait_of(start)] for start in gathers]
+    return [bisect_left(made, count) - 1 for count in made]
 
 
 def _way_of(start: fx.Node, gathers: set[fx.Node]) -> set[fx.Node]:
@@ -124,6 +139,14 @@ def _reduce_behind(graph: fx.Graph, by_step: bool) -> None:
             behind.add(node)
     anchors = sorted((_packed(s) for s in starts if s not in behind and s.target in REDUCTIONS), key=order.__getitem__)
     places = [order[anchor] for anchor in anchors]
+    products = [order[node] for node in graph.nodes if is_product(node)] if by_step else []
+
+    def later(place: int) -> int:
+        """Return the number of the first reduction that is packed behind a place, a product later if there is one."""
+        found = bisect_right(places, place)
+        at = bisect_right(products, place)
+        return max(found, bisect_right(places, products[at])) if at < len(products) else found
+
     slots: dict[fx.Node, int] = {}  # of what moves: the number of the reduction before which it comes
     for node in graph.nodes:
         if node not in behind:
@@ -131,7 +154,8 @@ def _reduce_behind(graph: fx.Graph, by_step: bool) -> None:
         reads = node.all_input_nodes
         moved = [slots[a] for a in reads if a in slots]
         if node.target is c10d.wait_tensor.default and operand(node) in waited:
-            slots[node] = moved[0] + 1 if moved else bisect_right(places, order[operand(node)])
+            at_end = moved == [len(places)]
+            slots[node] = len(places) if at_end else later(places[moved[0]] if moved else order[operand(node)])
         elif moved:
             slots[node] = max(moved + [bisect_right(places, order[a]) for a in reads if a not in slots])
     for node, slot in slots.items():
