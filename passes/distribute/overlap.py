@@ -6,8 +6,9 @@ goes through on its way out of the graph, comes just before the next bucket is p
 can run beside compute, and even there processes that do not wait for each other wake up less often. The gather of a
 bucket of parameters starts as soon as the one before it has arrived, and travels while that is computed with, where
 that gains more than the bucket's memory. So at most one gather and one reduction are on their way beside a product, or
-those together that no product is between, and little more memory is held than by waiting at once. The order of collectives is the same on all ranks. Li et al., "PyTorch
-Distributed", VLDB 13(12), 2020, section 3.2.3; Zhao et al., "PyTorch FSDP", VLDB 16(12), 2023, section 3.3.
+those together that no product is between, and little more memory is held than by waiting at once. The order of
+collectives is the same on all ranks. Li et al., "PyTorch Distributed", VLDB 13(12), 2020, section 3.2.3; Zhao et al.,
+"PyTorch FSDP", VLDB 16(12), 2023, section 3.3.
 
 A tensor may take several collectives: over two axes one after the other, or over the tiers of links that one is taken
 apart into (passes/distribute/by_tier.py). Where they run beside compute, each is a bucket apart from the next: the last
