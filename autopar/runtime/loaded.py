@@ -25,6 +25,7 @@ from ..codegen.python_code import as_on_gloo, bind_groups, boxed, group_names
 from ..codegen.row_counts import RowCounter
 from ..errors import CompilerError
 from ..ops import autopar
+from ..passes.distribute.heavy_ops import is_product
 from ..processes import watch
 from ..processes.guarded import FORWARDS
 from ..processes.process_groups import ProcessGroups
@@ -131,7 +132,7 @@ def _compiled(module: fx.GraphModule, phase: str, options: Mapping[str, object])
         node.target = AS_COMPILED.get(node.target, node.target)
     module.recompile()
     with _explained(phase):  # without fullgraph=True, under which Dynamo traces what handles the error of a collective
-        run = torch.compile(module, **_torch.in_given_order({"dynamic": False, **options}))
+        run = torch.compile(module, **_torch.in_given_order({"dynamic": False, **options}, is_product))
 
     def run_boxed(values: list):
         arguments = tuple(values)

@@ -27,7 +27,7 @@ from ..planner.problem.problem import Problem
 from ..planner.spmd.planned import Planned
 
 CALL = re.compile(r"(?:extern_kernels|torch\.ops\.\w+)\.(\w+)")
-STARTED = re.compile(r"(\w+) = torch\.ops\._c10d_functional\.(\w+?)_?\.\w+\(")
+STARTED = re.compile(r"(?:(\w+) = )?torch\.ops\._c10d_functional\.(\w+?)_?\.\w+\((\w+)")
 WAITED = re.compile(r"_c10d_functional\.wait_tensor\.default\((\w+)")
 
 
@@ -116,13 +116,13 @@ def of_compiled(lines: Sequence[str], module: fx.GraphModule, hideable: dict[str
     steps: list[Step] = []
     names: dict[str, str] = {}  # by buffer, the collective that fills it
     for line in lines:
-        if started := STARTED.search(line):
+        if waited := WAITED.search(line):
+            steps.append(("wait", names.get(waited[1], "")))
+        elif started := STARTED.search(line):
             node = next(starts)
-            names[started[1]] = node.name
+            names[started[1] or started[3]] = node.name  # without a name it is in place
             if node.name in hideable:
                 steps.append(("start", node.name))
-        elif waited := WAITED.search(line):
-            steps.append(("wait", names.get(waited[1], "")))
         elif any(HEAVY.fullmatch(called) for called in CALL.findall(line)):
             steps.append(("work", line))
     return _of_steps(steps, hideable)
