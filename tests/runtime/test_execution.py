@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 
 import pytest
@@ -89,20 +90,27 @@ def test_an_error_where_it_was_asked_for(alone, monkeypatch):
         parallel(**CALL)
 
 
-def _through_inductor(rank: int) -> None:
-    for strategy in ("fsdp", "ddp"):
-        model, batch = models.build(
-            "llama:hidden=32,layers=2,heads=4,kv_heads=2,ffn=48,vocab=60", batch=4, seq=16, device="cpu"
-        )
-        parallel, reference = pair(model, device_mesh("dp=2"), batch, strategy=strategy, execution="compiled")
-        for _ in range(2):
-            for module in (parallel, reference):
-                module.zero_grad()
-                module(**batch).loss.backward()
-            assert_same_gradients(parallel, reference)
+def _through_inductor(rank: int, strategy: str, folder: str) -> dict[str, int]:
+    """Train two steps as the plain model does; return what Inductor found in its cache."""
+    from torch._dynamo.utils import counters
+
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    text = "llama:hidden=32,layers=2,heads=4,kv_heads=2,ffn=48,vocab=60"
+    model, batch = models.build(text, batch=4, seq=16, device="cpu")
+    parallel, reference = pair(model, device_mesh("dp=2"), batch, strategy=strategy, execution="compiled")
+    for _ in range(2):
+        for module in (parallel, reference):
+            module.zero_grad()
+            module(**batch).loss.backward()
+        assert_same_gradients(parallel, reference)
+    return {name: count for name, count in counters["inductor"].items() if name.startswith("fxgraph_cache")}
 
 
 @pytest.mark.slow
 @pytest.mark.gloo
-def test_through_inductor():
-    gloo.run(2, _through_inductor, seconds=400)
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+def test_through_inductor(strategy, tmp_path):
+    """The same gradients, and a second start takes what the first one compiled."""
+    gloo.run(2, _through_inductor, strategy, str(tmp_path), seconds=400)
+    for found in gloo.run(2, _through_inductor, strategy, str(tmp_path), seconds=400):
+        assert found == {"fxgraph_cache_hit": 2}
