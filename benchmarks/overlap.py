@@ -103,13 +103,13 @@ def main() -> int:
     words = parser.parse_args().words
     quiet()
     names = f"{'plan':>8}  {'graph':>8}  {'Inductor':>8}"
-    print(f"{'':42} {'MB sent':28}   {'beside compute':28}   over the plan's")
-    print(f"{'':42} {names}   {names}   {'graph':>6}  Inductor")
+    print(f"{'':50} {'MB sent':28}   {'beside compute':28}   over the plan's")
+    print(f"{'':50} {names}   {names}   {'graph':>6}  Inductor")
     every = []
     for case in (case for case in [*LARGE, *TINY] if not words or any(word in str(case) for word in words)):
         text, ratios = measured(case)
         every += ratios
-        print(f"{case!s:42} {text}", flush=True)
+        print(f"{case!s:50} {text}", flush=True)
     print(f"{sum(ratio >= LOW for ratio in every)} of {len(every)} ratios at least {LOW}")
     return int(min(every) < LOW)
 

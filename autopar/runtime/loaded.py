@@ -28,6 +28,7 @@ from ..codegen.python_code import as_on_gloo, bind_groups, boxed, group_names
 from ..codegen.row_counts import RowCounter
 from ..errors import CompilerError
 from ..ops import autopar
+from ..ops.fused_forms import FUSED
 from ..passes.distribute.heavy_ops import is_product
 from ..processes import watch
 from ..processes.guarded import FORWARDS
@@ -165,8 +166,9 @@ def _copy(module: fx.GraphModule) -> fx.GraphModule:
 def _compiled(module: fx.GraphModule, phase: str, options: Mapping[str, object]) -> Callable:
     """Return the graph of a module behind torch.compile, called like that of codegen.boxed."""
     module = _copy(module)
+    fused = FUSED if options.get("backend", "inductor") == "inductor" else {}  # others would write all of it
     for node in module.graph.nodes:
-        node.target = AS_COMPILED.get(node.target, node.target)
+        node.target = fused.get(node.target) or AS_COMPILED.get(node.target, node.target)
     module.recompile()
     with _explained(phase):  # without fullgraph=True, under which Dynamo traces what handles the error of a collective
         run = torch.compile(_with_own_code(module), **_torch.in_given_order({"dynamic": False, **options}, is_product))
