@@ -171,7 +171,7 @@ RANK = (
     Pass("loop", loop, lambda here: (here.plan.sharding.loops,), lambda here: bool(here.plan.sharding.loops),
          needs="--loops auto"),
     Pass("lower_ops", lower_ops),
-    Pass("bucket", bucket, lambda here: (here.plan.bucket_bytes,)),
+    Pass("bucket", bucket, lambda here: (here.plan.bucket_bytes, here.plan.overlaps)),
     Pass("by_tier", by_tier,
          lambda here: (here.plan.sharding.mesh, here.plan.sharding.hierarchy, here.plan.reduce_scatter),
          lambda here: bool(here.plan.sharding.hierarchy), needs="a profile with two tiers of links"),

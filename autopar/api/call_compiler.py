@@ -249,7 +249,7 @@ class CallCompiler:
             for k in ("hardware", "optimizer", "precision", "execution", "expert_load", "strategy", "strict")
         }
         if self.given is not None:
-            asked["strategy"] = first.strategy
+            asked |= {"strategy": first.strategy, "execution": first.execution}
         asked_again = options_of(
             self.device_mesh,
             **asked,

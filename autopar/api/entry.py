@@ -20,6 +20,7 @@ from ..adapt import order
 from ..adapt.order import Adaptation
 from ..codegen import pass_manager
 from ..compiler import PASSES, trace_to_plan
+from ..cost.compute import COMPILED
 from ..errors import InputError, MeshError, MovedParameterError, StrategyError
 from ..frontend.export import Captured
 from ..frontend.fake_parameters import forms_of
@@ -31,7 +32,7 @@ from ..ir.mesh import Mesh
 from ..planner import free_batch
 from ..planner.explain import Explanation, explain_plan
 from ..planner.explain_pipeline import PipelineExplanation, explain_pipeline
-from ..planner.options import hardware_of, precision_on
+from ..planner.options import device_type_of, execution_on, hardware_of, precision_on
 from ..planner.problem.hf_tp_plan import styles_of
 from ..planner.remedies import planned_or_fixes
 from ..planner.request import PlanRequest
@@ -109,8 +110,8 @@ def plan(
     computes faster in it and the model is in fp32, but never on a DeviceMesh of CPUs. `reduce_dtype`: "bf16" or
     "fp16", in which gradients are added up over devices, if it is narrower than theirs. `state_dtype`: "bf16",
     in which the optimizer's tensors are kept from step to step (runtime/narrow_state.py). `execution`: "eager", op by
-    op as compiled models run by themselves, or "compiled", priced for one on which `.compile()` is called: pointwise
-    ops fused, launches hidden. `expert_load`: rows of experts that the busiest device is assumed to get, over the mean
+    op as `compile` runs graphs on CPUs, or "compiled", through torch.compile as it does on GPUs: pointwise ops fused,
+    launches hidden. `expert_load`: rows of experts that the busiest device is assumed to get, over the mean
     of all (cost/expert_load.py). `adapt`: LoRA, QLoRA, FakeQuant, FP8 (autopar/adapt), planned with the rest. `passes`:
     autopar.Pass values of your own, each run after the compiler's pass that it names (docs/extending.md).
     `baselines=False` leaves the expert strategies out, "pipelines" adds experts' pipelines on the devices of a mesh
@@ -230,7 +231,7 @@ def compile(
     strategy: words.Strategy | None = None,
     reduce_dtype: str | torch.dtype | None = None,
     state_dtype: str | torch.dtype | None = None,
-    execution: words.Execution = "eager",
+    execution: words.Execution | None = None,
     expert_load: float = 1.0,
     pin: Mapping[str, str] | None = None,
     adapt: Sequence[Adaptation] = (),
@@ -261,11 +262,13 @@ def compile(
     whose precision "auto" then means.
     `weights`: a Hugging Face safetensors folder from which each rank reads its shards; the model may be on the meta
     device. `baselines=True` sets the experts' strategies beside the plan, which takes as long as the search itself;
-    else they are looked at only where the plan may be more than 0.2% from the best. Other arguments as in
-    `autopar.plan`. The source model's parameters are taken over; where ranks built it with different values, rank 0's
-    count (runtime/same_values.py). Before every `check_every`-th call that trains, ranks compare their parameters and
-    batches, and look for NaN (runtime/equal_ranks.py); None: never. Without example_inputs the model is compiled at its
-    first call.
+    else they are looked at only where the plan may be more than 0.2% from the best. `execution`: "eager" runs the
+    graphs op by op, "compiled" through torch.compile; None: as a plan that is given says, else through torch.compile on
+    GPUs (unless values wait on the host), op by op with one warning if that fails, and op by op on CPUs. Other
+    arguments as in `autopar.plan`. The source model's parameters are taken over; where ranks built it with different
+    values, rank 0's count (runtime/same_values.py). Before every `check_every`-th call that trains, ranks compare their
+    parameters and batches, and look for NaN (runtime/equal_ranks.py); None: never. Without example_inputs the model is
+    compiled at its first call.
 
     With `micro_batches=K`, or a plan made with it, a call takes the whole batch, cuts it into K and runs them one after
     the other. It computes the gradients at once, and `loss.backward()` hands them out: those of the whole batch. A loop
@@ -299,34 +302,13 @@ def compile(
     if precision != AUTO or plan is None:
         precision = precision_on(mesh, hardware, precision, model)
     arguments = dict(
-        inputs=inputs,
-        outputs=outputs,
-        plan=plan,
-        hardware=hardware,
-        memory=memory,
-        optimizer=optimizer,
-        precision=precision,
-        reduce_dtype=reduce_dtype,
-        state_dtype=state_dtype,
-        execution=execution,
-        expert_load=expert_load,
-        strategy=strategy,
-        pin=pin,
-        loss_fn=loss_fn,
-        strict=strict,
-        baselines=baselines,
-        weights=weights,
-        adapt=adaptations,
-        passes=added,
-        micro_batches=micro_batches,
-        offload=offload,
-        tile=tile,
-        loops=loops,
-        schedule=schedule,
-        stages_per_rank=stages_per_rank,
-        pad=pad,
+        inputs=inputs, outputs=outputs, plan=plan, hardware=hardware, memory=memory, optimizer=optimizer,
+        precision=precision, reduce_dtype=reduce_dtype, state_dtype=state_dtype, execution=execution,
+        expert_load=expert_load, strategy=strategy, pin=pin, loss_fn=loss_fn, strict=strict,
+        baselines=baselines, weights=weights, adapt=adaptations, passes=added, micro_batches=micro_batches,
+        offload=offload, tile=tile, loops=loops, schedule=schedule, stages_per_rank=stages_per_rank, pad=pad,
         check_every=check_every,
-    )
+    )  # fmt: skip
     if micro_batches not in (None, AUTO):
         accumulation.check(micro_batches)
     if isinstance(schedule, Schedule):  # every rank has to know it by its name
@@ -378,6 +360,8 @@ def _compile(
     values = agree.everywhere(opened)
     share_values(model, device_mesh.device_type, shapes_of(model) if values is not None else ())
     seed = agree.from_rank_zero(torch.initial_seed)
+    execution = options["execution"]
+    options["execution"] = execution_on(device_type_of(device_mesh), execution, options["offload"])
     asked = options | {"loss_fn": loss_fn, "passes": passes}
     adapt, fp8 = fp8_choice.agreed(search, model, device_mesh, example_inputs, inputs, plan, adapt, asked)
     attachment = agree.everywhere(lambda: order.attach(model, adapt, "cpu", seed, weights is not None))
@@ -387,6 +371,8 @@ def _compile(
             model, compiler, example_inputs, inputs, device_mesh, values, attachment, outputs, pad, check_every
         )
         optimizers.follow(module)
+        if (execution or module.plan.execution) == COMPILED:
+            module.compile_graphs(falls_back=execution is None)
         return module
     except BaseException:
         with contextlib.suppress(MovedParameterError):  # what was taken over cannot be given back

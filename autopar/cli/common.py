@@ -70,8 +70,10 @@ def add_planning(parser, hardware: str | None) -> None:
     parser.add_argument("--reduce-dtype", metavar="T", help=reduce_dtype)
     state_dtype = "bf16: keep the optimizer's state in it (default: in the type of the parameters)"
     parser.add_argument("--state-dtype", metavar="T", help=state_dtype)
-    execution = "eager: op by op (default); compiled: by torch.compile, pointwise ops fused and launches hidden"
-    parser.add_argument("--execution", choices=("eager", "compiled"), default="eager", help=execution)
+    execution = "eager: op by op; compiled: by torch.compile, pointwise ops fused and launches hidden (default: "
+    execution += "eager)" if hardware else "compiled on GPUs, else eager)"
+    own = "eager" if hardware else None
+    parser.add_argument("--execution", choices=("eager", "compiled"), default=own, help=execution)
     load = "rows of experts that the busiest device is assumed to get, over the mean (default 1.0: balanced routing)"
     parser.add_argument("--expert-load", type=float, default=1.0, metavar="X", help=load)
     known = f"{', '.join(RECIPES)}, or one that --model FILE.py:FUNCTION registers (default: whatever is fastest)"

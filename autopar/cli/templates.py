@@ -19,6 +19,7 @@ from ..errors import AutoparError
 from ..hardware import profile
 from ..hardware.cores import on_cores
 from ..ir.mesh import Mesh
+from ..planner.options import execution_on
 from ..planner.spmd.plan_options import IN_DOUBT
 from ..plans.pipeline import axis_of
 from . import common, train_rank
@@ -55,6 +56,7 @@ def _plan(settings: dict, meshes: Sequence[str], folder: Path) -> None:
     asked = train_rank.asked(settings)
     if settings["device"] == "cpu" and asked["precision"] == "auto":
         asked["precision"] = "fp32"  # as on a DeviceMesh of processors
+    asked["execution"] = execution_on(settings["device"], asked["execution"], asked["offload"])
     known, cores = profile.load(asked["hardware"]), os.cpu_count() or 1
     for mesh in meshes:
         asked["hardware"] = on_cores(known, cores / Mesh.parse(mesh).devices)

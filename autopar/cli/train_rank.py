@@ -10,7 +10,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,15 @@ from .._torch import own_progress_lock, tree_flatten, tree_map
 from ..api import entry
 from ..calibrate import stale
 from ..cost.compute import DTYPE_NAMES
-from ..errors import AutoparError, CheckpointMismatch, CollectiveTimeout, InputError, ModelError, RankFailure
+from ..errors import (
+    AutoparError,
+    CheckpointMismatch,
+    CollectiveTimeout,
+    InputError,
+    ModelError,
+    RankFailure,
+    StrategyError,
+)
 from ..frontend.call_signature import split_example
 from ..hardware import profile
 from ..ir.mesh import Mesh
@@ -180,7 +188,8 @@ def _run(device_mesh, settings: dict, stop: StopSignals, say) -> int:
     dist.all_reduce(figures, dist.ReduceOp.MAX)
     say(fit("\n" + _comparison(model.plan, *figures.tolist(), len(timed))))
     if model.plan.routing is not None:
-        say(fit(f"\n{model.expert_balance()}"))
+        with suppress(StrategyError):  # graphs that went through torch.compile count no rows
+            say(fit(f"\n{model.expert_balance()}"))
     if settings["trace"]:
         _trace(model, settings, say)
     return 0

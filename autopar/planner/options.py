@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..cost.compute import EAGER
+from ..cost.compute import COMPILED, EAGER
 from ..errors import StrategyError
 from ..frontend.precision import AUTO, precision_name
 from ..hardware.profile import load as load_hardware
@@ -95,10 +95,23 @@ def hardware_of(mesh, hardware: str | Path | Hardware | None) -> Hardware:
     none."""
     if hardware is not None:
         return load_hardware(hardware)
-    kind = getattr(mesh, "device_type", None)
+    kind = device_type_of(mesh)
     if kind == "cpu":
         return load_hardware("cpu-gloo")
     return load_hardware(torch.cuda.get_device_name() if kind == "cuda" else "h100")
+
+
+def execution_on(device_type: str | None, execution: str | None, offload: str) -> str:
+    """Return how the graphs of a compiled module run on devices: as is asked, by default through torch.compile on GPUs,
+    but where values wait on the host, whose copies Inductor does not place, and op by op on other devices."""
+    if execution is not None:
+        return execution
+    return COMPILED if device_type == "cuda" and offload == "none" else EAGER
+
+
+def device_type_of(mesh) -> str | None:
+    """Return the type of the devices of a DeviceMesh, None of a mesh without devices."""
+    return getattr(mesh, "device_type", None)
 
 
 def precision_on(
@@ -110,7 +123,7 @@ def precision_on(
     if precision != AUTO:
         return precision_name(precision)
     own = {p.dtype for p in model.parameters() if p.is_floating_point()} if model is not None else set()
-    is_free = getattr(mesh, "device_type", None) != "cpu" and own <= {torch.float32}
+    is_free = device_type_of(mesh) != "cpu" and own <= {torch.float32}
     return hardware_of(mesh, hardware).precision if is_free else "fp32"
 
 

@@ -1,15 +1,18 @@
 """A rank's graph, ready to run: with process groups for the logical ones, on its device, watched; through torch.compile
-on demand.
+on demand, and by itself on GPUs (autopar/planner/options.py).
 
 torch.compile takes a graph as it is, collectives and all, but for ops that return what they write to: an all-reduce in
 place becomes one that copies, which Inductor may turn into one in place again. Gathers are collectives that it knows
-again. Inductor leaves collectives where they are: it would put each next to its wait, and nothing would run beside it.
+again. Inductor leaves collectives where they are (autopar/_torch/compiling.py): it would put each next to its wait, and
+nothing would run beside it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Self
 
@@ -25,10 +28,13 @@ from ..codegen.python_code import as_on_gloo, bind_groups, boxed, group_names, r
 from ..codegen.row_counts import RowCounter
 from ..errors import CompilerError
 from ..ops import autopar
+from ..ops.fused_forms import FUSED
+from ..passes.distribute.heavy_ops import is_product
 from ..processes import watch
 from ..processes.guarded import BACKWARD, FORWARDS
 from ..processes.process_groups import REDUCTIONS, ProcessGroups
 
+FALLS_BACK = "falls_back"  # beside the options of torch.compile: whether a graph may run op by op if that fails
 AS_COMPILED = {
     c10d.all_reduce_.default: c10d.all_reduce.default,
     autopar.gather_by_broadcasts.default: c10d.all_gather_into_tensor.default,
@@ -67,14 +73,18 @@ class LoadedGraph:
         return self.run(values)
 
     def _first_run(self, values: list):
+        module, forward = self._op_by_op()
+        self.run = _without_autocast(watch.guarded(module, self.phase, self.mesh, forward))
+        return self.run(values)
+
+    def _op_by_op(self) -> tuple[fx.GraphModule, Callable]:
+        """Return a module with the graph's Python, and what runs it."""
         module = boxed(_copy(self.module))  # torch.compile, and what follows sizes, takes the graph as it was
         buckets_in_place(module)
         rows = RowCounter(module.graph) if self.phase.startswith("forward") else None
         self.rows = rows if rows and rows.layers else None
         compile_directly(module, self.rows.functions() if self.rows else {})
-        forward = _counted(self.rows, module.forward) if self.rows else module.forward
-        self.run = _without_autocast(watch.guarded(module, self.phase, self.mesh, forward))
-        return self.run(values)
+        return module, _counted(self.rows, module.forward) if self.rows else module.forward
 
     @classmethod
     def following(cls, graphs: Mapping[Sizes, Self]) -> tuple[Self, frozenset[Line]]:
@@ -88,10 +98,39 @@ class LoadedGraph:
         return made, lines
 
     def compile(self, options: Mapping[str, object]) -> None:
-        """Run the graph through torch.compile, with these options of it, from the next call on; that call compiles."""
+        """Run the graph through torch.compile, with these options of it, from the next call on; that call compiles.
+        With FALLS_BACK among them it runs op by op if that fails."""
         self.options, self.rows = options, None
-        run = _compiled(self.module, self.phase, options)
-        self.run = watch.guarded(self.module, self.phase, self.mesh, run)
+        given = {name: value for name, value in options.items() if name != FALLS_BACK}
+        falls_back = bool(options.get(FALLS_BACK))
+        self._watch(self._or_op_by_op(given) if falls_back else _compiled(self.module, self.phase, given))
+
+    def _watch(self, run: Callable) -> None:
+        """Let calls run what the graph was compiled to."""
+        self.run = _without_autocast(watch.guarded(self.module, self.phase, self.mesh, run))
+
+    def _or_op_by_op(self, options: Mapping[str, object]) -> Callable:
+        """Return what compiles the graph at its first call, and runs it op by op if that fails."""
+
+        def run_first(values: list):
+            arguments = list(values)
+            try:
+                compiled = _compiled(self.module, self.phase, options)
+                results = compiled(values)
+            except CompilerError as error:
+                _warn_once(f"{error.message}; it runs op by op")
+                self.options, self.run = None, self._first_run
+                return self._op_by_op()[1](arguments)
+            self._watch(compiled)
+            return results
+
+        return run_first
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    if not _warn_once.cache_info().currsize:  # other graphs would fail alike
+        warnings.warn(text, stacklevel=3)
 
 
 def _between_machines(names: Iterable[str], groups: ProcessGroups) -> set[str]:
@@ -131,11 +170,12 @@ def _copy(module: fx.GraphModule) -> fx.GraphModule:
 def _compiled(module: fx.GraphModule, phase: str, options: Mapping[str, object]) -> Callable:
     """Return the graph of a module behind torch.compile, called like that of codegen.boxed."""
     module = _copy(module)
+    fused = FUSED if options.get("backend", "inductor") == "inductor" else {}  # others would write all of it
     for node in module.graph.nodes:
-        node.target = AS_COMPILED.get(node.target, node.target)
+        node.target = fused.get(node.target) or AS_COMPILED.get(node.target, node.target)
     module.recompile()
     with _explained(phase):  # without fullgraph=True, under which Dynamo traces what handles the error of a collective
-        run = torch.compile(module, **_torch.in_given_order({"dynamic": False, **options}))
+        run = torch.compile(_with_own_code(module), **_torch.in_given_order({"dynamic": False, **options}, is_product))
 
     def run_boxed(values: list):
         arguments = tuple(values)
@@ -146,6 +186,17 @@ def _compiled(module: fx.GraphModule, phase: str, options: Mapping[str, object])
     return run_boxed
 
 
+def _with_own_code(module: fx.GraphModule) -> Callable:
+    """Return a function that calls a module, with code that no other has: Dynamo counts compilations by code, and
+    runs what is beyond a few op by op."""
+
+    def run(*arguments):
+        return module(*arguments)
+
+    run.__code__ = run.__code__.replace()
+    return run
+
+
 @contextlib.contextmanager
 def _explained(phase: str) -> Iterator[None]:
     try:
@@ -153,7 +204,7 @@ def _explained(phase: str) -> Iterator[None]:
     except _torch.compiler_errors() as error:
         raise CompilerError(
             f"torch.compile failed on the {phase} graph: {type(error).__name__}: {_first_words(error)}",
-            fix="leave out compile(), or choose another backend: compile(backend='aot_eager')",
+            fix="leave out compile() or execution='compiled', or choose another backend: compile(backend='aot_eager')",
         ) from error
 
 

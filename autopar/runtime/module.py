@@ -41,6 +41,7 @@ from .equal_ranks import EVERY, EqualRanks
 from .generation import with_cache
 from .inputs import data_axes
 from .lengths import Lengths, Padding
+from .loaded import FALLS_BACK
 from .modes import Modes
 from .outputs import own_parts
 from .parameters import parallel_already, take_over
@@ -223,6 +224,11 @@ class ParallelModule(OfSource):
         call of each on; that call compiles, which takes minutes for a large model. What is around the graphs stays as
         it is, so `torch.compile(model)` changes nothing."""
         self._captures.compile(options)
+
+    def compile_graphs(self, falls_back: bool) -> None:
+        """Run the graphs through torch.compile as it is; with `falls_back` one on which that fails runs op by op, and a
+        warning says so."""
+        self._captures.compile({FALLS_BACK: True} if falls_back else {})
 
     def shard_inputs(self, *args, **kwargs):
         """Return the batch of a call as DTensors in the layouts that the plan gave the inputs, in the structure of the

@@ -6,6 +6,9 @@ tensors. Every member becomes columns of one (devices, columns) buffer. The byte
 global sizes alone, so all ranks pack alike, uneven shards or not. Gathers whose copies are kept share no bucket with
 others: the micro-batches of a pipeline make those once (passes/pipeline/compute_once.py). Li et al., "PyTorch
 Distributed", VLDB 13(12), 2020, section 3.2.3.
+
+Where collectives run beside compute, what nothing can run beside shares no bucket with what it would keep waiting: the
+gathers up to the first product of a phase, and the reductions after the last one.
 """
 
 from __future__ import annotations
@@ -20,18 +23,21 @@ from torch import fx
 from ..._torch import c10d
 from ...ir.graph import operand
 from .emit import Builder, contiguous
+from .heavy_ops import is_product
 
 aten = torch.ops.aten
 
 
-def bucket(local: fx.GraphModule, bucket_bytes: float) -> fx.GraphModule:
-    """Pack collectives of a local joint graph in place. Run it after the canonical ops are lowered."""
+def bucket(local: fx.GraphModule, bucket_bytes: float, overlaps: bool = False) -> fx.GraphModule:
+    """Pack collectives of a local joint graph in place. Run it after the canonical ops are lowered. `overlaps`: whether
+    collectives run beside compute."""
     graph = local.graph
     # a tensor that moves over two axes is in two buckets: the first gather, or the first reduction, is packed first
     done: set[fx.Node] = set()
     while starts := [s for s in map(lambda n: _Start.of(n, done), graph.nodes) if s is not None]:
         waiting = {s.node for s in starts}
-        for buckets in _grouped([s for s in starts if waiting.isdisjoint(s.way)], bucket_bytes).values():
+        alone = _beside_nothing(graph) if overlaps else set()
+        for buckets in _grouped([s for s in starts if waiting.isdisjoint(s.way)], bucket_bytes, alone).values():
             for members in buckets:
                 done |= {s.node for s in members}
                 if len(members) > 1:
@@ -69,14 +75,28 @@ class _Start:
         return None
 
 
-def _grouped(starts: list[_Start], bucket_bytes: float) -> dict[tuple, list[list[_Start]]]:
-    """Group collectives into buckets by kind, collective, axes, op, type, phase, and whether copies are kept."""
+def _beside_nothing(graph: fx.Graph) -> set[fx.Node]:
+    """Return the gathers before the first product of each phase, and the reductions after the last one."""
+    found: set[fx.Node] = set()
+    for phase in ("forward", "backward"):
+        nodes = [n for n in graph.nodes if n.op == "call_function" and n.meta.get("phase") == phase]
+        products = [i for i, node in enumerate(nodes) if is_product(node)]
+        if products:
+            gathers, reductions = nodes[: products[0]], nodes[products[-1] + 1 :]
+            found |= {n for n in gathers if n.target is c10d.all_gather_into_tensor.default}
+            found |= {n for n in reductions if n.target is not c10d.all_gather_into_tensor.default}
+    return found
+
+
+def _grouped(starts: list[_Start], bucket_bytes: float, alone: set[fx.Node]) -> dict[tuple, list[list[_Start]]]:
+    """Group collectives into buckets by kind, collective, axes, op, type, phase, whether copies are kept, and whether
+    they are `alone`."""
     groups: dict[tuple, list[list[_Start]]] = {}
     filled: dict[tuple, float] = {}
     for start in starts:
         node, value = start.node, operand(start.node).meta["val"]
         meta, size = node.meta["collective"], node.meta["tensor_bytes"]
-        key = (start.kind, meta.kind, meta.axes, node.target, value.dtype, meta.phase, _is_kept(node))
+        key = (start.kind, meta.kind, meta.axes, node.target, value.dtype, meta.phase, _is_kept(node), node in alone)
         if key not in groups or filled[key] + size > bucket_bytes:
             groups.setdefault(key, []).append([])
             filled[key] = 0.0

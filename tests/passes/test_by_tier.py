@@ -266,7 +266,8 @@ def test_what_other_code_gathers_is_priced_at_once(monkeypatch):
 
 
 def test_on_their_way_are_one_collective_a_tier():
-    """A bucket's last gather travels with the next one's first; on CPUs a reduction's slow step is behind."""
+    """A bucket's last gather travels with the next one's first, but before the first product; on CPUs a reduction's
+    slow step is behind."""
     _, inputs, plan, captured = planned("dp=4", "fsdp", two_tiers())
     plan = replace(plan, bucket_bytes=2.0**15)
     programs = []
@@ -276,7 +277,6 @@ def test_on_their_way_are_one_collective_a_tier():
         assert texts[0] == texts[1]
         programs.append(ranks[0])
     at_once, ahead = programs
-    assert Counter(at_once.collectives()) == Counter(ahead.collectives())
     for program, deep in ((at_once, 1), (ahead, 2)):
         for part in (program.parts.forward, program.parts.backward):
             for kind in ("all_gather", "reduce_scatter"):
