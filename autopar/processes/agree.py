@@ -97,8 +97,9 @@ def rendezvous(module: str, number: int, call: str, fix: str = SAME_CALL) -> Non
             error = DesyncError(
                 f"rank {meeting.rank} is called with {first}, and rank {', '.join(map(str, ahead or missing))} is not "
                 + ("and has gone on" if ahead else f"after {patience:g} s"),
-                ranks=tuple(ahead or missing), fix=fix,
-            )  # fmt: skip
+                ranks=tuple(ahead or missing),
+                fix=fix,
+            )
             watch.fail(error)
         raise error
     check_calls(call, fix)

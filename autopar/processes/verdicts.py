@@ -25,16 +25,20 @@ def error_of(
     if cause.kind in ("apart", "unlike"):
         how = "wait for each other" if cause.kind == "apart" else "did not call the same"
         return DesyncError(
-            f"ranks {how}: {cause.what}", ranks=ranks, **fields,
+            f"ranks {how}: {cause.what}",
+            ranks=ranks,
+            **fields,
             fix="call the model, backward, the optimizer, no_sync, clip_grad_norm_ and save_checkpoint on every rank "
             "alike, also where a rank skips a batch" + seen,
-        )  # fmt: skip
+        )
     fields |= dict(step=here.step, collective=here.what)
     if cause.kind in ("late", "behind"):
         return CollectiveTimeout(
-            f"{named(ranks)} did not arrive in time at {where}: {cause.what}", ranks=ranks,
-            **fields, fix=f"see what holds that rank up; AUTOPAR_TIMEOUT_S=seconds waits longer{otherwise}{seen}",
-        )  # fmt: skip
+            f"{named(ranks)} did not arrive in time at {where}: {cause.what}",
+            ranks=ranks,
+            **fields,
+            fix=f"see what holds that rank up; AUTOPAR_TIMEOUT_S=seconds waits longer{otherwise}{seen}",
+        )
     first = ranks[0] if ranks else None
     fix = f"see the output of rank {first}; start again from a checkpoint" if ranks else "see the error above"
     what = f"{cause.what}, while rank {rank} was at {where}"
