@@ -1,4 +1,4 @@
-"""What a compiler fuses computes what the canonical ops compute."""
+"""The forms that a compiler fuses compute what the canonical ops compute."""
 
 from __future__ import annotations
 

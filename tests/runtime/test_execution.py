@@ -1,4 +1,4 @@
-"""How compiled modules run their graphs: op by op on CPUs, through torch.compile on GPUs, or as is asked."""
+"""Compiled modules run their graphs op by op on CPUs, through torch.compile on GPUs, or as is asked."""
 
 from __future__ import annotations
 
