@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -335,7 +334,9 @@ def compile(
     if isinstance(schedule, Schedule):  # every rank has to know it by its name
         arguments["schedule"] = canonical(schedule)
 
-    compile_for = partial(_compile, model, mesh, **arguments)
+    def compile_for(example):
+        return _compile(model, mesh, example, **arguments)
+
     if example_inputs is None:
         return cast(ParallelModule, CompiledAtFirstCall(model, compile_for))  # which it becomes
     return compile_for(example_inputs)
@@ -343,20 +344,7 @@ def compile(
 
 @paused_collector()
 def _compile(
-    model,
-    device_mesh,
-    example_inputs,
-    *,
-    inputs,
-    outputs,
-    plan,
-    loss_fn,
-    weights,
-    adapt,
-    passes,
-    pad,
-    check_every,
-    **options,
+    model, device_mesh, example, *, inputs, outputs, plan, loss_fn, weights, adapt, passes, pad, check_every, **options
 ):
     process_groups.check_world(Mesh.of(device_mesh), device_mesh)
     last_words.tell()
@@ -382,12 +370,12 @@ def _compile(
     execution = options["execution"]
     options["execution"] = execution_on(device_type_of(device_mesh), execution, options["offload"])
     asked = options | {"loss_fn": loss_fn, "passes": passes}
-    adapt, fp8 = fp8_choice.agreed(search, model, device_mesh, example_inputs, inputs, plan, adapt, asked)
+    adapt, fp8 = fp8_choice.agreed(search, model, device_mesh, example, inputs, plan, adapt, asked)
     attachment = agree.everywhere(lambda: order.attach(model, adapt, "cpu", seed, weights is not None))
     try:
         compiler = CallCompiler(model, device_mesh, inputs, plan, loss_fn, options, adapt, passes, fp8)
         module = ParallelModule(
-            model, compiler, example_inputs, inputs, device_mesh, values, attachment, outputs, pad, check_every
+            model, compiler, example, inputs, device_mesh, values, attachment, outputs, pad, check_every
         )
         optimizers.follow(module)
         if (execution or module.plan.execution) == COMPILED:
