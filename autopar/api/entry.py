@@ -262,13 +262,12 @@ def compile(
     whose precision "auto" then means.
     `weights`: a Hugging Face safetensors folder from which each rank reads its shards; the model may be on the meta
     device. `baselines=True` sets the experts' strategies beside the plan, which takes as long as the search itself;
-    else they are looked at only where the plan may be more than 0.2% from the best. `execution`: "eager" runs the
-    graphs op by op, "compiled" through torch.compile; None: as a plan that is given says, else through torch.compile on
-    GPUs (unless values wait on the host), op by op with one warning if that fails, and op by op on CPUs. Other
-    arguments as in `autopar.plan`. The source model's parameters are taken over; where ranks built it with different
-    values, rank 0's count (runtime/same_values.py). Before every `check_every`-th call that trains, ranks compare their
-    parameters and batches, and look for NaN (runtime/equal_ranks.py); None: never. Without example_inputs the model is
-    compiled at its first call.
+    else they are looked at only where the plan may be more than 0.2% from the best. `execution`: "eager" or "compiled",
+    by torch.compile; None: as `plan` says, else compiled on GPUs (op by op, with one warning, if that fails, or if
+    values wait on the host). Other arguments as in `autopar.plan`. The source model's parameters are taken over; where
+    ranks built it with different values, rank 0's count (runtime/same_values.py). Before every `check_every`-th call
+    that trains, ranks compare their parameters and batches, and look for NaN (runtime/equal_ranks.py); None: never.
+    Without example_inputs the model is compiled at its first call.
 
     With `micro_batches=K`, or a plan made with it, a call takes the whole batch, cuts it into K and runs them one after
     the other. It computes the gradients at once, and `loss.backward()` hands them out: those of the whole batch. A loop
@@ -302,13 +301,34 @@ def compile(
     if precision != AUTO or plan is None:
         precision = precision_on(mesh, hardware, precision, model)
     arguments = dict(
-        inputs=inputs, outputs=outputs, plan=plan, hardware=hardware, memory=memory, optimizer=optimizer,
-        precision=precision, reduce_dtype=reduce_dtype, state_dtype=state_dtype, execution=execution,
-        expert_load=expert_load, strategy=strategy, pin=pin, loss_fn=loss_fn, strict=strict,
-        baselines=baselines, weights=weights, adapt=adaptations, passes=added, micro_batches=micro_batches,
-        offload=offload, tile=tile, loops=loops, schedule=schedule, stages_per_rank=stages_per_rank, pad=pad,
+        inputs=inputs,
+        outputs=outputs,
+        plan=plan,
+        hardware=hardware,
+        memory=memory,
+        optimizer=optimizer,
+        precision=precision,
+        reduce_dtype=reduce_dtype,
+        state_dtype=state_dtype,
+        execution=execution,
+        expert_load=expert_load,
+        strategy=strategy,
+        pin=pin,
+        loss_fn=loss_fn,
+        strict=strict,
+        baselines=baselines,
+        weights=weights,
+        adapt=adaptations,
+        passes=added,
+        micro_batches=micro_batches,
+        offload=offload,
+        tile=tile,
+        loops=loops,
+        schedule=schedule,
+        stages_per_rank=stages_per_rank,
+        pad=pad,
         check_every=check_every,
-    )  # fmt: skip
+    )
     if micro_batches not in (None, AUTO):
         accumulation.check(micro_batches)
     if isinstance(schedule, Schedule):  # every rank has to know it by its name
@@ -324,20 +344,7 @@ def compile(
 
 @paused_collector()
 def _compile(
-    model,
-    device_mesh,
-    example_inputs,
-    *,
-    inputs,
-    outputs,
-    plan,
-    loss_fn,
-    weights,
-    adapt,
-    passes,
-    pad,
-    check_every,
-    **options,
+    model, device_mesh, example, *, inputs, outputs, plan, loss_fn, weights, adapt, passes, pad, check_every, **options
 ):
     process_groups.check_world(Mesh.of(device_mesh), device_mesh)
     last_words.tell()
@@ -363,12 +370,12 @@ def _compile(
     execution = options["execution"]
     options["execution"] = execution_on(device_type_of(device_mesh), execution, options["offload"])
     asked = options | {"loss_fn": loss_fn, "passes": passes}
-    adapt, fp8 = fp8_choice.agreed(search, model, device_mesh, example_inputs, inputs, plan, adapt, asked)
+    adapt, fp8 = fp8_choice.agreed(search, model, device_mesh, example, inputs, plan, adapt, asked)
     attachment = agree.everywhere(lambda: order.attach(model, adapt, "cpu", seed, weights is not None))
     try:
         compiler = CallCompiler(model, device_mesh, inputs, plan, loss_fn, options, adapt, passes, fp8)
         module = ParallelModule(
-            model, compiler, example_inputs, inputs, device_mesh, values, attachment, outputs, pad, check_every
+            model, compiler, example, inputs, device_mesh, values, attachment, outputs, pad, check_every
         )
         optimizers.follow(module)
         if (execution or module.plan.execution) == COMPILED:

@@ -1,4 +1,4 @@
-"""Forms that a compiler fuses compute what the canonical ops compute."""
+"""The forms that a compiler fuses compute what the canonical ops compute."""
 
 from __future__ import annotations
 
