@@ -16,8 +16,16 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from . import attention_cpu, attention_documents, attention_gpu, attention_heads, attention_ranges, attention_rows
-from . import attention_sinks, attention_window
+from . import (
+    attention_cpu,
+    attention_documents,
+    attention_gpu,
+    attention_heads,
+    attention_ranges,
+    attention_rows,
+    attention_sinks,
+    attention_window,
+)
 from .attention_bias import even_gradient
 from .attention_blocks import BLOCKS, form_with
 from .attention_dropout import WeightDropout, weight_dropout

@@ -100,9 +100,9 @@ def _grouped_mm_dw(call: OpCall) -> dict[str, Any]:
 
 
 def _attention(position: int) -> Localizer:
-    """Make `first` the number of the device's first query, where an attention that is causal or has a window is cut along
-    its queries, which are the tensor argument at `position`; say which heads of keys are read, if not all, and where the device's weights
-    start among all that dropout may drop."""
+    """Make `first` the number of the device's first query, where an attention that is causal or has a window is cut
+    along its queries, which are the tensor argument at `position`; say which heads of keys are read, if not all, and
+    where the device's weights start among all that dropout may drop."""
 
     def localize(call: OpCall) -> dict[str, Any]:
         counts = call.arguments["causal"] or call.arguments["window"]

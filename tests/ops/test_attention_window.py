@@ -4,8 +4,6 @@ all pairs."""
 from __future__ import annotations
 
 import itertools
-import random
-from functools import partial
 
 import pytest
 import torch
