@@ -9,8 +9,8 @@ mask those up to its own place. With the constants of a profile (Attention)
 A profile has such constants by kernel. On a GPU "flash" is FlashAttention-2 as torch has it, and "cudnn" serves what
 autopar/ops/attention_gpu.py gives to cuDNN; "flash3", which torch does not have, is what inference servers were
 measured with. Of devices that share the queries of a causal attention the last ones have most keys to go over: with a
-share f of the queries 1 - f / 2 of all pairs, where one device has a half. In zigzag all devices have half of
-their pairs, in two calls.
+share f of the queries 1 - f / 2 of all pairs, where one device has a half. Of a window its area counts. In zigzag all
+devices have half of their pairs, in two calls.
 
 What no kernel does (scores that are capped, weights that are dropped, the gradient of what is added to the scores) runs
 block by block (autopar/ops/attention_blocks.py): products of a large product's speed in the wide type, between which
@@ -39,7 +39,8 @@ PRODUCTS = {True: (1, 1), False: (3, 2)}  # by direction: with the width of quer
 class Shape:
     """Attention on one device: `batch` times `heads` of so many queries and keys. `share`: of all queries, those that
     the device has, the last ones. `score_bytes`: of a score, where blocks of them go through memory, 0 in a kernel;
-    `draw_flops`: of the number that says whether its weight is dropped. Fields may be arrays."""
+    `draw_flops`: of the number that says whether its weight is dropped; `window`: as the op has it. Fields may be
+    arrays."""
 
     batch: float | np.ndarray
     heads: float | np.ndarray
@@ -48,15 +49,29 @@ class Shape:
     key_dim: float | np.ndarray
     value_dim: float | np.ndarray
     causal: bool = True
-    share: float = 1.0
+    share: float | np.ndarray = 1.0
     grouped: bool = False  # several heads of queries read one of keys
     score_bytes: int = 0
     draw_flops: float = 0.0
+    window: int = 0
 
     @property
-    def open_share(self) -> float:
+    def reach(self) -> float | np.ndarray:
+        """Return the most keys that a query attends to."""
+        width = self.window if self.causal else 2 * self.window - 1
+        return np.minimum(self.keys, width) if self.window else self.keys
+
+    @property
+    def open_share(self) -> float | np.ndarray:
         """Return the share of the pairs of a query and a key that the mask leaves open."""
-        return 1.0 - self.share / 2 if self.causal else 1.0
+        if not self.window:
+            return 1.0 - self.share / 2 if self.causal else 1.0
+        if not self.causal:
+            return self.reach / self.keys
+        before, window = (1.0 - self.share) * self.keys, np.minimum(self.window, self.keys)  # keys
+        first = np.minimum(before, window)
+        growing = (window**2 - first**2) / 2  # of queries whose window begins before the first key
+        return (growing + (self.keys - np.maximum(before, window)) * window) / (self.share * self.keys**2)
 
     @property
     def pairs(self) -> float | np.ndarray:
@@ -79,12 +94,13 @@ def blocked_seconds(
         return constants.start_seconds + shape.flops(forward) / speed
     rows, columns = np.ceil(shape.queries / BLOCK), np.ceil(shape.keys / BLOCK)
     blocks = shape.batch * shape.heads * rows
-    pairs = blocks * (columns * shape.open_share + 0.5 if shape.causal else columns)
+    pairs = blocks * (columns * shape.open_share + 0.5 if shape.causal or shape.window else columns)
     with_keys, with_values = PRODUCTS[forward]
     widths = with_keys * shape.key_dim + with_values * shape.value_dim
     pair_seconds = 2.0 * BLOCK**2 * widths * multiprocessors / speed
     lone, block_seconds = constants.lone_share, constants.block_seconds * constants.width_factor(shape.key_dim)
-    work = np.maximum(pairs / multiprocessors, lone * columns) * pair_seconds
+    longest = np.minimum(columns, np.ceil(shape.reach / BLOCK) + 1) if shape.window else columns
+    work = np.maximum(pairs / multiprocessors, lone * longest) * pair_seconds
     ends = np.maximum(lone, blocks / multiprocessors) * block_seconds
     return constants.start_seconds + work + (ends if forward else ends * BACKWARD_PRODUCTS / constants.backward)
 

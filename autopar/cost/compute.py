@@ -110,9 +110,9 @@ def flops_of(node: fx.Node) -> float:
     if target in ATTENTION:
         is_forward = target is autopar.attention.default
         q, k, v = arguments[:3] if is_forward else arguments[1:4]
-        causal = node.args[4] if is_forward else node.args[7]
+        share = Shape(1, 1, q.shape[2], k.shape[2], 1, 1, bool(bound(node)["causal"]), **_within(node)).open_share
         widths = (1 if is_forward else 3) * q.shape[-1] + (1 if is_forward else 2) * v.shape[-1]
-        return 2.0 * math.prod(q.shape[:-1]) * k.shape[2] * widths * (0.5 if causal else 1.0)
+        return 2.0 * math.prod(q.shape[:-1]) * k.shape[2] * widths * share
     if target is aten.convolution.default:
         weight = arguments[1]
         return 2.0 * outputs[0].numel() * (weight.numel() // weight.shape[0])
@@ -156,7 +156,7 @@ class _Work:
     function_seconds: float  # of one device with the whole tensor
     inner_bytes: float  # of one device, between the kernels of the op itself
     inner_argument: int = 0  # whose layout says what a device has of them
-    of_blocks: Mapping[str, Any] = field(default_factory=dict)  # fields of a Shape of attention that no kernel serves
+    of_attention: Mapping[str, Any] = field(default_factory=dict)  # fields of a Shape: a window, what no kernel serves
 
 
 class ComputeCost:
@@ -192,7 +192,7 @@ class ComputeCost:
             value, flops = values_of(node)[0], flops_of(node)
             is_fp8, kind = node.target in fp8.PRODUCTS, fp8.kind_of(node, self.hardware)
             wide = "fp32" if is_fp8 and value.dtype.itemsize < fp8.WIDE_BYTES else DTYPE_NAMES.get(value.dtype, "fp32")
-            of_blocks = _of_blocks(node)
+            of_blocks, within = _of_blocks(node), _within(node)
             wide = DTYPE_NAMES.get(lse_dtype(value.dtype), "fp32") if of_blocks else wide
             peak = self.hardware.peak_flops_per_second("fp8" if kind else wide) if flops else 0.0
             kernels = self.hardware.kernels
@@ -209,7 +209,7 @@ class ComputeCost:
                 shapes_of(node) if flops else [],
                 functions and functions * value.numel() / kernels.functions_per_second,
                 *_inner(node, self.hardware),
-                of_blocks=of_blocks,
+                of_attention={**of_blocks, **within},
             )
         return self._works[node]
 
@@ -225,7 +225,7 @@ class ComputeCost:
             q, k, v = local[:3] if forward else local[1:4]
             share = q[2] / work.shapes[0][2]  # queries are the first argument, or have the length of the gradient
             causal = bool(node.args[4 if forward else 7])
-            shape = Shape(q[0], q[1], q[2], k[2], q[3], v[3], causal, share, q[1] != k[1], **work.of_blocks)
+            shape = Shape(q[0], q[1], q[2], k[2], q[3], v[3], causal, share, q[1] != k[1], **work.of_attention)
             if (ring := ring_of(node, strategy, mesh)) is not None:
                 return ring.seconds(shape, peak, forward, mesh, self.hardware)
             if causal and layouts[0 if forward else 1].parts[2] == ZIGZAG:
@@ -249,6 +249,12 @@ def _of_blocks(node: fx.Node) -> dict[str, Any]:
         return {}
     wide = lse_dtype(values_of(node)[0].dtype)
     return {"score_bytes": wide.itemsize, "draw_flops": OPS_PER_NUMBER[autopar.dropout.default] if drops else 0.0}
+
+
+def _within(node: fx.Node) -> dict[str, Any]:
+    """Return what a Shape says of an attention that has a window, nothing of others."""
+    window = bound(node)["window"] if node.target in ATTENTION else 0
+    return {"window": window} if window else {}
 
 
 def _inner(node: fx.Node, hardware: Hardware) -> tuple[float, int]:

@@ -4,7 +4,7 @@ With n keys and values over P devices a message has n / P of them. Forward P - 1
 block each, backward P - 1 of keys and as many of their gradients, which come in the log-sum-exp's type and of which the
 last finds no product beside it. A message and a block's products gain of each other what a
 profile says of collectives beside compute. Under a causal mask the last device works on P - 1 whole blocks and half of
-its own; in zigzag every device on half of each.
+its own; in zigzag every device on half of each. A window leaves of all blocks what it reaches.
 """
 
 from __future__ import annotations
@@ -58,12 +58,18 @@ class RingCost:
         seconds = [self.message_seconds(b, mesh, hardware) for b in (self.key_bytes, self.gradient_bytes)]
         return (self.ring.size - 1) * sum(seconds)
 
+    def _keys_of_others(self, shape: Shape):
+        """Return with how many keys of another device's block a query is computed, of a window on average."""
+        if not shape.window:
+            return shape.keys / len(self.ring.halves)
+        reach = replace(shape, keys=shape.keys * self.ring.size).reach
+        return (reach - replace(shape, share=1.0).open_share * shape.keys) / (self.ring.size - 1)
+
     def seconds(
         self, shape: Shape, peak_flops_per_second: float, forward: bool, mesh: Mesh, hardware: Hardware
     ) -> float:
         """Return the seconds of the op. `shape`: of the device's queries and of its own block of keys."""
-        keys = shape.keys / len(self.ring.halves)
-        other = replace(shape, causal=False, share=1.0, keys=keys)
+        other = replace(shape, causal=False, share=1.0, keys=self._keys_of_others(shape), window=0)
         whole = attention_seconds(hardware, peak_flops_per_second, other, forward)
         own = attention_seconds(hardware, peak_flops_per_second, replace(shape, share=1.0), forward)
         sent, gradients = (self.message_seconds(b, mesh, hardware) for b in (self.key_bytes, self.gradient_bytes))

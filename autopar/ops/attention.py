@@ -10,13 +10,22 @@ Tensors are those of autopar/ops/attention_forms.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from . import attention_cpu, attention_documents, attention_gpu, attention_heads, attention_rows, attention_sinks
+from . import (
+    attention_cpu,
+    attention_documents,
+    attention_gpu,
+    attention_heads,
+    attention_ranges,
+    attention_rows,
+    attention_sinks,
+    attention_window,
+)
 from .attention_bias import even_gradient
 from .attention_blocks import BLOCKS, form_with
 from .attention_dropout import WeightDropout, weight_dropout
@@ -34,7 +43,28 @@ def _form_of(softcap: float, dropout: WeightDropout | None, dmask: Tensor | None
     gradient of a mask."""
     if not softcap and dropout is None and dmask is None:
         return _form
-    return lambda *_, at=(0, 0): form_with(softcap, dmask, None if dropout is None else dropout.behind(*at))
+
+    def form_of(*_, at: tuple[int, int] = (0, 0)) -> Form:
+        own = None if dmask is None else attention_ranges.from_place(dmask, *at)
+        return form_with(softcap, own, None if dropout is None else dropout.behind(*at))
+
+    return form_of
+
+
+def _ranges_of(
+    q: Tensor,
+    k: Tensor,
+    causal: bool,
+    first: int,
+    documents: Tensor | None,
+    key_documents: Tensor | None,
+    window: int,
+) -> Iterator[attention_ranges.Range] | None:
+    """Return ranges of the queries, each with some of the keys; None if one call serves all with all keys."""
+    window = window if attention_window.closes_some(window, q, k, causal, first) else 0
+    if documents is not None and key_documents is not None:
+        return attention_documents.ranges(q, k, causal, first, documents, key_documents, window)
+    return attention_window.ranges(q, k, causal, first, window) if window else None
 
 
 def _scale(q: Tensor, scale: float | None) -> float:
@@ -68,6 +98,7 @@ def attention(
     start: int = 0,
     strides: Sequence[int] | None = None,
     micro_batch_step: int = 0,
+    window: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Compute scaled dot-product attention. q is (b, h, s, d), k (b, h_kv, t, d) and v (b, h_kv, t, d_v) with h a
     multiple of h_kv (grouped queries); mask is bool or additive, broadcastable to (b, h, s, t). `first` is the number
@@ -76,15 +107,17 @@ def attention(
     `documents` (b, s) and `key_documents` (b, t), integers, or one row for all samples, a query attends to the keys
     whose integer is its own. `sinks` (h,): autopar/ops/attention_sinks.py. Scores x, scaled, become softcap *
     tanh(x / softcap) before the mask, if that is not 0. `as_softmax`, under an additive mask: the gradient of a query
-    whose keys a lowest number closes all is that of attending to them alike, as a softmax gives it. Returns the output
-    (b, h, s, d_v) and the log-sum-exp (b, h, s): 0 and -inf for a query that may attend to no key."""
-    arguments = additive(mask, q.dtype), causal, _scale(q, scale), first
+    whose keys a lowest number closes all is that of attending to them alike, as a softmax gives it. With a `window`
+    that is not 0 a query attends to the keys less than so many places away from it: attention_window.py. Returns the
+    output (b, h, s, d_v) and the log-sum-exp (b, h, s): 0 and -inf for a query that may attend to no key."""
+    mask, scale = additive(mask, q.dtype), _scale(q, scale)
     k, v = (attention_heads.read(x, q, head, group) for x in (k, v))
     form = _form_of(softcap, weight_dropout(state, p, stream, start, strides, micro_batch_step))
-    if documents is None or key_documents is None:
-        out, lse = attention_rows.forward(form, q, k, v, *arguments)
+    ranges = _ranges_of(q, k, causal, first, documents, key_documents, window)
+    if ranges is None:
+        out, lse = attention_rows.forward(form, q, k, v, mask, causal, scale, first)
     else:
-        out, lse = attention_documents.forward(form, q, k, v, *arguments, documents, key_documents)
+        out, lse = attention_ranges.forward(form, ranges, q, k, v, mask, scale)
     if sinks is not None:
         out, lse = attention_sinks.joined(out, lse, sinks)
     return _seq_major(out), lse.clone(memory_format=torch.contiguous_format)
@@ -114,19 +147,19 @@ def attention_bw(
     start: int = 0,
     strides: Sequence[int] | None = None,
     micro_batch_step: int = 0,
+    window: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v; those of keys and values are sums over the queries that are here. `of_block`:
     the log-sum-exp is exact, and may be over more keys than are here, or sinks."""
     is_exact = mask is None or mask.dtype == torch.bool or of_block or softcap != 0.0
-    arguments = additive(mask, q.dtype), causal, _scale(q, scale), first, is_exact
+    mask, scale = additive(mask, q.dtype), _scale(q, scale)
     keys, values = (attention_heads.read(x, q, head, group) for x in (k, v))
     form = _form_of(softcap, weight_dropout(state, p, stream, start, strides, micro_batch_step))
-    if documents is None or key_documents is None:
-        dq, dk, dv = attention_rows.backward(form, grad, q, keys, values, out, lse, *arguments)
+    ranges, tensors = _ranges_of(q, k, causal, first, documents, key_documents, window), (q, keys, values, out, lse)
+    if ranges is None:
+        dq, dk, dv = attention_rows.backward(form, grad, *tensors, mask, causal, scale, first, is_exact)
     else:
-        dq, dk, dv = attention_documents.backward(
-            form, grad, q, keys, values, out, lse, *arguments, documents, key_documents
-        )
+        dq, dk, dv = attention_ranges.backward(form, ranges, grad, *tensors, mask, scale, is_exact)
     dk, dv = (attention_heads.of_all(d, x, q, head, group) for d, x in ((dk, k), (dv, v)))
     return _seq_major(dq), _seq_major(dk), _seq_major(dv)
 
@@ -155,6 +188,7 @@ def attention_bias_bw(
     start: int = 0,
     strides: Sequence[int] | None = None,
     micro_batch_step: int = 0,
+    window: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v and of the mask that is added to the scores: as `attention_bw`, without
     documents."""
@@ -162,9 +196,12 @@ def attention_bias_bw(
         raise RuntimeError("no gradient of a mask among documents")
     dmask = torch.zeros(mask.shape, dtype=lse_dtype(q.dtype), device=mask.device)
     keys, values = (attention_heads.read(x, q, head, group) for x in (k, v))
-    arguments = mask, causal, _scale(q, scale), first, True
     form = _form_of(softcap, weight_dropout(state, p, stream, start, strides, micro_batch_step), dmask)
-    dq, dk, dv = attention_rows.backward(form, grad, q, keys, values, out, lse, *arguments)
+    ranges, tensors = _ranges_of(q, k, causal, first, None, None, window), (q, keys, values, out, lse)
+    if ranges is None:
+        dq, dk, dv = attention_rows.backward(form, grad, *tensors, mask, causal, _scale(q, scale), first, True)
+    else:
+        dq, dk, dv = attention_ranges.backward(form, ranges, grad, *tensors, mask, _scale(q, scale), True)
     dk, dv = (attention_heads.of_all(d, x, q, head, group) for d, x in ((dk, k), (dv, v)))
     return _seq_major(dq), _seq_major(dk), _seq_major(dv), dmask.to(mask.dtype)
 
@@ -192,7 +229,7 @@ def _(grad, q, k, v, out, lse, mask, *others, **constants):
 
 def _setup(ctx, inputs, output):
     q, k, v, mask, *ctx.constants = inputs[:9]
-    documents, key_documents, sinks, ctx.softcap, ctx.as_softmax, state, *ctx.dropout = inputs[9:]
+    documents, key_documents, sinks, ctx.softcap, ctx.as_softmax, state, *ctx.dropout, ctx.window = inputs[9:]
     ctx.save_for_backward(q, k, v, *output, mask, documents, key_documents, sinks, state)
 
 
@@ -204,10 +241,11 @@ def _backward(ctx, grad, _):
     is_exact = sinks is not None or ctx.as_softmax
     special = (is_exact, ctx.softcap) if is_exact or ctx.softcap or state is not None else ()
     dropout = () if state is None else (state, *ctx.dropout)
+    within = {"window": ctx.window} if ctx.window else {}
     backward = attention_bias_bw if wants_mask else attention_bw
-    *gradients, dmask = (*backward(*arguments, *special, *dropout), None)[:4]
+    *gradients, dmask = (*backward(*arguments, *special, *dropout, **within), None)[:4]
     dsinks = attention_sinks.attention_sinks_bw(grad, out, lse, sinks) if wants_sinks else None
-    others = [None for _ in (ctx.softcap, ctx.as_softmax, state, *ctx.dropout)]
+    others = [None for _ in (ctx.softcap, ctx.as_softmax, state, *ctx.dropout, ctx.window)]
     return (*gradients, dmask, *[None for _ in (*ctx.constants, *documents)], dsinks, *others)
 
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from . import attention, counter_rng  # noqa: F401  (for their ops, which they register)
+from . import ATTENTION, attention, counter_rng  # noqa: F401  (for their ops, which they register)
 
 _autopar = torch.ops.autopar
 STREAM = {
@@ -29,4 +29,10 @@ def stream_of(node: fx.Node) -> int | None:
     if node.op != "call_function" or node.target not in STREAM:
         return None
     position = STREAM[cast(Any, node.target)]
-    return cast(int | None, node.args[position] if len(node.args) > position else node.kwargs.get("stream"))
+    if node.target in ATTENTION and _argument(node, position - 2, "state") is None:
+        return None
+    return cast(int | None, _argument(node, position, "stream"))
+
+
+def _argument(node: fx.Node, position: int, name: str) -> Any:
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name)

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-from . import attention_blocks, attention_documents, attention_gpu, attention_heads, attention_rows
+from . import attention_blocks, attention_documents, attention_gpu, attention_heads, attention_rows, attention_window
 from .attention_forms import Like, lse_dtype
 from .counter_rng import drawing_bytes
 from .linear_loss import block_shape
@@ -23,10 +24,10 @@ from .vocab_loss import chunk_rows
 SORTED_BYTES = 40  # a row of a grouped product: its place, the sorted places and their order, what the sort works on
 
 
-def workspace_bytes(op: object, *arguments) -> int:
+def workspace_bytes(op: object, *arguments, **named) -> int:
     """Return the bytes of a canonical op on a GPU at its peak, 0 for an op that needs none worth counting."""
     count = _COUNTS.get(str(op))
-    return 0 if count is None else count(*arguments)
+    return 0 if count is None else count(*arguments, **named)
 
 
 def _attention(
@@ -45,21 +46,23 @@ def _attention(
     softcap: float = 0.0,
     as_softmax: bool = False,
     *dropout,
+    **named,
 ) -> int:
+    dropout, window = _drops(*dropout, **named)
     if group:
         k, v, copied = _heads_read(q, k, v, head, group)
         rest = documents, key_documents, sinks, softcap, as_softmax, *dropout
-        return copied + _attention(q, k, v, mask, causal, scale, first, 0, 0, *rest)
+        return copied + _attention(q, k, v, mask, causal, scale, first, 0, 0, *rest, window=window)
     if sinks is not None:  # the output over them, beside that over the keys, and two numbers a query
         joined = _out(q, v) + 2 * math.prod(q.shape[:3]) * lse_dtype(q.dtype).itemsize
         rest = documents, key_documents, None, softcap, as_softmax, *dropout
-        return joined + _attention(q, k, v, mask, causal, scale, first, 0, 0, *rest)
-    if documents is not None:
-        part, own, made = _range(q, k, mask, documents)
+        return joined + _attention(q, k, v, mask, causal, scale, first, 0, 0, *rest, window=window)
+    if (ranges := _range(q, k, mask, documents, causal, first, window)) is not None:
+        part, own, making = ranges
+        made, keys, values = _bytes(own), _columns(k, own), _columns(v, own)
         lse = math.prod(q.shape[:3]) * lse_dtype(q.dtype).itemsize
-        making = made + 2 * _numel(own) + 8 * (part.shape[2] + k.shape[2])  # with the numbers of queries and keys
         rest = 0, 0, 0, None, None, None, softcap, as_softmax, *dropout
-        inside = made + _attention(part, k, v, own, False, scale, *rest)
+        inside = made + _attention(part, keys, values, own, False, scale, *rest)
         return max(_out(q, v) + 2 * lse, inside, making - _out(part, v))
     (b, h, s, d), t, item = q.shape, k.shape[2], q.dtype.itemsize
     form = "blocks" if softcap or dropout else attention_gpu.form_of(q, k, v, mask, causal).name
@@ -101,20 +104,26 @@ def _attention_bw(
     softcap: float = 0.0,
     *dropout,
     by_blocks: bool = False,
+    **named,
 ) -> int:
+    dropout, window = _drops(*dropout, **named)
     by_blocks |= softcap != 0.0 or bool(dropout)
     if group:  # the gradients of what is read stand beside those of all heads
         k, v, copied = _heads_read(q, k, v, head, group)
         made = (_numel(k) + _numel(v)) * q.dtype.itemsize
         rest = first, 0, 0, documents, key_documents, of_block, softcap, *dropout
-        here = _attention_bw(grad, q, k, v, out, lse, mask, causal, scale, *rest, by_blocks=by_blocks)
+        here = _attention_bw(grad, q, k, v, out, lse, mask, causal, scale, *rest, by_blocks=by_blocks, window=window)
         return copied + made + here
-    if documents is not None:
-        part, own, made = _range(q, k, mask, documents)
+    if (ranges := _range(q, k, mask, documents, causal, first, window)) is not None:
+        part, own, making = ranges
+        made, keys, values = _bytes(own), _columns(k, own), _columns(v, own)
+        of_keys = _bytes(k) + _bytes(v)  # whose gradients are there behind the last range
         sums = (_numel(k) + _numel(v)) * lse_dtype(q.dtype).itemsize
         rest = 0, 0, 0, None, None, of_block, softcap, *dropout
-        inside = made + _attention_bw(part, part, k, v, part, lse, own, False, scale, *rest, by_blocks=by_blocks)
-        inside = max(inside, made + 2 * _numel(own) - (_numel(part) + _numel(k) + _numel(v)) * q.dtype.itemsize)
+        inside = made + _attention_bw(
+            part, part, keys, values, part, lse, own, False, scale, *rest, by_blocks=by_blocks
+        )
+        inside = max(inside + _bytes(keys) + _bytes(values), making - _bytes(part)) - of_keys
         several = _numel(q) * q.dtype.itemsize if part.shape[2] < q.shape[2] else 0
         return sums + max(inside, several)
     (b, h, s, d), t, item = q.shape, k.shape[2], q.dtype.itemsize
@@ -141,10 +150,12 @@ def _attention_bw(
     return max(made, kept + lse_bytes + max(copies + wider + aligned + padded + inside, behind))
 
 
-def _attention_bias_bw(grad: Like, q: Like, k: Like, v: Like, out: Like, lse: Like, mask: Like, *constants) -> int:
+def _attention_bias_bw(
+    grad: Like, q: Like, k: Like, v: Like, out: Like, lse: Like, mask: Like, *constants, **named
+) -> int:
     """Return what the gradient of a mask adds: itself in the wide type, beside that in its own."""
     made = _numel(mask) * lse_dtype(q.dtype).itemsize
-    return made + _attention_bw(grad, q, k, v, out, lse, mask, *constants, by_blocks=True)
+    return made + _attention_bw(grad, q, k, v, out, lse, mask, *constants, by_blocks=True, **named)
 
 
 def _even_gradient(grad: Like, mask: Like, keys: int) -> int:
@@ -161,15 +172,45 @@ def _heads_read(q: Like, k: Like, v: Like, head: int, group: int) -> tuple[Like,
     return k, v, 0 if even else (_numel(k) + _numel(v)) * q.dtype.itemsize
 
 
-def _range(q: Like, k: Like, mask: Like | None, documents: Like) -> tuple[Like, Like, int]:
-    """Return a range of the queries, and its mask as a kernel gets it, on tensors without memory, and the mask's
-    bytes."""
+def _range(
+    q: Like, k: Like, mask: Like | None, documents: Like | None, causal: bool, first: int, window: int
+) -> tuple[Like, Like, int] | None:
+    """Return a range of the queries, and its mask as a kernel gets it, on tensors without memory, and the bytes while
+    it is made; None if all queries are served together."""
+    window = window if attention_window.closes_some(window, q, k, causal, first) else 0
+    if documents is None and not window:
+        return None
     b, h, s, d = q.shape
-    rows = min(s, attention_documents.rows_of(k, documents))
-    samples = documents.shape[0] if mask is None or len(mask.shape) < 4 else max(documents.shape[0], mask.shape[0])
+    samples = 1 if documents is None else documents.shape[0]
+    most = (
+        attention_window.rows_of(window)
+        if documents is None
+        else attention_documents.rows_of(k, documents, window=window)
+    )
+    rows, columns = min(s, most), k.shape[2]
+    if window:
+        columns = min(columns, rows + (1 if causal else 2) * (window - 1))
+    if mask is not None:
+        samples = max(samples, mask.shape[0] if len(mask.shape) > 3 else 1)
+    heads = mask.shape[1] if mask is not None and documents is None and len(mask.shape) > 3 else 1
     part = torch.empty(b, h, rows, d, dtype=q.dtype, device="meta")
-    own = torch.empty(samples, 1, rows, k.shape[2], dtype=q.dtype, device="meta")
-    return part, own, q.dtype.itemsize * _numel(own)
+    own = torch.empty(samples, heads, rows, columns, dtype=q.dtype, device="meta")
+    return part, own, _bytes(own) + 2 * _numel(own) + 8 * (rows + columns)  # with the numbers of queries and keys
+
+
+def _drops(*dropout, **named) -> tuple[tuple, int]:
+    """Return what an attention's arguments from `state` on say: those of dropout, none where it drops nothing, and the
+    window."""
+    names = ("state", "p", "stream", "start", "strides", "micro_batch_step", "window")
+    given: dict[str, Any] = dict(zip(names, dropout)) | named
+    drops = given.get("strides") is not None
+    return tuple(given.get(name, 0) for name in names[:-1]) if drops else (), given.get("window", 0)
+
+
+def _columns(x: Like, mask: Like) -> Like:
+    """Return as many keys or values as a range's mask has, on tensors without memory."""
+    b, heads, _, width = x.shape
+    return torch.empty(b, heads, mask.shape[-1], width, dtype=x.dtype, device="meta")
 
 
 def _parts(q: Like, k: Like, v: Like, mask: Like | None, first: int) -> list[attention_rows.Part]:
@@ -238,7 +279,7 @@ def _dropout_of_block(q: Like, k: Like, *dropout) -> int:
     """Return what a block of weights of which some may be dropped needs: a bool a weight, and what draws them."""
     if not dropout:
         return 0
-    _, _, _, start, strides, *_ = dropout
+    start, strides = dropout[3:5]
     b, h, s, _ = q.shape
     shape = b, h, min(attention_blocks.BLOCK, s), min(attention_blocks.BLOCK, k.shape[2])
     return math.prod(shape) + drawing_bytes(shape, strides, start, "cuda")
@@ -254,6 +295,10 @@ def _out(q: Like, v: Like) -> int:
 
 def _numel(x: Like) -> int:
     return math.prod(x.shape)
+
+
+def _bytes(x: Like) -> int:
+    return _numel(x) * x.dtype.itemsize
 
 
 def _vocab_loss(logits: Like, target: Like, row_max: Like, offset: int) -> int:

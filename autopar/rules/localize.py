@@ -100,12 +100,13 @@ def _grouped_mm_dw(call: OpCall) -> dict[str, Any]:
 
 
 def _attention(position: int) -> Localizer:
-    """Make `first` the number of the device's first query, where a causal attention is cut along its queries, which are
-    the tensor argument at `position`; say which heads of keys are read, if not all, and where the device's weights
-    start among all that dropout may drop."""
+    """Make `first` the number of the device's first query, where an attention that is causal or has a window is cut
+    along its queries, which are the tensor argument at `position`; say which heads of keys are read, if not all, and
+    where the device's weights start among all that dropout may drop."""
 
     def localize(call: OpCall) -> dict[str, Any]:
-        start = call.input_offset(position, 2) if call.arguments["causal"] else 0
+        counts = call.arguments["causal"] or call.arguments["window"]
+        start = call.input_offset(position, 2) if counts else 0
         first = {"first": call.arguments["first"] + start} if start else {}
         at = call.node, call.strategy.inputs, call.mesh, call.coordinate, position
         return first | heads_read(*at) | weights_from(*at, call.input_offset(position, 2))

@@ -1,8 +1,8 @@
 """scaled_dot_product_attention -> `autopar::attention`, with masks and repeated heads said plainly.
 
-A mask becomes `causal=True`, the documents that it keeps apart and what else it says (attention_mask.py). Keys and
-values repeated for grouped queries are taken before the repetition: the op knows grouped heads itself. Dropout of the
-weights is the op's own, so nothing has their size.
+A mask becomes `causal=True`, a window, the documents that it keeps apart and what else it says (attention_mask.py).
+Keys and values repeated for grouped queries are taken before the repetition: the op knows grouped heads itself. Dropout
+of the weights is the op's own, so nothing has their size.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def attention(graph_module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
     if any(given[name].meta["val"].dim() != 4 for name in ("query", "key", "value")):
         return None
     q, k, v = (_unwrap(given[name]) for name in ("query", "key", "value"))
-    mask, causal, ids = given.get("attn_mask"), bool(given.get("is_causal", False)), None
+    mask, causal, ids, window = given.get("attn_mask"), bool(given.get("is_causal", False)), None, 0
     if mask is not None:
         found = simplify(graph_module, node, mask, causal)
-        mask, causal, ids = found.left, found.causal, found.documents
-    said = Said(mask, causal, ids)
+        mask, causal, ids, window = found.left, found.causal, found.documents, found.window
+    said = Said(mask, causal, ids, window=window)
     if mask is not None and mask.meta["val"].is_floating_point() and is_learned(graph_module, mask):
         of_learned = Masks(graph_module, node, (mask,), (), False, q.meta["val"].dtype).said()
         said = of_learned or replace(said, as_softmax=True)
@@ -69,10 +69,11 @@ def canonical(
     if (ids := said.documents) is not None:
         ids = ids if ids.meta["val"].dim() == 2 else call(node, aten.unsqueeze.default, ids, 0)
         arguments += [0, 0, 0, ids, ids]
-    special = {"sinks": sinks, "softcap": softcap, "as_softmax": said.as_softmax}
+    special: dict[str, Any] = {"sinks": sinks, "softcap": softcap, "as_softmax": said.as_softmax}
     if drops:
         arguments += [*(0, 0, 0, None, None)[len(arguments) - 6 :], *special.values(), *drops]
         special = {}
+    special["window"] = said.window
     made = call(node, autopar.attention.default, *arguments, **{name: of for name, of in special.items() if of})
     return call(node, operator.getitem, made, 0)
 

@@ -1,15 +1,17 @@
-"""Find what the mask of an attention says: whether it is causal, which documents it keeps apart, and what is left.
+"""Find what the mask of an attention says: whether it is causal, its window, the documents that it keeps apart, and
+what is left.
 
 Libraries build masks from arange and comparisons, bool tensors of batch x sequence x sequence, and join the padding of
 a batch to them. A mask is taken apart at its conjunctions. What depends on no input is computed here
 (constant_values.py): where it lets everything through it is dropped, where it is the lower triangle the attention is
-causal. A factor that keeps documents apart becomes their integers (documents.py). What is left stays as small as it was
-before it was broadcast, (b, 1, 1, s) for padding.
+causal, and where it is a band about the diagonal the attention has a window (bands.py). A factor that keeps documents
+apart becomes their integers (documents.py). What is left stays as small as it was before it was broadcast, (b, 1, 1, s)
+for padding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -19,6 +21,7 @@ from torch import fx
 from ..._torch import storage_key
 from ..._torch.regions import written
 from ...ir.graph import call, operand, tensor_arguments, values_of
+from .bands import OPEN, TRIANGLE, Band, band_of, band_of_difference, band_of_order, joined
 from .constant_values import AND, Write, constant_value, one_sample
 from .documents import documents_of
 
@@ -30,15 +33,26 @@ ORDERS = {  # of two sides: which is to be the lower one, and whether they must 
     "aten.lt.Tensor": (0, True), "aten.gt.Tensor": (1, True),
 }  # fmt: skip
 
+LIMITS: dict[str, Callable[[int], tuple[int | None, int | None]]] = {  # the least and the most, of a limit
+    "aten.le.Scalar": lambda limit: (None, limit), "aten.ge.Scalar": lambda limit: (limit, None),
+    "aten.lt.Scalar": lambda limit: (None, limit - 1), "aten.gt.Scalar": lambda limit: (limit + 1, None),
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Mask:
-    """Holds what a mask says: a tensor that is `left` of it, whether it is `causal`, and integers (b, s) or (s,) of
-    which those of a query and a key are equal."""
+    """Holds what a mask says: a tensor that is `left` of it, whether it is `causal`, integers (b, s) or (s,) of which
+    those of a query and a key are equal, and the `window` that it keeps."""
 
     left: fx.Node | None
     causal: bool
     documents: fx.Node | None = None
+    window: int = 0
+
+    @property
+    def band(self) -> Band:
+        """Return how far a key may be from its query."""
+        return Band.of(self.causal, self.window)
 
 
 def simplify(graph_module: fx.GraphModule, node: fx.Node, mask: fx.Node, causal: bool) -> Mask:
@@ -68,32 +82,34 @@ def _reaching(mask: fx.Node, writes: list[Write]) -> list[Write]:
 def _simplified(graph_module: fx.GraphModule, node: fx.Node, mask: fx.Node, writes: list[Write]) -> Mask:
     value = constant_value(graph_module, mask, writes)
     if value is not None:
-        kind = kind_of(value)
-        return Mask(None, kind == "triangle") if kind else Mask(constant_mask(graph_module, value), False)
+        band = band_of(value)
+        if band is None or not band.is_said:
+            return Mask(constant_mask(graph_module, value), False)
+        return Mask(None, band.causal, None, band.window)
     factors = _factors(mask, {key for _, key in writes})
     plain = {factor for factor in factors if not _is_written_to(factor, writes)}
     factors = [factor for factor in factors if factor not in plain or factor.target not in ONES]
     packed = documents_of(graph_module, [f for f in factors if f in plain], writes)
-    kinds: set[str | None] = set()
-    values, left = [], []
-    for factor in factors:
-        if packed and factor is packed.factor:
-            continue
-        given = packed.places if packed and factor in plain and packed.is_relative(factor) else {}
-        if factor in plain and (kind := _kind_of_order(graph_module, factor, writes, given)):
-            kinds.add(kind)
-        elif (found := constant_value(graph_module, factor, writes, given)) is not None:
-            values.append(found)
-        else:
-            left.append(factor)
-    values = _joined(values)
-    unknown = [v for v in values if kind_of(v) is None]
-    kinds |= {kind_of(v) for v in values}
-    if unknown and packed is None:
-        return Mask(mask, False)
-    left += [constant_mask(graph_module, v) for v in unknown]
+    factors = [factor for factor in factors if packed is None or factor is not packed.factor]
+    given = {f: packed.places for f in factors if packed and f in plain and packed.is_relative(f)}
+    orders = {f: _band_of_order(graph_module, f, writes, given.get(f, {})) for f in factors if f in plain}
     ids = packed.ids if packed and not packed.is_one else None
-    return Mask(together(node, left), "triangle" in kinds, ids)
+    for accepted in (None, (OPEN, TRIANGLE)):  # all bands, or those that are said by themselves
+        bands = {f: band for f, band in orders.items() if band and (accepted is None or band in accepted)}
+        values, left = [], []
+        for factor in (f for f in factors if f not in bands):
+            found = constant_value(graph_module, factor, writes, given.get(factor, {}))
+            values += [] if found is None else [found]
+            left += [factor] if found is None else []
+        values = _joined(values)
+        known = [band for value in values if (band := band_of(value)) is not None]
+        band = joined([*bands.values(), *known])
+        if band.is_said and len(known) == len(values):
+            return Mask(together(node, left), band.causal, ids, band.window)
+    if packed is None:
+        return Mask(mask, False)
+    band, known = joined(bands.values()), [constant_mask(graph_module, value) for value in values]
+    return Mask(together(node, [*left, *known]), band.causal, ids)
 
 
 def _is_written_to(factor: fx.Node, writes: list[Write]) -> bool:
@@ -178,40 +194,42 @@ def _joined(values: list[torch.Tensor]) -> list[torch.Tensor]:
     return values
 
 
-def kind_of(value: torch.Tensor) -> str | None:
-    """Return "open" for a mask that lets everything through, "triangle" for that of a causal attention."""
-    keep = one_sample(value)
-    if keep.dtype != torch.bool:
-        if not bool(((keep == 0) | (keep <= torch.finfo(keep.dtype).min / 2)).all()):
-            return None
-        keep = keep == 0
-    if bool(keep.all()):
-        return "open"
-    if keep.dim() < 2 or keep.shape[-2] != keep.shape[-1]:
-        return None
-    return "triangle" if bool((keep == torch.ones(keep.shape[-2:], dtype=torch.bool).tril()).all()) else None
-
-
-def _kind_of_order(
+def _band_of_order(
     graph_module: fx.GraphModule, factor: fx.Node, writes: list[Write], given: Mapping[fx.Node, torch.Tensor]
-) -> str | None:
-    """Return the kind of a factor that says which of a key's place and a query's is larger, whatever the length: from
-    the places alone."""
+) -> Band | None:
+    """Return the band of a factor that says which of a key's place and a query's is larger, or how much, whatever the
+    length: from the places alone."""
     while factor.target in _SAME or factor.target is aten.unsqueeze.default and _new_dim(factor) < -2:
         factor = operand(factor)
     order = ORDERS.get(str(factor.target))
+    if str(factor.target) in LIMITS:
+        return _band_of_limit(graph_module, factor, writes, given)
     sides = tensor_arguments(factor) if order else []
     values = [v for side in sides if (v := constant_value(graph_module, side, writes, given)) is not None and v.numel()]
     if order is None or len(values) != 2:
         return None
     at, is_strict = order
     low, high = (one_sample(values[i]) if values[i].dim() == 4 else values[i] for i in (at, 1 - at))
-    if low.max() < high.min() or low.max() == high.min() and not is_strict:
-        return "open"
-    is_sides = low.shape[-1:].numel() == low.numel() and high.dim() > 1 and high.shape[-2] == high.numel()
-    places = low.flatten()
-    is_triangle = not is_strict and is_sides and torch.equal(places, high.flatten()) and bool((places.diff() > 0).all())
-    return "triangle" if is_triangle else None
+    return band_of_order(low, high, is_strict)
+
+
+def _band_of_limit(
+    graph_module: fx.GraphModule, factor: fx.Node, writes: list[Write], given: Mapping[fx.Node, torch.Tensor]
+) -> Band | None:
+    """Return the band of a factor that compares how far a key's place is from a query's with a number."""
+    difference, limit = operand(factor), factor.args[1]
+    is_absolute = difference.target is aten.abs.default
+    difference = operand(difference) if is_absolute else difference
+    sides = tensor_arguments(difference) if difference.target is aten.sub.Tensor and not difference.kwargs else []
+    values = [v for side in sides if (v := constant_value(graph_module, side, writes, given)) is not None and v.numel()]
+    if len(values) != 2 or not isinstance(limit, int):
+        return None
+    a, b = (one_sample(value) if value.dim() == 4 else value for value in values)
+    least, most = LIMITS[str(factor.target)](limit)
+    if is_absolute:
+        least = -most if least is None and most is not None else None
+        return None if least is None else band_of_difference(a, b, least, most)
+    return band_of_difference(a, b, least, most)
 
 
 def constant_mask(graph_module: fx.GraphModule, value: torch.Tensor) -> fx.Node:

@@ -17,7 +17,8 @@ from torch import fx
 from ..._torch import op_name, storage_key
 from ..._torch.regions import written
 from ...ir.graph import call, operand, tensor_arguments
-from .attention_mask import Mask, constant_mask, kind_of, simplify, together
+from .attention_mask import Mask, constant_mask, simplify, together
+from .bands import OPEN, band_of, joined
 from .constant_values import Write, constant_value, one_sample
 
 aten = torch.ops.aten
@@ -43,6 +44,7 @@ class Said:
     documents: fx.Node | None = None
     as_softmax: bool = False
     open_rows: fx.Node | None = None
+    window: int = 0
 
 
 @dataclass
@@ -95,7 +97,7 @@ class Masks:
                 return None
             self._fill(filled, fill, writes)
         keep = _joint([*terms.keeps, *filled.keeps])
-        others_close = any(m.causal or m.documents is not None for m in (*terms.masks, *filled.masks))
+        others_close = any(m.causal or m.window or m.documents is not None for m in (*terms.masks, *filled.masks))
         if keep is not None and not self.has_sinks and not _keeps_one(keep, others_close):
             return None
         if self.has_sinks or not (terms.is_unsafe or filled.is_unsafe):
@@ -144,22 +146,24 @@ class Masks:
     def _apart(self, terms: _Terms, filled: _Terms, keep: torch.Tensor | None) -> Said | None:
         """Return what is said where every query keeps a key, or sinks take the weights of one that does not."""
         masks = [*terms.masks, *filled.masks]
-        kind = "open" if keep is None else kind_of(keep)
+        own = OPEN if keep is None else band_of(keep)
+        band = joined([own or OPEN, *(m.band for m in masks)])
+        if not band.is_said:
+            own, band = None, joined(m.band for m in masks)
         open_ = [m.left for m in masks if m.left is not None]
-        open_ += [constant_mask(self.graph_module, keep)] if keep is not None and kind is None else []
+        open_ += [constant_mask(self.graph_module, keep)] if keep is not None and own is None else []
         documents = [m.documents for m in masks if m.documents is not None]
         has_learned = any(is_learned(self.graph_module, n) for n in terms.numbers)
         if len(set(documents)) > 1 or documents and has_learned:
             return None
-        causal = kind == "triangle" or any(m.causal for m in masks)
         closed = together(self.node, open_)
         if not terms.numbers:
-            return Said(closed, causal, documents[0] if documents else None)
+            return Said(closed, band.causal, documents[0] if documents else None, window=band.window)
         said = self._numbers(self._sum(terms.numbers), False)
         if said is None or said.mask is None:
             return None
         mask = said.mask if closed is None else self._where(closed, said.mask, -math.inf)
-        return Said(mask, causal, documents[0] if documents else None)
+        return Said(mask, band.causal, documents[0] if documents else None, window=band.window)
 
     def _filled(self, terms: _Terms, keep: torch.Tensor | None) -> Said | None:
         """Return what is said where fills may close all keys of a query, which then reads the values alone."""

@@ -112,7 +112,15 @@ def _slice_backward(call, node, grad, sizes, dim, start, end, step):
         return call(aten.slice_scatter.default, wide, grad, dim, start, end, step)
 
 
-SPECIAL = ("first", "group", "documents", "sinks", "softcap", "state")  # arguments that the CPU kernel does not take
+SPECIAL = (
+    "first",
+    "group",
+    "documents",
+    "sinks",
+    "softcap",
+    "state",
+    "window",
+)  # arguments that the CPU kernel does not take
 
 
 def _is_plain(node, q, k, v, mask) -> bool:

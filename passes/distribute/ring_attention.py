@@ -13,7 +13,8 @@ A mask that is added to the scores is cut along the queries; each step takes its
 gradient if that is wanted, which stays here. Where it closes all keys of a query by a lowest number, blocks join by
 their numbers of keys (autopar/ops/attention_bias.py); beside a causal mask it closes none. Sinks join behind the last.
 Weights that may be dropped have their places by the queries of the device and the keys of the step, each one range: in
-zigzag there are two of both, and no ring of it drops.
+zigzag there are two of both, and no ring of it drops. The same goes for a window: a step tells the op how far its first
+query is from its first key. Blocks that a window closes are sent, as to a causal mask they are open, and cost nothing.
 
 Blocks travel by all-to-alls of rows, of which there is one a block, padded to the longest block. All devices of a group
 call the same ones, also those that neither send nor receive: each output depends on the same exchanges on all of them,
@@ -80,7 +81,7 @@ class RingAttention:
         documents = [local.get(name) for name in ("documents", "key_documents")]
         drops = {**{name: local.get(name, given[name]) for name in DROPS}, **weights_from(*at, row)}
         drops = drops if given["state"] is not None else {}
-        steps = _Steps(self.builder, node, axes, group.index(self.rank), ring, blocks, heads, documents, drops)
+        steps = _Steps(self.builder, node, axes, group.index(self.rank), ring, blocks, heads, documents, drops, row)
         if node.target is autopar.attention.default:
             return steps.forward(*args[:6], sinks=local.get("sinks"))
         return steps.backward(*args[:9], is_exact=bool(given["of_block"]))
@@ -93,7 +94,8 @@ Block = list[fx.Node]  # keys and values, or their gradients
 class _Steps:
     """One attention's way round. `blocks`: the ranges of every device's keys; `heads`: which heads of them its
     queries read, if not all (autopar/ops/attention_heads.py); `documents`: of the device's queries and of all keys;
-    `drops`: arguments of the dropout of the weights of the device's queries and all keys, if there is one."""
+    `drops`: arguments of the dropout of the weights of the device's queries and all keys, if there is one; `row`: the
+    number of the device's first query."""
 
     builder: Builder
     node: fx.Node
@@ -104,6 +106,7 @@ class _Steps:
     heads: Mapping[str, Any]
     documents: Sequence[fx.Node | None]
     drops: Mapping[str, Any]
+    row: int
 
     def forward(self, q, k, v, mask, causal: bool, scale: float | None, *, sinks: fx.Node | None) -> list[fx.Node]:
         """Return output and log-sum-exp."""
@@ -221,7 +224,7 @@ class _Steps:
     def _constants(self, step: int) -> dict[str, Any]:
         """Return which heads of keys are read in a step, the documents of queries and keys, and what is dropped."""
         documents, of_all_keys = self.documents
-        constants = {**self.heads, **self._capped, **self._dropped(step)}
+        constants = {**self.heads, **self._capped, **self._within(step), **self._dropped(step)}
         if documents is None or of_all_keys is None:
             return constants
         halves, of_keys = self.ring.open_halves(self.place, step)
@@ -234,11 +237,20 @@ class _Steps:
         softcap = bound(self.node)["softcap"]
         return {"softcap": softcap} if softcap else {}
 
+    def _within(self, step: int) -> dict[str, Any]:
+        """Return a window, and the number of the first query as keys of a step count; behind all of them if they are
+        before it."""
+        window = bound(self.node)["window"]
+        return {"first": self.row - self._first_key(step), "window": window} if window else {}
+
     def _dropped(self, step: int) -> dict[str, Any]:
         if not self.drops:
             return {}
+        return {**self.drops, "start": self.drops["start"] + self._first_key(step) * self.drops["strides"][-1]}
+
+    def _first_key(self, step: int) -> int:
         ((first, _),) = self.blocks[(self.place - step) % self.ring.size]
-        return {**self.drops, "start": self.drops["start"] + first * self.drops["strides"][-1]}
+        return first
 
     def _of_block(self, x: fx.Node, step: int) -> fx.Node:
         """Return what a tensor with all keys in the last dim has of the block of a step."""

@@ -2,7 +2,7 @@
 
 Keys and values are whole. Of a causal attention each range attends to the keys up to its own places; outputs follow one
 another, gradients of keys and values add up. Without a causal mask one call serves all queries, wherever they are, if
-no weights are dropped, as those of each range have places of their own.
+there is no window and no weights are dropped, as those of each range have places of their own.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ZigzagAttention:
         if node.target not in ATTENTION or self._layout(node, sharding).parts[ROWS] != ZIGZAG:
             return False
         given = bound(node)
-        return given["causal"] or given["state"] is not None
+        return given["causal"] or given["window"] > 0 or given["state"] is not None
 
     def __call__(self, node: fx.Node, sharding: NodeSharding, args: Sequence) -> list[fx.Node]:
         """Return the local outputs of an attention, forward or backward. `args`: its arguments, tensors local."""

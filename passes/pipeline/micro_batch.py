@@ -334,7 +334,8 @@ def _draw_by_position(first: fx.GraphModule, last: fx.GraphModule, far: int) -> 
             start = STREAM[a.target] + 1
             step = (b.args[start] - a.args[start]) // far
             b.update_arg(start, a.args[start])
-            a.args, b.args = (*a.args, step), (*b.args, step)
+            for node in (a, b):
+                node.args = (*node.args[: start + 2], step, *node.args[start + 3 :])
 
 
 def _forget_axis(local: fx.GraphModule) -> None:

@@ -65,7 +65,7 @@ def test_costs_what_documents_need(monkeypatch):
     monkeypatch.setattr(attention_documents, "CPU_ROWS", 4)
     ids = torch.arange(16).div(4, rounding_mode="floor").expand(2, -1)
     q, pairs = real(2, 2, 16, 4), []
-    ranges = attention_documents._ranges
+    ranges = attention_documents.ranges
     for causal, other in ((False, False), (True, False), (False, True)):
         found = ranges(q, q, causal, 0, ids, ids + 16 if other else ids)
         sizes = [(x.rows.stop - x.rows.start, x.columns.stop - x.columns.start) for x in found]

@@ -11,6 +11,7 @@ from autopar.ops import (
     attention,
     attention_blocks,
     attention_gpu,
+    attention_window,
     autopar,
     canonical,
     counter_rng,
@@ -84,6 +85,28 @@ def test_documents(heads, kv_heads, rows, columns, causal):
         make_them = partial(make, op is autopar.attention_bw)
         results, arguments, count = counted(body._init_fn, make_them, lambda _: of_range)
         check(workspace.workspace_bytes(op.default, *arguments), results, count)
+
+
+@pytest.mark.parametrize("heads, kv_heads, length, window, causal, masked", [
+    (8, 8, 8192, 512, True, False), (8, 2, 8192, 512, False, False), (8, 2, 16384, 4096, True, False),
+    (4, 4, 8192, 1000, False, True),
+])  # fmt: skip
+def test_windows(heads, kv_heads, length, window, causal, masked):
+    """A range of the queries has a mask over the keys that its windows reach, and copies of those alone."""
+
+    def make(backward):
+        q, k, v = (seq_major(1, h, length, 64, BF16, "cuda") for h in (heads, kv_heads, kv_heads))
+        out, lse = torch.empty_like(q), torch.empty(1, heads, length, dtype=FP32, device="cuda")
+        mask = torch.empty(1, 1, 1, length, dtype=BF16, device="cuda") if masked else None
+        return [*((q, q, k, v, out, lse) if backward else (q, k, v)), mask, causal, None]
+
+    rows = attention_window.rows_of(window)
+    columns = rows + (1 if causal else 2) * (window - 1)
+    of_range = workspace._inside("efficient", 1, heads, rows, columns, 64, 2, heads != kv_heads)
+    for body, op in ((attention.attention, autopar.attention), (attention.attention_bw, autopar.attention_bw)):
+        make_them = partial(make, op is autopar.attention_bw)
+        results, arguments, count = counted(partial(body._init_fn, window=window), make_them, lambda _: of_range)
+        check(workspace.workspace_bytes(op.default, *arguments, window=window), results, count)
 
 
 @pytest.mark.sampled(1)

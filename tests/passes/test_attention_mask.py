@@ -10,11 +10,10 @@ from torch.nn import functional as F
 from autopar import compiler
 from autopar.ops import autopar
 from autopar.passes.canonicalize import constant_values
+from autopar.rules.reading import bound
 from autopar.simulate.compare import verify_model
 
 from ..families import FAMILIES
-
-KINDS = ("padding", "causal padding", "causal", "open", "window", "window padding", "query padding", "two paddings")
 
 
 class Masked(nn.Module):
@@ -38,6 +37,13 @@ class Masked(nn.Module):
             "open": lambda: (column >= 0) & (row >= 0),
             "window": lambda: (column <= row) & (column > row - 3),
             "window padding": lambda: (column <= row) & (column > row - 3) & padding,
+            "both sides": lambda: (column - row).abs() <= 2,
+            "both sides padding": lambda: (
+                (row - column < 3) & ((column - row).abs() < 4) & (row > column - 3) & keep[:, None, None]
+            ),
+            "three in front": lambda: (row - column >= -3) & (column > row - 3),
+            "one side": lambda: column > row - 3,
+            "one side padding": lambda: (column > row - 3) & padding,
             "query padding": lambda: (column <= row) & keep[:, None, :, None] & (column >= 0),
             "two paddings": lambda: torch.logical_and(padding & (column <= row), keep[:, None, :, None]),
         }[self.kind]()
@@ -50,17 +56,25 @@ def batch(size: int = 4, seq: int = 6) -> dict[str, torch.Tensor]:
     return dict(x=x, keep=torch.arange(seq) < lengths[:, None])
 
 
+FULL = (1, 1, 6, 6)  # a constant of all pairs
 FOUND = {
     "padding": ((4, 1, 1, 6), False), "causal padding": ((4, 1, 1, 6), True), "causal": (None, True),
-    "open": (None, False), "window": ((1, 1, 6, 6), False), "window padding": ((4, 1, 6, 6), False),
+    "open": (None, False), "window": (None, True, 3),
+    "window padding": ((4, 1, 1, 6), True, 3),
+    "both sides": (None, False, 3), "both sides padding": ((4, 1, 1, 6), False, 3), "three in front": (FULL, False),
+    "one side": (FULL, False), "one side padding": ((4, 1, 6, 6), False),
     "query padding": ((4, 1, 6, 1), True), "two paddings": ((4, 1, 6, 6), True),
 }  # fmt: skip
+
+
+KINDS = tuple(FOUND)
 
 
 def attention_of(captured):
     (node,) = captured.graph.find_nodes(op="call_function", target=autopar.attention.default)
     mask = node.args[3]
-    return None if mask is None else tuple(mask.meta["val"].shape), node.args[4]
+    window = bound(node)["window"]
+    return None if mask is None else tuple(mask.meta["val"].shape), node.args[4], *([window] if window else [])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -88,8 +102,7 @@ def test_a_large_batch_is_computed_as_one_sample(kind, monkeypatch):
         return value
 
     monkeypatch.setattr(constant_values, "_evaluated", seen)
-    shape, causal = FOUND[kind]
-    assert attention_of(compiler.trace(Masked(kind), batch(16))) == (shape, causal)
+    assert attention_of(compiler.trace(Masked(kind), batch(16))) == FOUND[kind]
     assert max(largest) <= 16 * 6 * 8  # indices of a row of each sample, and one sample's mask
 
 

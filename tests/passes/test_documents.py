@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from autopar import compiler
 from autopar.ops import autopar
 from autopar.passes.canonicalize import constant_values
+from autopar.rules.reading import bound
 from autopar.simulate.compare import verify_model
 
 LENGTH = 7
@@ -40,11 +41,14 @@ def batch(length: int = LENGTH) -> dict[str, torch.Tensor]:
 
 
 def attention_of(captured) -> tuple:
-    """Return the mask's shape, whether it is causal, and the shapes of the documents of queries and of keys."""
+    """Return the mask's shape, whether it is causal, the shapes of the documents of queries and of keys, and the window
+    if there is one."""
     (node,) = captured.graph.find_nodes(op="call_function", target=autopar.attention.default)
     mask, causal = node.args[3:5]
     shape = None if mask is None else tuple(mask.meta["val"].shape)
-    return shape, causal, *(tuple(ids.meta["val"].shape) for ids in node.args[9:])
+    window = bound(node)["window"]
+    ids = [tuple(n.meta["val"].shape) for n in node.args[9:11] if n is not None]
+    return shape, causal, *ids, *([window] if window else [])
 
 
 def pairs(graph, length: int) -> list:
@@ -74,7 +78,9 @@ WAYS = {
     "window": (lambda ids, *_: _equal(ids) & triangle(LENGTH) & triangle(LENGTH).logical_not().tril(-3).logical_not(),
                None, True, *BOTH),
     "window by arange": (lambda ids, *_: _equal(ids) & (place(ids) <= place(ids)[:, None])
-                         & (place(ids) > place(ids)[:, None] - 3), (LENGTH, LENGTH), True, *BOTH),
+                         & (place(ids) > place(ids)[:, None] - 3), None, True, *BOTH, 3),
+    "both sides": (lambda ids, *_: _equal(ids) & ((place(ids) - place(ids)[:, None]).abs() < 3), None, False, *BOTH, 3),
+    "one side": (lambda ids, *_: _equal(ids) & (place(ids) > place(ids)[:, None] - 3), (LENGTH, LENGTH), False, *BOTH),
     "tril": (lambda ids, *_: (ids[:, :, None] == ids[:, None]).tril()[:, None], None, True, *BOTH),
     "tril of ones": (lambda ids, *_: _equal(ids) & ids.new_ones(LENGTH, LENGTH, dtype=torch.bool).tril(), None, True,
                      *BOTH),
@@ -168,9 +174,9 @@ def test_positions_that_start_again(name, options):
 
 
 def test_windows_of_positions():
-    """A window of positions is one of places inside of a document, and stays a constant."""
+    """A window of positions is one of places inside of a document."""
     captured = compiler.trace(_model("Mistral", sliding_window=3), _packed())
-    assert attention_of(captured) == ((1, 1, LENGTH, LENGTH), True, *BOTH)
+    assert not pairs(captured.graph, LENGTH) and attention_of(captured) == (None, True, *BOTH, 3)
 
 
 def test_positions_that_are_read_otherwise():

@@ -24,7 +24,7 @@ def test_a_plan_says_that_documents_are_packed(tmp_path):
 
 @pytest.mark.parametrize("kind, model, text", [
     ("causal", Decoder, "keys up to the query's own"), ("full", Decoder, "all keys"),
-    ("window", Decoder, "what a mask (8, 8) says"),
+    ("window", Decoder, "keys up to the query's own, of these the last 3"),
     ("causal", Packed, "keys up to the query's own, keys of the query's document"),
     ("padded", Packed,
      "keys up to the query's own, keys of the query's document, what a mask (2, 1, 1, 8) says"),

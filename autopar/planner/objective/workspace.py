@@ -45,4 +45,5 @@ def inside_bytes(problem: Problem, vertex: Vertex, strategy: Strategy) -> float:
             return argument
         return Local(local_shape(tuple(value.shape), next(layouts), problem.mesh, first), value.dtype)
 
-    return float(workspace_bytes(vertex.node.target, *fx.map_arg(vertex.node.args, local)))
+    args, named = fx.map_arg(vertex.node.args, local), fx.map_arg(dict(vertex.node.kwargs), local)
+    return float(workspace_bytes(vertex.node.target, *args, **named))

@@ -117,20 +117,27 @@ def scheme_text(problem: Problem, e: Evaluation, v: Vertex) -> str:
 
 def pairs(node: fx.Node, strategy: Strategy, mesh: Mesh) -> tuple[float, float]:
     """Return the pairs of a query and a key that an attention computes, by head and sample: on the device that has most
-    to do, and on average. A causal mask leaves out the keys behind a query; other masks leave out nothing, nor does
-    what is written out."""
+    to do, and on average. A causal mask leaves out the keys behind a query, a window those that are not in it; other
+    masks leave out nothing, nor does what is written out."""
     if node.target in SOFTMAXES:
         return _dealt_out(node.meta["val"].shape, strategy.outputs[0], mesh, float(node.meta["val"].shape[-1]).__mul__)
     given = bound(node)
     q, k = (given[name].meta["val"].shape for name in ("q", "k"))
     layout = strategy.inputs[_query(node)]
-    first = int(given["first"] or 0) if given["causal"] else k[2]
+    first, window = int(given["first"] or 0), int(given["window"])
+    in_front = 1 if given["causal"] else window or q[2] + k[2]  # keys from a query's own on
 
     def before(row: int) -> float:
-        below = min(max(k[2] - first, 0), row)  # rows whose last key is their own
-        return below * (below + 1) / 2 + below * first + (row - below) * k[2]
+        ends = _clipped(first + in_front, row, k[2])
+        return ends - (_clipped(first - window + 1, row, k[2]) if window else 0.0)
 
     return _dealt_out(q, layout, mesh, before)
+
+
+def _clipped(start: int, count: int, most: int) -> float:
+    """Return the sum of so many numbers that follow one another from `start`, none counted below 0 or above `most`."""
+    low, high = min(max(start, 0), most), min(max(start + count, 0), most)
+    return (high - low) * (low + high - 1) / 2 + max(0, start + count - max(start, most)) * float(most)
 
 
 def _dealt_out(shape: Sequence[int], layout: Layout, mesh: Mesh, before: Callable[[int], float]) -> tuple[float, float]:

@@ -19,6 +19,8 @@ def attention_text(node: fx.Node) -> str:
         return ""
     given = bound(node)
     kinds = ["keys up to the query's own"] if given["causal"] else []
+    if window := given["window"]:
+        kinds.append(f"of these the last {window}" if given["causal"] else f"keys less than {window} places away")
     kinds += ["keys of the query's document"] if is_packed(node) else []
     if given["mask"] is not None:
         kinds.append(f"what a mask {tuple(given['mask'].meta['val'].shape)} says")

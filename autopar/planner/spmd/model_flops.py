@@ -1,8 +1,8 @@
 """Count the FLOPs of a step by the model's mathematics, whatever is computed again, for model FLOPs utilization.
 
-Three times the forward's products, attention counted without its causal mask and without the scores that its backward
-makes again. For a GPT of L layers, hidden size h and vocabulary V on B sequences of length s these are the terms of
-Narayanan et al., arXiv 2104.04473, section 5.1, without recomputation:
+Three times the forward's products, attention counted without its causal mask, with the keys of a window, and without
+the scores that its backward makes again. For a GPT of L layers, hidden size h and vocabulary V on B sequences of length
+s these are the terms of Narayanan et al., arXiv 2104.04473, section 5.1, without recomputation:
 
     72 B s L h^2 (1 + s / (6 h) + V / (12 L h))
 """
@@ -14,11 +14,13 @@ from collections import defaultdict
 
 from torch import fx
 
+from ...cost.attention import Shape
 from ...cost.compute import ATTENTION, DTYPE_NAMES, flops_of
 from ...hardware.schema import Hardware
 from ...ir.graph import is_op, tensor_arguments, values_of
 from ...ops import autopar
 from ...plans.entries import Flops
+from ...rules.reading import bound
 
 
 def model_flops(node: fx.Node) -> float:
@@ -27,7 +29,9 @@ def model_flops(node: fx.Node) -> float:
         return flops_of(node)
     is_forward = node.target is autopar.attention.default
     q, k, v = [a.meta["val"] for a in tensor_arguments(node)][slice(0, 3) if is_forward else slice(1, 4)]
-    forward = 2.0 * math.prod(q.shape[:-1]) * k.shape[2] * (q.shape[-1] + v.shape[-1])
+    given = bound(node)
+    keys = Shape(1, 1, q.shape[2], k.shape[2], 1, 1, given["causal"], window=given["window"]).reach
+    forward = 2.0 * math.prod(q.shape[:-1]) * float(keys) * (q.shape[-1] + v.shape[-1])
     return forward if is_forward else 2.0 * forward
 
 
