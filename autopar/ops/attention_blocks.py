@@ -82,24 +82,33 @@ def backward(
     problem = _Problem(q, k, mask, causal, scale, block, first, lse_is_exact, softcap, dropout)
     dq, dk, dv = torch.empty_like(q), *(torch.zeros_like(x, dtype=problem.wide) for x in (k, v))
     for rows in problem.row_blocks():
-        query, grad_rows = problem.rows_of(q, rows), problem.rows_of(grad, rows)
-        shared = (grad_rows * problem.rows_of(out, rows)).sum(-1, keepdim=True)
-        grad_rows = problem.grown(grad_rows)
-        top, total = problem.statistics(rows, lse)
-        dq_rows = torch.zeros_like(query)
-        for columns, scores, slope in problem.scores(rows, with_slope=True):
-            p = _exp_of_difference(scores, top).div_(total)
-            dp = problem.times(grad_rows, _part(v, columns).transpose(-1, -2))
-            kept = problem.kept(rows, columns)
-            _part(dv, columns).add_(problem.transposed_times(p if kept is None else p * kept, grad_rows))
-            ds = p.mul_((dp if kept is None else dp.mul_(kept)).sub_(shared))
-            if dmask is not None:
-                problem.add_to(dmask, ds, rows, columns)
-            ds = (ds if slope is None else ds.mul_(slope)).mul_(scale)
-            dq_rows += problem.times(ds, _part(k, columns))
-            _part(dk, columns).add_(problem.transposed_times(ds, query))
-        _part(dq, rows).copy_(problem.joined(dq_rows))
+        of_rows = _gradients_of_rows(problem, rows, grad, v, out, lse, dk, dv, dmask)
+        _part(dq, rows).copy_(problem.joined(of_rows))
+        del of_rows
     return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _gradients_of_rows(
+    problem: _Problem, rows: slice, grad, v, out, lse, dk: Tensor, dv: Tensor, dmask: Tensor | None
+) -> Tensor:
+    """Return the gradient of a block of queries, and add what they give to those of keys, values and mask."""
+    query, grad_rows = problem.rows_of(problem.q, rows), problem.rows_of(grad, rows)
+    shared = (grad_rows * problem.rows_of(out, rows)).sum(-1, keepdim=True)
+    grad_rows = problem.grown(grad_rows)
+    top, total = problem.statistics(rows, lse)
+    dq_rows = torch.zeros_like(query)
+    for columns, scores, slope in problem.scores(rows, with_slope=True):
+        p = _exp_of_difference(scores, top).div_(total)
+        dp = problem.times(grad_rows, _part(v, columns).transpose(-1, -2))
+        kept = problem.kept(rows, columns)
+        _part(dv, columns).add_(problem.transposed_times(p if kept is None else p * kept, grad_rows))
+        ds = p.mul_((dp if kept is None else dp.mul_(kept)).sub_(shared))
+        if dmask is not None:
+            problem.add_to(dmask, ds, rows, columns)
+        ds = (ds if slope is None else ds.mul_(slope)).mul_(problem.scale)
+        dq_rows += problem.times(ds, _part(problem.k, columns))
+        _part(dk, columns).add_(problem.transposed_times(ds, query))
+    return dq_rows
 
 
 BLOCKS = Form("blocks", forward, backward, takes_first=True)

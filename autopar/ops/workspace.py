@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 
-from . import attention_blocks, attention_documents, attention_gpu, attention_heads, attention_rows, attention_window
+from . import attention_blocks_bytes as blocks
+from . import attention_documents, attention_gpu, attention_heads, attention_rows, attention_window
+from .attention_dropout import WeightDropout
 from .attention_forms import Like, lse_dtype
-from .counter_rng import drawing_bytes
+from .counter_rng import ALL, drawing_bytes
 from .linear_loss import block_shape
 from .vocab_loss import chunk_rows
 
@@ -71,7 +73,8 @@ def _attention(
         return joined + max(_attention(q, *part, scale) for part in _parts(q, k, v, mask, first))
     lse = b * h * s * lse_dtype(q.dtype).itemsize
     if form == "blocks":
-        return lse + _out(q, v) + 6 * _block_bytes(q, k) + _dropout_of_block(q, k, *dropout)
+        inside = blocks.forward_bytes(q, k, v, mask, causal, softcap, _dropped(*dropout))
+        return _made(mask, q) + max(inside, lse + _out(q, v))
     width, out = _width(q, v), _out(q, v)
     wide_out = out * width // v.shape[-1]
     copies = (b * h * s * width * item if width != d else 0) + _keys(k, q, width, form) + _keys(v, q, width, form)
@@ -103,16 +106,15 @@ def _attention_bw(
     of_block: bool = False,
     softcap: float = 0.0,
     *dropout,
-    by_blocks: bool = False,
+    of_mask: bool = False,
     **named,
 ) -> int:
     dropout, window = _drops(*dropout, **named)
-    by_blocks |= softcap != 0.0 or bool(dropout)
     if group:  # the gradients of what is read stand beside those of all heads
         k, v, copied = _heads_read(q, k, v, head, group)
         made = (_numel(k) + _numel(v)) * q.dtype.itemsize
         rest = first, 0, 0, documents, key_documents, of_block, softcap, *dropout
-        here = _attention_bw(grad, q, k, v, out, lse, mask, causal, scale, *rest, by_blocks=by_blocks, window=window)
+        here = _attention_bw(grad, q, k, v, out, lse, mask, causal, scale, *rest, of_mask=of_mask, window=window)
         return copied + made + here
     if (ranges := _range(q, k, mask, documents, causal, first, window)) is not None:
         part, own, making = ranges
@@ -120,21 +122,17 @@ def _attention_bw(
         of_keys = _bytes(k) + _bytes(v)  # whose gradients are there behind the last range
         sums = (_numel(k) + _numel(v)) * lse_dtype(q.dtype).itemsize
         rest = 0, 0, 0, None, None, of_block, softcap, *dropout
-        inside = made + _attention_bw(
-            part, part, keys, values, part, lse, own, False, scale, *rest, by_blocks=by_blocks
-        )
+        inside = made + _attention_bw(part, part, keys, values, part, lse, own, False, scale, *rest, of_mask=of_mask)
         inside = max(inside + _bytes(keys) + _bytes(values), making - _bytes(part)) - of_keys
         several = _numel(q) * q.dtype.itemsize if part.shape[2] < q.shape[2] else 0
         return sums + max(inside, several)
     (b, h, s, d), t, item = q.shape, k.shape[2], q.dtype.itemsize
-    form = "blocks" if by_blocks else attention_gpu.form_of(q, k, v, mask, causal).name
+    form = "blocks" if of_mask or softcap or dropout else attention_gpu.form_of(q, k, v, mask, causal).name
     if causal and first and form != "blocks":
         whole, parts = (_numel(q) + _numel(k) + _numel(v)) * item, _parts(q, k, v, mask, first)
         return 2 * whole + max(_attention_bw(grad, q, *p[:2], out, lse, *p[2:], scale) for p in parts)
     if form == "blocks":
-        wide = lse_dtype(q.dtype).itemsize
-        made = (_numel(k) + _numel(v)) * (wide + item) + _numel(q) * item
-        return made + (10 if dropout else 9) * _block_bytes(q, k) + _dropout_of_block(q, k, *dropout)
+        return _made(mask, q) + blocks.backward_bytes(q, k, v, mask, causal, softcap, _dropped(*dropout), of_mask)
     width = _width(q, v)
     rows, heads = b * h * s * width * item, h if form == "efficient" else k.shape[1]
     copies = rows * ((width != d) + (width != v.shape[-1]) * 2)  # q, the output and its gradient
@@ -155,7 +153,7 @@ def _attention_bias_bw(
 ) -> int:
     """Return what the gradient of a mask adds: itself in the wide type, beside that in its own."""
     made = _numel(mask) * lse_dtype(q.dtype).itemsize
-    return made + _attention_bw(grad, q, k, v, out, lse, mask, *constants, by_blocks=True, **named)
+    return made + _attention_bw(grad, q, k, v, out, lse, mask, *constants, of_mask=True, **named)
 
 
 def _even_gradient(grad: Like, mask: Like, keys: int) -> int:
@@ -268,21 +266,19 @@ def _padded(rows: int) -> int:
     return _up(rows, 32)
 
 
-def _block_bytes(q: Like, k: Like) -> int:
-    """Return the bytes of a block of scores and of the rows beside it."""
-    b, h, s, d = q.shape
-    rows, columns = min(attention_blocks.BLOCK, s), min(attention_blocks.BLOCK, k.shape[2])
-    return b * h * rows * (columns + d) * lse_dtype(q.dtype).itemsize
-
-
-def _dropout_of_block(q: Like, k: Like, *dropout) -> int:
-    """Return what a block of weights of which some may be dropped needs: a bool a weight, and what draws them."""
+def _dropped(*dropout) -> WeightDropout | None:
+    """Return the dropout of weights that an attention's arguments say."""
     if not dropout:
-        return 0
-    start, strides = dropout[3:5]
-    b, h, s, _ = q.shape
-    shape = b, h, min(attention_blocks.BLOCK, s), min(attention_blocks.BLOCK, k.shape[2])
-    return math.prod(shape) + drawing_bytes(shape, strides, start, "cuda")
+        return None
+    _, p, _, start, strides, *_ = dropout
+    if strides is None:
+        return None
+    return WeightDropout(0, start, tuple(strides), round(p * ALL))
+
+
+def _made(mask: Like | None, q: Like) -> int:
+    """Return the bytes of what is added for a mask of bools."""
+    return _numel(mask) * q.dtype.itemsize if mask is not None and mask.dtype == torch.bool else 0
 
 
 def _width(q: Like, v: Like) -> int:
