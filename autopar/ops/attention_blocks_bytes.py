@@ -29,9 +29,15 @@ def forward_bytes(
 
 
 def backward_bytes(
-    q: Like, k: Like, v: Like, mask: Like | None, causal: bool, softcap: float, dropout: WeightDropout | None,
+    q: Like,
+    k: Like,
+    v: Like,
+    mask: Like | None,
+    causal: bool,
+    softcap: float,
+    dropout: WeightDropout | None,
     of_mask: bool,
-) -> int:  # fmt: skip
+) -> int:
     """Return the bytes of a backward, without the gradient of the mask."""
     inside = _of_blocks(*_small(q, k, v, mask, dropout), causal, softcap, dropout, True, of_mask)
     numel, item, wide = sum(math.prod(x.shape) for x in (k, v)), q.dtype.itemsize, lse_dtype(q.dtype).itemsize
@@ -59,33 +65,57 @@ def _small(
 
 @functools.cache
 def _of_blocks(
-    q: Shape, k: Shape, v: Shape, mask: Shape | None, dtype: torch.dtype, mask_dtype: torch.dtype | None,
-    causal: bool, softcap: float, dropout: WeightDropout | None, backward: bool, of_mask: bool,
-) -> int:  # fmt: skip
+    q: Shape,
+    k: Shape,
+    v: Shape,
+    mask: Shape | None,
+    dtype: torch.dtype,
+    mask_dtype: torch.dtype | None,
+    causal: bool,
+    softcap: float,
+    dropout: WeightDropout | None,
+    backward: bool,
+    of_mask: bool,
+) -> int:
     """Return the bytes of a small case beside its results, and beside sums in the wide type."""
 
     def empty(shape: Shape) -> torch.Tensor:
         return torch.empty(shape[0], shape[2], shape[1], shape[3], dtype=dtype, device="meta").transpose(1, 2)
 
-    added = None if mask is None else torch.empty(mask, dtype=dtype if mask_dtype == torch.bool else mask_dtype,
-                                                  device="meta")  # fmt: skip
+    added = (
+        None
+        if mask is None
+        else torch.empty(mask, dtype=dtype if mask_dtype == torch.bool else mask_dtype, device="meta")
+    )
     first = max(0, k[2] - q[2]) if causal else 0
     wide = lse_dtype(dtype)
-    tensors = [empty(q), empty(k), empty(v)]
+    queries, keys, values = empty(q), empty(k), empty(v)
     if not backward:
-        with LiveBytes([t for t in (*tensors, added) if t is not None]) as count:
+        with LiveBytes([t for t in (queries, keys, values, added) if t is not None]) as count:
             results = attention_blocks.forward(
-                *tensors, added, causal, 1.0, first=first, softcap=softcap, dropout=dropout
+                queries, keys, values, added, causal, 1.0, first=first, softcap=softcap, dropout=dropout
             )
         return count.peak_bytes - sum(r.numel() * r.element_size() for r in results)
     lse = torch.empty(q[:3], dtype=wide, device="meta")
     dmask = torch.zeros(mask, dtype=wide, device="meta") if of_mask and mask is not None else None
     grad, out = empty((*q[:3], v[3])), empty((*q[:3], v[3]))
-    known = [t for t in (*tensors, added, grad, out, lse, dmask) if t is not None]
+    known = [t for t in (queries, keys, values, added, grad, out, lse, dmask) if t is not None]
     with LiveBytes(known) as count:
         attention_blocks.backward(
-            grad, *tensors, out, lse, added, causal, 1.0, first=first, softcap=softcap, dmask=dmask, dropout=dropout,
+            grad,
+            queries,
+            keys,
+            values,
+            out,
+            lse,
+            added,
+            causal,
+            1.0,
+            first=first,
+            softcap=softcap,
+            dmask=dmask,
+            dropout=dropout,
             lse_is_exact=added is None or of_mask or mask_dtype == torch.bool or softcap != 0.0,
-        )  # fmt: skip
+        )
     held = math.prod(q) * dtype.itemsize + (math.prod(k) + math.prod(v)) * wide.itemsize
     return count.peak_bytes - held
