@@ -108,8 +108,9 @@ BLOCKS = Form("blocks", forward, backward, takes_first=True)
 def form_with(softcap: float, dmask: Tensor | None = None, dropout: WeightDropout | None = None) -> Form:
     """Return the form for scores that are capped, whose mask has its gradient added to `dmask`, or whose weights are
     dropped."""
-    special = {"softcap": softcap, "dropout": dropout}
-    return Form("blocks", partial(forward, **special), partial(backward, **special, dmask=dmask), takes_first=True)
+    attend = partial(forward, softcap=softcap, dropout=dropout)
+    attend_backward = partial(backward, softcap=softcap, dropout=dropout, dmask=dmask)
+    return Form("blocks", attend, attend_backward, takes_first=True)
 
 
 def _exp_of_difference(a: Tensor, b: Tensor) -> Tensor:

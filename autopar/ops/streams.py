@@ -7,7 +7,6 @@ micro-batch, the step from one to the next. An attention draws if it has them.
 from __future__ import annotations
 
 import torch
-from torch import fx
 
 from . import attention, counter_rng  # noqa: F401  (for their ops, which they register)
 
@@ -22,7 +21,7 @@ STREAM = {
 }  # its position in the arguments
 
 
-def stream_of(node: fx.Node) -> int | None:
+def stream_of(node) -> int | None:
     """Return the stream number of a graph's node, None if it does not draw."""
     position = STREAM.get(node.target) if node.op == "call_function" else None
     if position is None:
