@@ -117,9 +117,9 @@ BLOCKS = Form("blocks", forward, backward, takes_first=True)
 def form_with(softcap: float, dmask: Tensor | None = None, dropout: WeightDropout | None = None) -> Form:
     """Return the form for scores that are capped, whose mask has its gradient added to `dmask`, or whose weights are
     dropped."""
-    of_form = partial(forward, softcap=softcap, dropout=dropout)
-    of_gradient = partial(backward, softcap=softcap, dropout=dropout, dmask=dmask)
-    return Form("blocks", of_form, of_gradient, takes_first=True)
+    attend = partial(forward, softcap=softcap, dropout=dropout)
+    attend_backward = partial(backward, softcap=softcap, dropout=dropout, dmask=dmask)
+    return Form("blocks", attend, attend_backward, takes_first=True)
 
 
 def _exp_of_difference(a: Tensor, b: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-from torch import fx
 
 from . import ATTENTION, attention, counter_rng  # noqa: F401  (for their ops, which they register)
 
@@ -24,7 +23,7 @@ STREAM = {
 }  # its position in the arguments
 
 
-def stream_of(node: fx.Node) -> int | None:
+def stream_of(node) -> int | None:
     """Return the stream number of a graph's node, None if it does not draw."""
     if node.op != "call_function" or node.target not in STREAM:
         return None

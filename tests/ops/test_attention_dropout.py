@@ -170,6 +170,7 @@ def test_schema():
     torch.library.opcheck(autopar.attention.default, arguments)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("length", [1024, 1023])
 def test_never_all_weights(length):
     """It holds some blocks of weights, of bools and of what draws them."""
