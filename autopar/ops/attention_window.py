@@ -30,9 +30,12 @@ def rows_of(window: int, is_cpu: bool = False) -> int:
 
 
 def closes_some(window: int, q: Like, k: Like, causal: bool, first: int) -> bool:
-    """Return whether a window closes keys that are open without it."""
+    """Return whether a window closes keys that are open without it, or queries are before the first key, which other
+    causal calls do not say."""
     if not window:
         return False
+    if causal and first < 0:
+        return True
     last_key, last = k.shape[2] - 1, first + q.shape[2] - 1
     return last >= window or (not causal and last_key - first >= window)
 

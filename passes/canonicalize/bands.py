@@ -1,4 +1,4 @@
-"""Find how far a key may be from its query under a mask: causal masks, windows, and both.
+"""Bands: masks that keep keys by how far they are from their query, as causal masks and windows do.
 
 A band keeps a key where `lowest <= query - key <= highest`. The canonical attention says a band that is causal, lowest
 0, or as wide on both sides: of a window of w keys the farthest is w - 1 places away.

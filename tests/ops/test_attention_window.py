@@ -4,12 +4,16 @@ all pairs."""
 from __future__ import annotations
 
 import itertools
+import random
+from functools import partial
 
 import pytest
 import torch
 
-from autopar.ops import attention_window, autopar
+from autopar.ops import attention, attention_window, autopar
 from autopar.ops.counter_rng import contiguous_strides
+
+from ..helpers.fake_allocations import counted, nbytes
 
 STATE = torch.tensor([7, 1])
 FORMS = ["plain", "keys", "pairs", "added", "documents", "dropout", "softcap", "sinks", "learned", "all"]
@@ -80,3 +84,55 @@ def test_equals_a_mask_of_the_window(form, causal, monkeypatch):
     for seed, (s, window) in enumerate(((1, 1), (21, 1), (21, 3), (21, 21), (30, 9))):
         torch.manual_seed(seed)
         compared(form, s, window, causal)
+
+
+@pytest.mark.slow
+def test_lengths_and_windows_at_random():
+    seed = random.randrange(10**6)
+    print("seed", seed)
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    for form, causal, window in itertools.product(FORMS, (True, False), (1, 3, 64, 1000)):
+        compared(form, rng.choice((1, 100, 700)), window, causal, heads=rng.choice(((4, 4), (4, 2), (4, 1))))
+
+
+@pytest.mark.parametrize("causal, first", itertools.product((True, False), (-30, -9, -1, 4, 9, 30)))
+def test_rows_of_other_places(causal, first, monkeypatch):
+    """A device has some rows, and keys from any place on: before the rows, around them, or beyond the window."""
+    monkeypatch.setattr(attention_window, "CPU_ROWS", 4)
+    torch.manual_seed(0)
+    q, k, v, grad = real(2, 4, 9, 4), real(2, 2, 11, 4), real(2, 2, 11, 4), real(2, 4, 9, 4)
+    for window in (1, 5, 8):
+        expected = attend(q, k, v, False, grad=grad, mask=band(9, 11, window, causal, first))
+        found = attend(q, k, v, causal, grad=grad, mask=None, first=first, window=window)
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_heads_that_are_read():
+    """Queries of some heads read those of their groups."""
+    torch.manual_seed(0)
+    q, k, v, grad = real(1, 3, 20, 4), real(1, 4, 20, 4), real(1, 4, 20, 4), real(1, 3, 20, 4)
+    heads = {"head": 1, "group": 2}
+    expected = attend(q, k, v, False, grad=grad, mask=band(20, 20, 6, True), **heads)
+    torch.testing.assert_close(attend(q, k, v, True, grad=grad, mask=None, window=6, **heads), expected)
+
+
+@pytest.mark.parametrize("causal, form", [(True, "plain"), (False, "plain"), (True, "keys"), (True, "softcap")])
+def test_nothing_of_all_pairs_is_made(causal, form):
+    """The largest tensor inside is a range's mask or scores."""
+    length, window = 4096, 128
+    given = arguments_of(form, 1, 2, length, length)
+    mask = given.pop("mask")
+
+    def make(backward):
+        q, k, v = (torch.empty(1, 2, length, 8) for _ in range(3))
+        lse = torch.empty(1, 2, length)
+        return [*((q, q, k, v, q.clone(), lse) if backward else (q, k, v)), given_mask(), causal, None]
+
+    def given_mask():
+        return None if mask is None else torch.empty(mask.shape, dtype=torch.bool)
+
+    for body in (attention.attention, attention.attention_bw):
+        of_op = partial(body._init_fn, **given, window=window)
+        results, _, count = counted(of_op, partial(make, body is attention.attention_bw))
+        assert count.peak_bytes - nbytes(results) < length**2 / 2, "half of a bool for each pair"

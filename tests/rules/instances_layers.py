@@ -103,6 +103,11 @@ for h_kv, ids in (  # documents: of each sample, of all alike
     op("autopar.attention.default", q, k, v, None, True, None, 0, 0, 0, ids, ids)
     out, lse = torch.ops.autopar.attention(q, k, v, None, True, None, 0, 0, 0, ids, ids)
     op("autopar.attention_bw.default", real(2, 4, 6, 4), q, k, v, out, lse, None, True, None, 0, 0, 0, ids, ids)
+for h_kv, causal, window in ((4, True, 3), (2, False, 2), (1, True, 9)):  # windows, of which the last is open to all
+    q, k, v = real(2, 4, 7, 4), real(2, h_kv, 7, 4), real(2, h_kv, 7, 4)
+    op("autopar.attention.default", q, k, v, None, causal, None, window=window)
+    out, lse = torch.ops.autopar.attention(q, k, v, None, causal, None, window=window)
+    op("autopar.attention_bw.default", real(2, 4, 7, 4), q, k, v, out, lse, None, causal, None, window=window)
 for h_kv, m, causal, softcap, sinks in (  # what models write out: caps, sinks, learned masks of several forms
     (6, None, True, 0.5, real(6)), (2, (1, 6, 5, 7), False, 0.5, None), (6, (4, 1, 5, 7), True, 0.0, real(6)),
     (3, (6, 1, 7), False, 0.0, None), (6, (4, 6, 1, 1), False, 0.0, None),

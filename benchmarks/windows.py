@@ -1,0 +1,58 @@
+"""Time attention within a window: by the op's window, by a mask of all pairs, and without a window.
+
+    python benchmarks/windows.py [--length 8192] [--heads 4] [--windows 512,2048]
+
+One process counts the CPU seconds of its thread, forward and backward; of several rounds the least counts. Beside them
+is the memory of the mask of all pairs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import torch
+
+from autopar.ops import autopar
+
+WIDTH, ROUNDS = 64, 3
+
+
+def run(q: torch.Tensor, mask: torch.Tensor | None, causal: bool, window: int) -> None:
+    out, lse = autopar.attention(q, q, q, mask, causal, None, window=window)
+    autopar.attention_bw(out, q, q, q, out, lse, mask, causal, None, window=window)
+
+
+def seconds(*call) -> float:
+    """Return the least CPU seconds of some rounds."""
+    found = []
+    for _ in range(ROUNDS):
+        start = time.thread_time()
+        run(*call)
+        found.append(time.thread_time() - start)
+    return min(found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--length", type=int, default=8192)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--windows", default="128,512,2048")
+    given = parser.parse_args()
+    length = given.length
+    print(f"attention, 1 x {given.heads} heads x {length} x {WIDTH}, fp32, forward and backward")
+    print("window  causal  by its window s  by a mask s  no window s  mask MiB")
+    q = torch.randn(1, given.heads, length, WIDTH)
+    behind = torch.arange(length)[:, None] - torch.arange(length)
+    for causal in (True, False):
+        plain = seconds(q, None, causal, 0)
+        for window in map(int, given.windows.split(",")):
+            mask = ((behind < window) & (behind >= 0 if causal else behind > -window))[None, None]
+            times = seconds(q, None, causal, window), seconds(q, mask, False, 0), plain
+            print(
+                f"{window:6}  {causal!s:6}  {times[0]:15.3f}  {times[1]:11.3f}  {times[2]:11.3f}  {mask.nbytes >> 20:8}"
+            )
+
+
+if __name__ == "__main__":
+    main()
