@@ -62,12 +62,12 @@ def _squares(counter: Tensor, key: Tensor) -> Tensor:
     """Return what `squares64` does."""
     y = counter * key
     z = y + key
-    x = _swapped(y * y + y)
-    x = _swapped(x * x + z)
-    x = _swapped(x * x + y)
-    t = x * x + z
+    x = _swapped(y**2 + y)  # not y * y: Inductor writes an operand down as often as it is named
+    x = _swapped(x**2 + z)
+    x = _swapped(x**2 + y)
+    t = x**2 + z
     x = _swapped(t)
-    return t ^ _shifted(x * x + y, 32)
+    return t ^ _shifted(x**2 + y, 32)
 
 
 def _swapped(x: Tensor) -> Tensor:
