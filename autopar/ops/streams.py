@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
+from torch import fx
 
 from . import ATTENTION, attention, counter_rng  # noqa: F401  (for their ops, which they register)
 

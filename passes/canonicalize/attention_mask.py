@@ -108,8 +108,8 @@ def _simplified(graph_module: fx.GraphModule, node: fx.Node, mask: fx.Node, writ
             return Mask(together(node, left), band.causal, ids, band.window)
     if packed is None:
         return Mask(mask, False)
-    band, known = joined(bands.values()), [constant_mask(graph_module, value) for value in values]
-    return Mask(together(node, [*left, *known]), band.causal, ids)
+    constants = [constant_mask(graph_module, value) for value in values]
+    return Mask(together(node, [*left, *constants]), joined(bands.values()).causal, ids)
 
 
 def _is_written_to(factor: fx.Node, writes: list[Write]) -> bool:

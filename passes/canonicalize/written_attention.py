@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from typing import cast
+
 import torch
 from torch import fx
 
@@ -99,7 +101,7 @@ class _Written:
         if self.dropout is None:
             return ()
         shape = *q.meta["val"].shape[:-1], self.dropout.meta["val"].shape[-1]
-        return dropped(self.graph_module, self.last, self.dropout.args[1], shape)
+        return dropped(self.graph_module, self.last, cast(float, self.dropout.args[1]), shape)
 
     def _mask(self, node: fx.Node, heads: tuple[int, int]) -> fx.Node | None:
         """Return what is added to scores of three dims, samples and heads in one, as it is added to those of four."""
