@@ -46,7 +46,7 @@ def test_pairs_are_those_that_a_mask_opens(kind, size, length):
     query = Layout(tuple(dims), parts=(1, 1, ZIGZAG if zigzag else 1, 1))
     strategy = types.SimpleNamespace(inputs=(query,) * 4)
     open_ = torch.ones(length, length)
-    rows = open_.tril() if kind == "causal" else open_
+    rows = {"causal": open_.tril(), "full": open_, "window": open_.tril().triu(-2)}[kind]
     block = length // (2 * size) if zigzag else -(-length // size)
     held = [
         [*range(r * block, (r + 1) * block), *range(length - (r + 1) * block, length - r * block)]
