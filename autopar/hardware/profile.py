@@ -32,10 +32,12 @@ import difflib
 import fnmatch
 import json
 import re
+import sys
 import tomllib
 from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from ..errors import HardwareError, nearest
 from .kernels import Attention, Experts, Kernels, Products
@@ -97,10 +99,10 @@ def load(name: str | Path | Hardware) -> Hardware:
 
 
 def _properties_of(name: str):
-    """Return the properties of the GPU of this name that this machine has, None if it has none."""
-    import torch
-
-    for index in range(torch.cuda.device_count()):
+    """Return the properties of the GPU of this name that this machine has, None if it has none, or if this process has
+    nothing to do with GPUs."""
+    torch: Any = sys.modules.get("torch")
+    for index in range(torch.cuda.device_count() if torch is not None else 0):
         properties = torch.cuda.get_device_properties(index)
         if properties.name.lower() == name.lower():
             return properties

@@ -27,10 +27,10 @@ def _collectives_of_a_step(rank: int, strategy: str) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     bind = loaded.bind_groups
 
-    def noted(module, names):
+    def noted(module, *names):
         for node in filter(is_collective, module.graph.nodes):
             found.setdefault(node.args[-1], set()).add(str(node.target))
-        return bind(module, names)
+        return bind(module, *names)
 
     loaded.bind_groups = noted
     model, batch = tiny.own("gpt:hidden=36,layers=1,heads=3,vocab=50,seq=12", batch=4)

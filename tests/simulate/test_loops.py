@@ -16,8 +16,8 @@ from autopar.ir.graph import output_node, values_of
 from autopar.simulate.compare import verify_model, verify_plan
 from autopar.simulate.step import plan_and_capture
 
-from ..frontend.test_device import CUDA, run_on_fakes
 from ..helpers import kept
+from ..helpers.fake_cuda import CUDA, run_on_fakes
 
 GPT = "gpt2-tiny:hidden=48,heads=12,layers=1"
 LLAMA = "llama-tiny:hidden=48,heads=12,kv_heads=12,layers=1"
