@@ -9,28 +9,9 @@ rounds the least counts. Beside them are those of a row that is one document, wi
 from __future__ import annotations
 
 import argparse
-import time
 
 import torch
-
-from autopar.ops import autopar
-
-WIDTH, ROUNDS = 64, 3
-
-
-def run(q: torch.Tensor, mask: torch.Tensor | None, causal: bool, *documents: torch.Tensor) -> None:
-    out, lse = autopar.attention(q, q, q, mask, causal, None, 0, 0, 0, *documents)
-    autopar.attention_bw(out, q, q, q, out, lse, mask, causal, None, 0, 0, 0, *documents)
-
-
-def seconds(*call) -> float:
-    """Return the least CPU seconds of some rounds."""
-    found = []
-    for _ in range(ROUNDS):
-        start = time.thread_time()
-        run(*call)
-        found.append(time.thread_time() - start)
-    return min(found)
+from attention_seconds import WIDTH, seconds
 
 
 def main() -> None:

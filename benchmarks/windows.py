@@ -9,28 +9,9 @@ is the memory of the mask of all pairs.
 from __future__ import annotations
 
 import argparse
-import time
 
 import torch
-
-from autopar.ops import autopar
-
-WIDTH, ROUNDS = 64, 3
-
-
-def run(q: torch.Tensor, mask: torch.Tensor | None, causal: bool, window: int) -> None:
-    out, lse = autopar.attention(q, q, q, mask, causal, None, window=window)
-    autopar.attention_bw(out, q, q, q, out, lse, mask, causal, None, window=window)
-
-
-def seconds(*call) -> float:
-    """Return the least CPU seconds of some rounds."""
-    found = []
-    for _ in range(ROUNDS):
-        start = time.thread_time()
-        run(*call)
-        found.append(time.thread_time() - start)
-    return min(found)
+from attention_seconds import WIDTH, seconds
 
 
 def main() -> None:
@@ -45,10 +26,10 @@ def main() -> None:
     q = torch.randn(1, given.heads, length, WIDTH)
     behind = torch.arange(length)[:, None] - torch.arange(length)
     for causal in (True, False):
-        plain = seconds(q, None, causal, 0)
+        plain = seconds(q, None, causal)
         for window in map(int, given.windows.split(",")):
             mask = ((behind < window) & (behind >= 0 if causal else behind > -window))[None, None]
-            times = seconds(q, None, causal, window), seconds(q, mask, False, 0), plain
+            times = seconds(q, None, causal, window=window), seconds(q, mask, False), plain
             print(
                 f"{window:6}  {causal!s:6}  {times[0]:15.3f}  {times[1]:11.3f}  {times[2]:11.3f}  {mask.nbytes >> 20:8}"
             )

@@ -8,8 +8,8 @@ does; sums are in fp32.
 
 from __future__ import annotations
 
-import triton  # type: ignore[import-not-found]
-import triton.language as tl  # type: ignore[import-not-found]
+import triton
+import triton.language as tl
 from torch import Tensor
 
 ROWS, OUTPUTS, PAIRS, WARPS = 16, 16, 128, 4

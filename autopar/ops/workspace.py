@@ -253,7 +253,7 @@ def _mask_bytes(mask: Like | None, q: Like, columns: int, causal: bool) -> tuple
     search = _numel(mask)
     if causal:
         whole = q.shape[0] * q.shape[2] * columns if len(mask.shape) > 1 and mask.shape[-2] > 1 else 0
-        search = max(search * 10, 0) if not whole else search + whole + q.shape[2] * columns
+        search = search + whole + q.shape[2] * columns if whole else 10 * search  # of keys alone: counted in int64
     return kept, made, aligned, search
 
 
@@ -271,8 +271,6 @@ def _dropped(*dropout) -> WeightDropout | None:
     if not dropout:
         return None
     _, p, _, start, strides, *_ = dropout
-    if strides is None:
-        return None
     return WeightDropout(0, start, tuple(strides), round(p * ALL))
 
 

@@ -15,23 +15,19 @@ from ..helpers.fake_cuda import CUDA, lowered_on_fakes
 SAMPLE = ("gpt2", "bert", "llama", "mistral", "t5", "mixtral", "opt", "convnext")
 
 
-def check(family: str, precision: str) -> None:
-    if refusal := lowered_on_fakes(family, precision):
-        pytest.skip(f"not on CPUs either: {refusal[:80]}")
-
-
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", SAMPLE)
 def test_a_moved_family_runs(family, precision):
-    check(family, precision)
+    assert lowered_on_fakes(family, precision) == ""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(SAMPLE)))
 def test_every_moved_family_runs(family, precision):
-    check(family, precision)
+    """A refusal of CUDA alone raises; one of CPUs as well is told in words, and is in docs/families.md."""
+    assert isinstance(lowered_on_fakes(family, precision), str)
 
 
 class Norm(torch.nn.Module):

@@ -11,7 +11,9 @@ import json
 import os
 import time
 from collections import deque
+from functools import partial
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ import torch.distributed as dist
 from autopar.errors import AutoparError
 from autopar.processes import watch
 from autopar.processes.heartbeat import Beats, Heartbeat
+from autopar.processes.watch import Watch
 from tests.helpers import gloo
 
 TIMEOUT_SECONDS = 1.0
@@ -98,6 +101,6 @@ def test_marks_that_are_reached_say_nothing(monkeypatch):
 
 
 def test_nothing_is_marked_on_gloo():
-    beat = Heartbeat(None, is_needed=False, beats=Beats(mark=pytest.fail))  # type: ignore[arg-type]
+    beat = Heartbeat(cast(Watch, None), is_needed=False, beats=Beats(mark=partial(pytest.fail, "marked")))
     beat.mark(1, 1, "the forward graph")
     assert not beat.marks and not torch.cuda.is_initialized()
