@@ -1,46 +1,30 @@
 """A rank's graph, ready to run: with process groups for the logical ones, on its device, watched; through torch.compile
-on demand, and by itself on GPUs (autopar/planner/options.py).
-
-torch.compile takes a graph as it is, collectives and all, but for ops that return what they write to: an all-reduce in
-place becomes one that copies, which Inductor may turn into one in place again. Gathers are collectives that it knows
-again. Inductor leaves collectives where they are (autopar/_torch/compiling.py): it would put each next to its wait, and
-nothing would run beside it.
-"""
+(autopar/runtime/compiled_graph.py) on demand, and by itself on GPUs (autopar/planner/options.py)."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Self
 
 import torch
 from torch import fx
 
-from .. import _torch
-from .._torch import c10d, no_autocast
+from .._torch import no_autocast
 from ..codegen.buckets_in_place import buckets_in_place
 from ..codegen.direct_calls import compile_directly
 from ..codegen.follow_size import Line, Sizes, followed
 from ..codegen.python_code import as_on_gloo, bind_groups, boxed, group_names, reductions_beside
 from ..codegen.row_counts import RowCounter
 from ..errors import CompilerError
-from ..ops import autopar
-from ..ops.fused_forms import FUSED
-from ..passes.distribute.heavy_ops import is_product
 from ..processes import watch
 from ..processes.guarded import BACKWARD, FORWARDS
 from ..processes.process_groups import REDUCTIONS, ProcessGroups
+from .compiled_graph import OpenDims, compiled_graph, copied
 
 FALLS_BACK = "falls_back"  # beside the options of torch.compile: whether a graph may run op by op if that fails
-AS_COMPILED = {
-    c10d.all_reduce_.default: c10d.all_reduce.default,
-    autopar.gather_by_broadcasts.default: c10d.all_gather_into_tensor.default,
-    autopar.gather_by_sends.default: c10d.all_gather_into_tensor.default,
-    autopar.exchange_by_sends.default: c10d.all_to_all_single.default,
-}
 
 
 class LoadedGraph:
@@ -61,6 +45,7 @@ class LoadedGraph:
         self.module = bind_groups(module, groups.bind(names, lane), of_reductions).to(device)
         self.mesh = str(groups.mesh)
         self.options: Mapping[str, object] | None = None  # of torch.compile, if the graph goes through it
+        self.open_dims: OpenDims = {}
         self.load(phase)
 
     def load(self, phase: str) -> None:
@@ -79,7 +64,7 @@ class LoadedGraph:
 
     def _op_by_op(self) -> tuple[fx.GraphModule, Callable]:
         """Return a module with the graph's Python, and what runs it."""
-        module = boxed(_copy(self.module))  # torch.compile, and what follows sizes, takes the graph as it was
+        module = boxed(copied(self.module))  # torch.compile, and what follows sizes, takes the graph as it was
         buckets_in_place(module)
         rows = RowCounter(module.graph) if self.phase.startswith("forward") else None
         self.rows = rows if rows and rows.layers else None
@@ -92,9 +77,10 @@ class LoadedGraph:
         for some sizes. Raises Differs."""
         made = copy.copy(graphs[max(graphs)])
         made.module, lines = followed({size: graph.module for size, graph in graphs.items()})
+        made.open_dims = _open_dims(made.module, [graph.module for graph in graphs.values()])
         made.load(made.phase)
         if made.options is not None:  # once for all sizes
-            made.compile({"dynamic": True, **made.options})
+            made.compile(made.options)
         return made, lines
 
     def compile(self, options: Mapping[str, object]) -> None:
@@ -102,29 +88,39 @@ class LoadedGraph:
         With FALLS_BACK among them it runs op by op if that fails."""
         self.options, self.rows = options, None
         given = {name: value for name, value in options.items() if name != FALLS_BACK}
-        falls_back = bool(options.get(FALLS_BACK))
-        self._watch(self._or_op_by_op(given) if falls_back else _compiled(self.module, self.phase, given))
+        compiled = compiled_graph(self.module, self.phase, given, self.open_dims)
+        self._watch(self._or_op_by_op(compiled) if options.get(FALLS_BACK) else compiled)
 
     def _watch(self, run: Callable) -> None:
         """Let calls run what the graph was compiled to."""
         self.run = _without_autocast(watch.guarded(self.module, self.phase, self.mesh, run))
 
-    def _or_op_by_op(self, options: Mapping[str, object]) -> Callable:
-        """Return what compiles the graph at its first call, and runs it op by op if that fails."""
+    def _or_op_by_op(self, compiled: Callable) -> Callable:
+        """Return what runs the graph compiled, and op by op from where that fails."""
 
-        def run_first(values: list):
-            arguments = list(values)
+        def run(values: list):
             try:
-                compiled = _compiled(self.module, self.phase, options)
-                results = compiled(values)
-            except CompilerError as error:
+                return compiled(values)
+            except CompilerError as error:  # nothing has run
                 _warn_once(f"{error.message}; it runs op by op")
                 self.options, self.run = None, self._first_run
-                return self._op_by_op()[1](arguments)
-            self._watch(compiled)
-            return results
+                return self._op_by_op()[1](values)
 
-        return run_first
+        return run
+
+
+def _open_dims(module: fx.GraphModule, programs: Iterable[fx.GraphModule]) -> OpenDims:
+    """Return the dims of what a program takes that differ between those for some sizes, and the sizes, its last
+    arguments."""
+    count = len(module.graph.find_nodes(op="placeholder"))
+    all_values = [[n.meta.get("val") for n in p.graph.find_nodes(op="placeholder")] for p in programs]
+    found = {place: _differing_dims(values) for place, values in enumerate(zip(*all_values))}
+    return found | {place: {0} for place in range(len(found), count)}
+
+
+def _differing_dims(values: Sequence[object]) -> set[int]:
+    shapes = [value.shape for value in values if isinstance(value, torch.Tensor)]
+    return {dim for dim, sizes in enumerate(zip(*shapes)) if len({*sizes}) > 1}
 
 
 @functools.cache
@@ -158,55 +154,3 @@ def _counted(rows: RowCounter, run: Callable) -> Callable:
         return run(values)
 
     return run_from_the_first
-
-
-def _copy(module: fx.GraphModule) -> fx.GraphModule:
-    """Return a module with a graph of its own, that takes its arguments one by one, and the same constants."""
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(module.graph, {}))
-    return _torch.graph_module(module, graph)
-
-
-def _compiled(module: fx.GraphModule, phase: str, options: Mapping[str, object]) -> Callable:
-    """Return the graph of a module behind torch.compile, called like that of codegen.boxed."""
-    module = _copy(module)
-    fused = FUSED if options.get("backend", "inductor") == "inductor" else {}  # others would write all of it
-    for node in module.graph.nodes:
-        node.target = fused.get(node.target) or AS_COMPILED.get(node.target, node.target)
-    module.recompile()
-    with _explained(phase):  # without fullgraph=True, under which Dynamo traces what handles the error of a collective
-        run = torch.compile(_with_own_code(module), **_torch.in_given_order({"dynamic": False, **options}, is_product))
-
-    def run_boxed(values: list):
-        arguments = tuple(values)
-        values.clear()
-        with _explained(phase):
-            return run(*arguments)
-
-    return run_boxed
-
-
-def _with_own_code(module: fx.GraphModule) -> Callable:
-    """Return a function that calls a module, with code that no other has: Dynamo counts compilations by code, and
-    runs what is beyond a few op by op."""
-
-    def run(*arguments):
-        return module(*arguments)
-
-    run.__code__ = run.__code__.replace()
-    return run
-
-
-@contextlib.contextmanager
-def _explained(phase: str) -> Iterator[None]:
-    try:
-        yield
-    except _torch.compiler_errors() as error:
-        raise CompilerError(
-            f"torch.compile failed on the {phase} graph: {type(error).__name__}: {_first_words(error)}",
-            fix="leave out compile() or execution='compiled', or choose another backend: compile(backend='aot_eager')",
-        ) from error
-
-
-def _first_words(error: BaseException) -> str:
-    return " ".join(line.strip() for line in str(error).strip().splitlines()[:2])

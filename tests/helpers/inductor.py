@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from autopar.codegen.python_code import bind_groups, group_names
 from autopar.errors import CompilerError
-from autopar.runtime import loaded
+from autopar.runtime.compiled_graph import compiled_graph
 from autopar.simulate import census
 from autopar.simulate.census import Census
 
@@ -36,7 +36,7 @@ def program_of(module, options=()) -> list[str]:
     ]
     with patch.object(GraphLowering, "save_output_code", staticmethod(stop)), config.patch(force_disable_caches=True):
         with contextlib.suppress(CompilerError):
-            loaded._compiled(module, "forward", dict(options))(values)
+            compiled_graph(module, "forward", dict(options), {})(values)
     (text,) = programs
     return text.splitlines()
 
