@@ -24,17 +24,17 @@ def inductor_options(options: Mapping[str, object]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Replay:
-    """How a program is recorded as a CUDA graph and replayed, where torch finds nothing that forbids it. `fixed`: the
-    positions of arguments that stay where they are in memory, parameters and buffers; others are copied to where the
-    recorded kernels read them, unless a recorded program has put them there."""
+    """Says how a program is recorded as a CUDA graph and replayed, where torch finds nothing that forbids it. `fixed`:
+    the positions of arguments that stay where they are in memory, parameters and buffers; others are copied to where
+    the recorded kernels read them, unless a recorded program has put them there."""
 
     fixed: tuple[int, ...]
     is_backward: bool
 
 
 class InductorProgram:
-    """What Inductor makes of a graph for the forms of some values: numbers, and tensors with their sizes, strides and
-    types. `open_dims`: by position those dims of tensors, and those numbers (as dim 0), that may have other sizes.
+    """Runs what Inductor makes of a graph for the forms of some values: numbers, and tensors with their sizes, strides
+    and types. `open_dims`: by position those dims of tensors, and those numbers (as dim 0), that may have other sizes.
     Raises what compiling raises."""
 
     def __init__(
@@ -46,10 +46,13 @@ class InductorProgram:
         replay: Replay | None = None,
     ) -> None:
         from torch._dynamo.utils import GmWrapper
+        from torch._functorch import config as functorch_config
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
         mode, inputs = _opened(values, open_dims)
-        with torch.no_grad():  # arguments may be parameters
+        # arguments may be parameters; the cache of AOTAutograd does not look at what a replay says, Inductor's does
+        is_kept = functorch_config.enable_autograd_cache and replay is None
+        with torch.no_grad(), functorch_config.patch(enable_autograd_cache=is_kept):
             self.run: Callable[[list], Sequence] = compile_fx(
                 GmWrapper(module, list),
                 inputs,
@@ -92,19 +95,19 @@ def _opened(values: Sequence[Any], open_dims: Mapping[int, Collection[int]]) -> 
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    inputs: list[Any] = []
+    env = ShapeEnv()
+    mode, inputs = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env), list[Any]()
     for place, value in enumerate(values):
         dims, source = open_dims.get(place, ()), ConstantSource(f"value_{place}")
         if isinstance(value, torch.Tensor):
             sizes = [DimDynamic.DUCK if dim in dims else DimDynamic.STATIC for dim in range(value.dim())]
-            context = StatelessSymbolicContext(dynamic_sizes=sizes) if dims else None
+            context: Any = StatelessSymbolicContext(dynamic_sizes=sizes) if dims else None
             inputs.append(
                 mode.from_tensor(value.detach(), static_shapes=not dims, symbolic_context=context, source=source)
             )
         elif dims:
-            symbol = mode.shape_env.create_symbol(value, source, DimDynamic.DUCK, None)
-            inputs.append(mode.shape_env.create_symintnode(symbol, hint=value, source=source))
+            symbol = env.create_symbol(value, source, DimDynamic.DUCK, None)
+            inputs.append(env.create_symintnode(symbol, hint=value, source=source))
         else:
             inputs.append(value)
     return mode, inputs

@@ -63,7 +63,6 @@ def test_arguments_are_freed_after_their_last_use():
 
 
 def test_dynamo_holds_them():
-    """What other backends are told to cost."""
     run = compiled_graph(chain(3), "backward", {"backend": "aot_eager"}, {})
     run_watched(run, [torch.randn(8, 8) for _ in range(3)])
     assert seen[-1] == [True] * 3

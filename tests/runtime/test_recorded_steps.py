@@ -20,7 +20,7 @@ CALL = dict(x=X, target=Y)
 
 @pytest.fixture
 def told(monkeypatch):
-    """What Inductor is told of each graph."""
+    """Note what Inductor is told of each graph."""
     graphs = []
     original = torch._inductor.compile_fx.compile_fx_inner
 
@@ -31,7 +31,8 @@ def told(monkeypatch):
         return original(graph, inputs, **given)
 
     monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx_inner", noted)
-    return graphs
+    with torch._inductor.config.patch(force_disable_caches=True):
+        yield graphs
 
 
 @pytest.fixture
