@@ -3,7 +3,7 @@ of them.
 
     plans of one micro-batch: the fastest; if memory is short, those at ever higher prices of it      (spmd/plan.py)
         for some schedules                                                             (schedule/catalogue.py)
-            the best cut into stages, and how much of each is computed again           (segments, cut, cut_interleaved)
+            the best cut into stages, and how much of each is computed again           (segments, best_cut)
                 estimated: the schedule played with the seconds of the cut's segments
                 evaluated: the same with the whole graph's seconds and bytes, stage by stage              (evaluate.py)
 
@@ -34,15 +34,12 @@ from ..spmd.fixed_recompute import AUTO
 from ..spmd.outputs import may_be_unmade
 from ..spmd.plan_options import PlanOptions
 from ..spmd.planned import Planned
+from .best_cut import best_cut
 from .between import plans_between
 from .checkpoint import StageRecomputation, recomputation_of
-from .cut_interleaved import Loops, cut_looped
 from .estimate import Estimate, estimate, even_seconds
-from .evaluate import PipelineCost, evaluate_pipeline, parts_of, timing_of
+from .evaluate import PipelineCost, evaluate_pipeline, parts_of
 from .micro_batch_plans import MicroBatchPlans
-from .model import StageCut, Timing
-from .pareto import Variants
-from .played_cuts import PlayedCuts
 from .segments import Chain, chain
 from .stage_costs import Parts
 from .stage_plans import StagePlans
@@ -240,47 +237,13 @@ class PipelineSearch:
         samples = self.plans.samples if self.plans.share < 1 else 0
         return Pipeline(self.axis, self.ranks, kind, self.micro_batches, v, cuts, samples=samples)
 
-    def cut(
-        self,
-        segments: Chain,
-        kind: str,
-        v: int,
-        room: float,
-        is_rough: bool = False,
-        moves: bool = True,
-        others: Variants | None = None,
-    ) -> StageCut:
-        """Cut the segments for a schedule; `moves`: boundaries, as the played step says; `others`: the same segments
-        under other plans, of which each stage may take one. Raise MemoryInfeasibleError if no cut fits in the
-        `room`."""
-        timing, ranks, most = self._for_cut(kind, v, room)
-        spans, m = segments.spans(ranks * timing.looped), self.micro_batches
-        found = cut_looped(
-            segments.segments, ranks, m, most, timing, segments.shared, is_rough, segments.levels, others, spans
-        )
-        return self.moved(segments, found, kind, v, room) if others is None and moves else found
-
-    def moved(self, segments: Chain, cut: StageCut, kind: str, v: int, room: float) -> StageCut:
-        """Return a cut with its boundaries moved as long as that shortens the played step, in the same `room`."""
-        timing, ranks, most = self._for_cut(kind, v, room)
-        spans = segments.spans(ranks * timing.looped)
-        loops = Loops(
-            segments.segments, ranks, self.micro_batches, most, timing, segments.shared, segments.levels, spans=spans
-        )
-        return self.played(kind, v, [segments]).improved(cut, loops)
-
-    def _for_cut(self, kind: str, v: int, room: float) -> tuple[Timing, int, float]:
-        """Return what a cut takes a schedule for, how many ranks it is into, and the bytes of each of them."""
-        timing = timing_of(kind, self.ranks, v)
-        return (timing, self.ranks * v, room / v) if KINDS[kind].v_shaped else (timing, self.ranks, room)
-
-    def played(self, kind: str, v: int, chains: Sequence[Chain]) -> PlayedCuts:
-        """Return what plays cuts of some segments, given under one plan or several, with a schedule."""
+    def timetable(self, kind: str, v: int) -> Timetable:
+        """Return what plays a schedule with `v` stages a rank."""
         if (kind, v) not in self._timetables:
             pipeline = self.pipeline(kind, v, ("",) * (self.ranks * v - 1))
             shares = pipeline.shares if pipeline.samples else ()
             self._timetables[kind, v] = Timetable(pipeline.orders, shares)
-        return PlayedCuts(chains, self._timetables[kind, v])
+        return self._timetables[kind, v]
 
     # judging
 
@@ -313,11 +276,12 @@ class PipelineSearch:
         best: _Evaluated | None = None
         for _ in range(MOST_CUTS):
             try:
-                cut = self.cut(segments, one.schedule, one.stages_per_rank, room, is_rough, moves, plans.others)
+                cut = best_cut(self, segments, one.schedule, one.stages_per_rank, room, is_rough, moves, plans.others)
             except MemoryInfeasibleError:
                 if best is not None:
                     break
-                cut, room = self.cut(segments, one.schedule, one.stages_per_rank, math.inf, is_rough, moves), -math.inf
+                cut = best_cut(self, segments, one.schedule, one.stages_per_rank, math.inf, is_rough, moves)
+                room = -math.inf
             pipeline = self.pipeline(one.schedule, one.stages_per_rank, segments.cuts(cut.cuts))
             inner, recomputation, of_stage = plans.chosen(cut, pipeline)
             found = replace(self._within_memory(inner, pipeline, recomputation), of_stage=of_stage)
