@@ -247,14 +247,22 @@ class PipelineSearch:
 
     # judging
 
-    def evaluated(self, one: Estimate, moves: bool = True, most: float = math.inf) -> Candidate:
+    def evaluated(
+        self, one: Estimate, moves: bool = True, most: float = math.inf, slowest: float = math.inf
+    ) -> Candidate:
         """Evaluate the best cuts for a schedule: return the fastest whose evaluation fits, else the one that holds
-        least of those tried. `moves`: boundaries, as the played step says; `most`: bytes that a cut takes."""
+        least of those tried. `moves`: boundaries, as the played step says; `most`: bytes that a cut takes; `slowest`:
+        seconds of a step from which on a pipeline is of no use, so that nothing is done to make it fit."""
         looped = one.stages_per_rank > 1 and not KINDS[one.schedule].v_shaped
         # stages of even seconds, or ranks of even seconds: the order of a looped schedule may wait for the longest
         # stage
-        found = [self._fitted(one, is_rough, moves, most) for is_rough in (LOOPED_CUTS if looped else (False,))]
-        fitting = [cost for cost in found if cost.evaluated.peak_bytes <= self.limit]
+        found: list[_Evaluated] = []
+        fitting: list[_Evaluated] = []
+        for is_rough in LOOPED_CUTS if looped else (False,):
+            found.append(self._fitted(one, is_rough, moves, most, slowest))
+            if found[-1].evaluated.peak_bytes <= self.limit:
+                fitting.append(found[-1])
+                slowest = min(slowest, found[-1].evaluated.step_seconds)
         best = min(fitting or found, key=attrgetter("evaluated.step_seconds" if fitting else "evaluated.peak_bytes"))
         inner = replace(best.inner, written=(best.inner.whole[0], best.e), held=best.live)
         return Candidate(best.evaluated, one.inner, inner, self, one.others, best.of_stage)
@@ -265,9 +273,11 @@ class PipelineSearch:
         if one.others:
             return []
         less = TIGHTER * (one.evaluated.peak_bytes - one.base.problem.reserve_bytes)
-        return [self.evaluated(one.estimate, moves=False), self.evaluated(one.estimate, most=less)]
+        slowest = one.evaluated.step_seconds if one.fits else math.inf
+        ways: list[tuple[bool, float]] = [(False, math.inf), (True, less)]
+        return [self.evaluated(one.estimate, moves, most, slowest) for moves, most in ways]
 
-    def _fitted(self, one: Estimate, is_rough: bool, moves: bool, most: float) -> _Evaluated:
+    def _fitted(self, one: Estimate, is_rough: bool, moves: bool, most: float, slowest: float) -> _Evaluated:
         """Find a cut, with less and less memory until its evaluation fits; return the one that holds least if that
         does not help."""
         inner, segments, _ = self.prepared(one.inner)
@@ -284,11 +294,11 @@ class PipelineSearch:
                 room = -math.inf
             pipeline = self.pipeline(one.schedule, one.stages_per_rank, segments.cuts(cut.cuts))
             inner, recomputation, of_stage = plans.chosen(cut, pipeline)
-            found = replace(self._within_memory(inner, pipeline, recomputation), of_stage=of_stage)
+            found = replace(self._within_memory(inner, pipeline, recomputation, slowest), of_stage=of_stage)
             if best is None or found.evaluated.peak_bytes < best.evaluated.peak_bytes:
                 best = found
             excess = found.evaluated.peak_bytes - self.limit
-            if excess <= 0 or room < 0:
+            if excess <= 0 or room < 0 or found.evaluated.step_seconds >= slowest:
                 break
             room -= excess
         return best
@@ -304,14 +314,14 @@ class PipelineSearch:
         return [self.evaluated(one) for one in found]
 
     def _within_memory(
-        self, inner: Planned, pipeline: Pipeline, recomputation: StageRecomputation | None
+        self, inner: Planned, pipeline: Pipeline, recomputation: StageRecomputation | None, slowest: float
     ) -> _Evaluated:
         """Evaluate a pipeline that lets go of outputs beside the loss if its memory demands it, and with as much
-        computed again on each rank as it demands then, or as can be."""
+        computed again on each rank as it demands then, or as can be, unless that is `slowest` seconds or more."""
         (problem, e), live = inner.whole, inner.live_bytes
         evaluated, keeps = self.as_it_is(inner, pipeline)
         for _ in range(MOST_RECOMPUTE_ROUNDS if recomputation is not None else 0):
-            if evaluated.peak_bytes <= self.limit:
+            if evaluated.peak_bytes <= self.limit or evaluated.step_seconds >= slowest:
                 break
             more = recomputation.more(e, evaluated, [self.limit] * self.ranks) or recomputation.all()
             if more.recompute_seconds == e.recompute_seconds:
@@ -324,7 +334,7 @@ class PipelineSearch:
         """Evaluate a pipeline that computes nothing again, whether it fits or not, and say whether it keeps outputs
         beside the loss, which it lets go of if its memory demands it."""
         problem, e = inner.whole
-        found = parts_of(problem, e, inner.pricer, pipeline, inner.live_bytes)
+        found = parts_of(problem, e, inner.pricer, pipeline, inner.live_bytes, inner.stretch)
         evaluated = self.judged(inner, e, pipeline, True, found=found)
         if evaluated.peak_bytes <= self.limit or not may_be_unmade(self.plans.captured):
             return evaluated, True
