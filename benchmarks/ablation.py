@@ -170,8 +170,8 @@ PATCHES: dict[str, tuple] = {
     "parts of blocks recomputed (minimum cuts)": ((Rematerialization, "chain", whole_blocks_alone),),
     "parameters back on the device": ((Limit, "_filled", lambda self, fitted, prices: fitted),),
     "pipeline: plans at prices of memory": ((micro_batch_plans, "MEMORY_PRICES", ()),),
-    "pipeline: what ranks compute again": ((PS, "_within_memory", lambda self, inner, pipeline, again:
-                                            SETTLED(self, inner, pipeline, None)),),
+    "pipeline: what ranks compute again": ((PS, "_within_memory", lambda self, inner, pipeline, again, most:
+                                            SETTLED(self, inner, pipeline, None, most)),),
     "pipeline: even stages and even ranks": ((pipeline_search, "LOOPED_CUTS", (False,)),),
     "pipeline: boundaries moved by what is played": ((PlayedCuts, "improved", unmoved),),
     "pipeline: stages with plans of their own": ((pipeline_plan, "plans_by_stage", no_plans_by_stage),),

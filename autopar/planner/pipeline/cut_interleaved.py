@@ -171,7 +171,8 @@ class Loops:
 
     def border(self, rank: int, plans: Sequence[int]) -> float:
         """Return the seconds of a micro-batch in which a rank redistributes what ranks before it make."""
-        return float(self.borders[plans[rank - 1], plans[rank]]) * (self.timing.looped - (rank == 0))
+        times = self.timing.looped - (rank == 0)
+        return times * float(self.borders[plans[rank - 1], plans[rank]]) if times else 0.0
 
     def apart(self, path: Sequence[int]) -> float:
         """Return the seconds of the reductions of parameters that two ranks have."""
@@ -195,21 +196,30 @@ class Loops:
             self.known[rank, *own] = costs, stages
         return self.known[rank, *own]
 
-    def excess(self, path: Sequence[int]) -> float:
-        """Return the bytes of all ranks that a cut has too many under the first plan."""
-        return sum(self.cost(rank, path)[0][0] for rank in range(self.ranks))
+    def excess(self, path: Sequence[int], plans: Sequence[int]) -> float:
+        """Return the bytes of all ranks that a cut has too many under these plans of ranks, inf where one cannot be
+        given what another one makes."""
+        if not all(math.isfinite(self.border(rank, plans)) for rank in range(self.ranks)):
+            return math.inf
+        return sum(self.cost(rank, path)[k][0] for rank, k in enumerate(plans))
 
-    def stages(self, path: Sequence[int], counted: bool = True) -> tuple[RankSegments, ...]:
-        """Return the stages of all ranks under the best plans; `counted`: with their levels."""
-        costs = [self.cost(rank, path) for rank in range(self.ranks)]
-        if len(self.under) == 1:
-            return tuple(
-                self.stage(rank, path) if counted else self._rank(rank, path)[1][0] for rank in range(self.ranks)
-            )
-        plans = min(self.choices(costs), key=lambda plans: self.under_plans(costs, plans))
-        known = [self._rank(rank, path)[1][k] for rank, k in enumerate(plans)]
-        found = [self.stage(rank, path, k) for rank, k in enumerate(plans)] if counted else known
-        return tuple(replace(one, seconds=one.seconds + self.border(rank, plans)) for rank, one in enumerate(found))
+    def stages(
+        self, path: Sequence[int], plans: Sequence[int] | None = None, counted: bool = True
+    ) -> tuple[RankSegments, ...]:
+        """Return the stages of all ranks under some plans, by default the best ones; `counted`: with their levels."""
+        if plans is None:
+            costs = [self.cost(rank, path) for rank in range(self.ranks)]
+            plans = min(self.choices(costs), key=lambda plans: self.under_plans(costs, plans))
+        found = []
+        for rank, k in enumerate(plans):
+            one = self.stage(rank, path, k) if counted else self._rank(rank, path)[1][k]
+            border = self.border(rank, plans)
+            found.append(replace(one, seconds=one.seconds + border) if border else one)
+        return tuple(found)
+
+    def path(self, cut: StageCut) -> list[int]:
+        """Return the path of a cut."""
+        return [self.span[span] for span in sorted(span for stage in cut.stages for span in stage.spans)]
 
     def stage(self, rank: int, path: Sequence[int], plan: int = 0, counted: bool = True) -> RankSegments:
         """Return all stages of a rank as one under a plan, at its most frugal if that does not fit. `counted`: with its

@@ -15,9 +15,9 @@ from ...errors import MemoryInfeasibleError
 from ...schedule.catalogue import KINDS
 from ...utils.format import size
 from ..spmd.planned import Planned
+from .best_cut import OtherPlans, best_cut, moved, played
 from .evaluate import timing_of
 from .model import StageCut
-from .pareto import Variants
 from .segments import Chain
 
 if TYPE_CHECKING:
@@ -57,22 +57,22 @@ def estimate(
     room = search.limit - reserve
     try:
         _check_state(search, segments, room)
-        found = search.cut(segments, kind, v, room, is_rough=True, moves=False)
+        found = best_cut(search, segments, kind, v, room, is_rough=True, moves=False)
     except MemoryInfeasibleError as error:
         missing = error.missing_bytes * _times(kind, v)
         return Estimate(search, inner, kind, v, least, search.limit + missing, False, least)
-    played = search.played(kind, v, [segments])
-    seconds = float(played.step_seconds([found.stages])[0])
+    player = played(search, kind, v, [segments])
+    seconds = float(player.step_seconds([found.stages])[0])
     moves = seconds * (1 - MOST_GAIN) < fastest
     if moves:
-        found = search.moved(segments, found, kind, v, room)
-        seconds = float(played.step_seconds([found.stages])[0])
+        found = moved(search, segments, [found], kind, v, room)
+        seconds = float(player.step_seconds([found.stages])[0])
     bytes_ = _fullest(found, kind, v)
     if bytes_ <= room * PLENTY:
         least = seconds
     elif not any(any(counts[1:]) for stage in found.stages for counts in stage.levels.values()):
-        free = search.cut(segments, kind, v, math.inf, is_rough=True, moves=moves)
-        least = min(seconds, float(played.step_seconds([free.stages])[0]))
+        free = best_cut(search, segments, kind, v, math.inf, is_rough=True, moves=moves)
+        least = min(seconds, float(player.step_seconds([free.stages])[0]))
     return Estimate(search, inner, kind, v, seconds, reserve + bytes_, True, least)
 
 
@@ -80,23 +80,18 @@ def estimate_by_stage(
     search: PipelineSearch, plans: Sequence[Planned], chains: Sequence[Chain], borders: np.ndarray, kind: str, v: int
 ) -> Estimate | None:
     """Estimate the best cut for one schedule where each stage may take another one of some plans, with their segments
-    and borders (see Variants); None if none fits or all stages take one."""
+    and borders (see OtherPlans); None if none fits or all stages take one."""
     inner, others = plans[0], tuple(plans[1:])
     reserve = inner.problem.reserve_bytes
     try:
-        variants = variants_of(chains[1:], borders)
-        found = search.cut(chains[0], kind, v, search.limit - reserve, True, others=variants)
+        room, choices = search.limit - reserve, OtherPlans(chains[1:], borders)
+        found = best_cut(search, chains[0], kind, v, room, is_rough=True, others=choices)
     except MemoryInfeasibleError:
         return None
     if len({stage.plan for stage in found.stages}) == 1:
         return None
-    seconds = float(search.played(kind, v, chains).step_seconds([found.stages])[0])
+    seconds = float(played(search, kind, v, chains).step_seconds([found.stages])[0])
     return Estimate(search, inner, kind, v, seconds, reserve + _fullest(found, kind, v), True, 0.0, others)
-
-
-def variants_of(chains: Sequence[Chain], borders: np.ndarray) -> Variants:
-    """Return other plans for a cut, given their segments."""
-    return Variants([(one.segments, one.shared, one.levels) for one in chains], borders)
 
 
 def even_seconds(search: PipelineSearch, segments: Chain, kind: str, v: int) -> float:

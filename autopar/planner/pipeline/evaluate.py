@@ -97,10 +97,20 @@ class PipelineCost:
         return sum(part.parameter_seconds for part in self.parts) / self.pipeline.ranks
 
 
-def parts_of(problem: Problem, e: Evaluation, pricer: Pricer, pipeline: Pipeline, live: LiveBytes | None) -> Parts:
-    """Return the costs of the stages of a pipeline; arguments as of `evaluate_pipeline`."""
+def parts_of(
+    problem: Problem,
+    e: Evaluation,
+    pricer: Pricer,
+    pipeline: Pipeline,
+    live: LiveBytes | None,
+    stretch: float | None = None,
+) -> Parts:
+    """Return the costs of the stages of a pipeline; `stretch`: how many times as long as its busiest streams need a
+    pass takes, if that is known; other arguments as of `evaluate_pipeline`."""
     live = live or live_bytes(problem, e, pricer)
-    return Parts(problem, e, pricer, pipeline.cuts, True, live, stretch_of(problem, e, pricer, live.order))
+    if stretch is None:
+        stretch = stretch_of(problem, e, pricer, live.order)
+    return Parts(problem, e, pricer, pipeline.cuts, True, live, stretch)
 
 
 def evaluate_pipeline(

@@ -29,6 +29,7 @@ from ..objective.memory_timeline import live_bytes
 from ..problem.offload import ACTIVATIONS, AUTO
 from ..problem.problem import Problem
 from ..spmd.values_on_host import names_of
+from .best_cut import best_cut
 from .checkpoint import StageRecomputation
 from .estimate import Estimate
 from .evaluate import PipelineCost
@@ -72,7 +73,7 @@ def _without_limit(
         if may_keep(one) and one.least_seconds < fastest and one.key not in seen:
             seen.add(one.key)
             inner, segments, _ = one.search.prepared(one.inner)
-            roomy = one.search.cut(segments, one.schedule, one.stages_per_rank, math.inf)
+            roomy = best_cut(one.search, segments, one.schedule, one.stages_per_rank, math.inf)
             best = one.search.pipeline(one.schedule, one.stages_per_rank, segments.cuts(roomy.cuts))
             for pipeline in (*cuts.get(one.key, ()), best):
                 yield Candidate(one.search.as_it_is(inner, pipeline)[0], one.inner, inner, one.search)

@@ -32,15 +32,16 @@ class Frontier:
 
     def add(self, kind: int, segment: Segment) -> Frontier:
         """Return the frontier of these segments and one more, of kind number `kind`."""
-        more = (
-            np.array([level.activation_bytes for level in segment.levels]),
-            np.array([level.seconds for level in segment.levels]),
-        )
-        bytes_, seconds = ((mine[:, None] + its).ravel() for mine, its in zip((self.bytes_, self.seconds), more))
-        order = np.lexsort((seconds, bytes_))
-        before = np.concatenate([[np.inf], np.minimum.accumulate(seconds[order])[:-1]])
-        efficient = order[seconds[order] < before]
-        return Frontier(bytes_[efficient], seconds[efficient], self, kind, *np.divmod(efficient, len(segment.levels)))
+        levels = segment.levels
+        bytes_ = np.add.outer([level.activation_bytes for level in levels], self.bytes_).ravel()
+        seconds = np.add.outer([level.seconds for level in levels], self.seconds).ravel()
+        order = bytes_.argsort(kind="stable")  # every level is sorted: as many runs to merge
+        sorted_ = seconds[order]
+        order = order[sorted_ < np.concatenate([[np.inf], np.minimum.accumulate(sorted_)[:-1]])]
+        last = np.append(np.diff(bytes_[order]) > 0, True)  # of equal bytes the fewest seconds
+        efficient = order[last]
+        level, came_from = np.divmod(efficient, len(self.bytes_))
+        return Frontier(bytes_[efficient], seconds[efficient], self, kind, came_from, level)
 
 
 class Levels:

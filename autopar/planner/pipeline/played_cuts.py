@@ -1,5 +1,5 @@
 """Play the schedule with the seconds of a cut's segments, for many cuts at once, and move boundaries as long as the
-played step gets shorter.
+played step gets shorter; where stages have plans of their own, these are exchanged too.
 
 The formulas that a cut is chosen by (autopar/planner/pipeline/model.py) take the bubble for the same share of every
 stage; a schedule's order may wait for a stage that is long, and not for one that is short. So what they choose is where
@@ -28,10 +28,12 @@ class PlayedCuts:
     """Plays cuts of a model into stages. `chains`: its segments, by plan of a micro-batch."""
 
     def __init__(self, chains: Sequence[Chain], timetable: Timetable):
-        self.timetable, first = timetable, chains[0]
+        self.timetable = timetable
         self.before = np.stack([chain.seconds_before for chain in chains])
-        both = [(0.0, 0.0), *(one.boundary_seconds for one in first.segments[:-1]), (0.0, 0.0)]
-        self.sends = np.array(both)  # around each segment, forward and backward
+        none, inner = (0.0, 0.0), [[one.boundary_seconds for one in chain.segments[:-1]] for chain in chains]
+        self.sends = np.array(
+            [[none, *own, none] for own in inner]
+        )  # by plan, around each segment, (forward, backward)
         schedule = timetable.schedule
         self.on_rank = np.eye(schedule.ranks)[:, list(schedule.rank_of_stage)]  # (ranks, stages)
 
@@ -45,30 +47,34 @@ class PlayedCuts:
         forward, input_, weight, once = np.moveaxis(self.before[plan, end] - self.before[plan, first], 2, 0)
         in_unit = unit[:, None] == np.arange(len(cuts[0]))[:, None]  # (cuts, units, stages)
         free = (in_unit * (forward + input_ + weight)[:, None]).sum(2)
-        sends = (in_unit * (self.sends[end, 0] + self.sends[first, 1])[:, None]).sum(2)
+        sends = (in_unit * (self.sends[plan, end, 0] + self.sends[plan, first, 1])[:, None]).sum(2)
         taken = np.array([[one.seconds for one in cut] for cut in cuts]) - sends
         slower = np.divide(taken, free, out=np.ones_like(free), where=free > 0)  # a stage may have views alone
         again = (forward + input_ + weight) * (np.take_along_axis(slower, unit, 1) - 1)
-        transfer = self.sends[first[:, 1:]].max(2)
+        border = first[:, 1:]  # the stage before one sends forward, the stage itself backward
+        transfer = np.maximum(self.sends[plan[:, :-1], border, 0], self.sends[plan[:, 1:], border, 1])
         ends = self.timetable.ends(forward.T, (input_ + again).T, weight.T, transfer.T)
         return (ends + self.on_rank @ once.T).max(0)
 
     def improved(self, cut: StageCut, loops: Loops) -> StageCut:
-        """Return a cut whose boundaries are moved as long as that shortens the played step; `loops` says what fits."""
-        path = [loops.span[span] for span in sorted(span for stage in cut.stages for span in stage.spans)]
+        """Return a cut whose boundaries are moved, and whose ranks take other plans if there are several, as long as
+        that shortens the played step; `loops` says what fits."""
+        path, plans = loops.path(cut), [one.plan for one in cut.stages]
         moves = sorted(loops.moves(len(path)), key=lambda move: (move[1] - move[0], move))[:MOST_MOVES]
+        exchanges = [(rank, k) for rank in range(len(plans)) for k in range(len(loops.under)) if len(loops.under) > 1]
         best, stages = float(self.step_seconds([cut.stages])[0]), cut.stages
-        for _ in range(MOST_ACTIONS // (len(self.timetable.rows) * max(1, len(moves)))):
-            paths = [moved for move in moves if (moved := loops.moved(path, *move)) and not loops.excess(moved)]
-            if not paths:
+        for _ in range(MOST_ACTIONS // (len(self.timetable.rows) * max(1, len(moves) + len(exchanges)))):
+            near = [(other, plans) for move in moves if (other := loops.moved(path, *move))]
+            near += [(path, [*plans[:rank], k, *plans[rank + 1 :]]) for rank, k in exchanges if k != plans[rank]]
+            near = [one for one in near if not loops.excess(*one)]
+            if not near:
                 break
-            cuts = [loops.stages(moved, counted=False) for moved in paths]
-            steps = self.step_seconds(cuts)
-            k = int(steps.argmin())
-            if steps[k] > best * (1 - LEAST_GAIN):
+            steps = self.step_seconds([loops.stages(*one, counted=False) for one in near])
+            i = int(steps.argmin())
+            if steps[i] > best * (1 - LEAST_GAIN):
                 break
-            best, path = float(steps[k]), paths[k]
-            stages = loops.stages(path)
+            best, (path, plans) = float(steps[i]), near[i]
+            stages = loops.stages(path, plans)
         apart = loops.apart(path)
         step = cut.timing.step_seconds([one.seconds for one in stages], cut.micro_batches) + apart
         return replace(cut, stages=stages, step_seconds=step, shared_seconds=apart)

@@ -3,7 +3,7 @@ of them.
 
     plans of one micro-batch: the fastest; if memory is short, those at ever higher prices of it      (spmd/plan.py)
         for some schedules                                                             (schedule/catalogue.py)
-            the best cut into stages, and how much of each is computed again           (segments, cut, cut_interleaved)
+            the best cut into stages, and how much of each is computed again           (segments, best_cut)
                 estimated: the schedule played with the seconds of the cut's segments
                 evaluated: the same with the whole graph's seconds and bytes, stage by stage              (evaluate.py)
 
@@ -34,15 +34,12 @@ from ..spmd.fixed_recompute import AUTO
 from ..spmd.outputs import may_be_unmade
 from ..spmd.plan_options import PlanOptions
 from ..spmd.planned import Planned
+from .best_cut import best_cut
 from .between import plans_between
 from .checkpoint import StageRecomputation, recomputation_of
-from .cut_interleaved import Loops, cut_looped
 from .estimate import Estimate, estimate, even_seconds
-from .evaluate import PipelineCost, evaluate_pipeline, parts_of, timing_of
+from .evaluate import PipelineCost, evaluate_pipeline, parts_of
 from .micro_batch_plans import MicroBatchPlans
-from .model import StageCut, Timing
-from .pareto import Variants
-from .played_cuts import PlayedCuts
 from .segments import Chain, chain
 from .stage_costs import Parts
 from .stage_plans import StagePlans
@@ -240,58 +237,32 @@ class PipelineSearch:
         samples = self.plans.samples if self.plans.share < 1 else 0
         return Pipeline(self.axis, self.ranks, kind, self.micro_batches, v, cuts, samples=samples)
 
-    def cut(
-        self,
-        segments: Chain,
-        kind: str,
-        v: int,
-        room: float,
-        is_rough: bool = False,
-        moves: bool = True,
-        others: Variants | None = None,
-    ) -> StageCut:
-        """Cut the segments for a schedule; `moves`: boundaries, as the played step says; `others`: the same segments
-        under other plans, of which each stage may take one. Raise MemoryInfeasibleError if no cut fits in the
-        `room`."""
-        timing, ranks, most = self._for_cut(kind, v, room)
-        spans, m = segments.spans(ranks * timing.looped), self.micro_batches
-        found = cut_looped(
-            segments.segments, ranks, m, most, timing, segments.shared, is_rough, segments.levels, others, spans
-        )
-        return self.moved(segments, found, kind, v, room) if others is None and moves else found
-
-    def moved(self, segments: Chain, cut: StageCut, kind: str, v: int, room: float) -> StageCut:
-        """Return a cut with its boundaries moved as long as that shortens the played step, in the same `room`."""
-        timing, ranks, most = self._for_cut(kind, v, room)
-        spans = segments.spans(ranks * timing.looped)
-        loops = Loops(
-            segments.segments, ranks, self.micro_batches, most, timing, segments.shared, segments.levels, spans=spans
-        )
-        return self.played(kind, v, [segments]).improved(cut, loops)
-
-    def _for_cut(self, kind: str, v: int, room: float) -> tuple[Timing, int, float]:
-        """Return what a cut takes a schedule for, how many ranks it is into, and the bytes of each of them."""
-        timing = timing_of(kind, self.ranks, v)
-        return (timing, self.ranks * v, room / v) if KINDS[kind].v_shaped else (timing, self.ranks, room)
-
-    def played(self, kind: str, v: int, chains: Sequence[Chain]) -> PlayedCuts:
-        """Return what plays cuts of some segments, given under one plan or several, with a schedule."""
+    def timetable(self, kind: str, v: int) -> Timetable:
+        """Return what plays a schedule with `v` stages a rank."""
         if (kind, v) not in self._timetables:
             pipeline = self.pipeline(kind, v, ("",) * (self.ranks * v - 1))
             shares = pipeline.shares if pipeline.samples else ()
             self._timetables[kind, v] = Timetable(pipeline.orders, shares)
-        return PlayedCuts(chains, self._timetables[kind, v])
+        return self._timetables[kind, v]
 
     # judging
 
-    def evaluated(self, one: Estimate, moves: bool = True, most: float = math.inf) -> Candidate:
+    def evaluated(
+        self, one: Estimate, moves: bool = True, most: float = math.inf, slowest: float = math.inf
+    ) -> Candidate:
         """Evaluate the best cuts for a schedule: return the fastest whose evaluation fits, else the one that holds
-        least of those tried. `moves`: boundaries, as the played step says; `most`: bytes that a cut takes."""
+        least of those tried. `moves`: boundaries, as the played step says; `most`: bytes that a cut takes; `slowest`:
+        seconds of a step from which on a pipeline is of no use, so that nothing is done to make it fit."""
         looped = one.stages_per_rank > 1 and not KINDS[one.schedule].v_shaped
         # stages of even seconds, or ranks of even seconds: the order of a looped schedule may wait for the longest
         # stage
-        found = [self._fitted(one, is_rough, moves, most) for is_rough in (LOOPED_CUTS if looped else (False,))]
-        fitting = [cost for cost in found if cost.evaluated.peak_bytes <= self.limit]
+        found: list[_Evaluated] = []
+        fitting: list[_Evaluated] = []
+        for is_rough in LOOPED_CUTS if looped else (False,):
+            found.append(self._fitted(one, is_rough, moves, most, slowest))
+            if found[-1].evaluated.peak_bytes <= self.limit:
+                fitting.append(found[-1])
+                slowest = min(slowest, found[-1].evaluated.step_seconds)
         best = min(fitting or found, key=attrgetter("evaluated.step_seconds" if fitting else "evaluated.peak_bytes"))
         inner = replace(best.inner, written=(best.inner.whole[0], best.e), held=best.live)
         return Candidate(best.evaluated, one.inner, inner, self, one.others, best.of_stage)
@@ -302,9 +273,11 @@ class PipelineSearch:
         if one.others:
             return []
         less = TIGHTER * (one.evaluated.peak_bytes - one.base.problem.reserve_bytes)
-        return [self.evaluated(one.estimate, moves=False), self.evaluated(one.estimate, most=less)]
+        slowest = one.evaluated.step_seconds if one.fits else math.inf
+        ways: list[tuple[bool, float]] = [(False, math.inf), (True, less)]
+        return [self.evaluated(one.estimate, moves, most, slowest) for moves, most in ways]
 
-    def _fitted(self, one: Estimate, is_rough: bool, moves: bool, most: float) -> _Evaluated:
+    def _fitted(self, one: Estimate, is_rough: bool, moves: bool, most: float, slowest: float) -> _Evaluated:
         """Find a cut, with less and less memory until its evaluation fits; return the one that holds least if that
         does not help."""
         inner, segments, _ = self.prepared(one.inner)
@@ -313,18 +286,19 @@ class PipelineSearch:
         best: _Evaluated | None = None
         for _ in range(MOST_CUTS):
             try:
-                cut = self.cut(segments, one.schedule, one.stages_per_rank, room, is_rough, moves, plans.others)
+                cut = best_cut(self, segments, one.schedule, one.stages_per_rank, room, is_rough, moves, plans.others)
             except MemoryInfeasibleError:
                 if best is not None:
                     break
-                cut, room = self.cut(segments, one.schedule, one.stages_per_rank, math.inf, is_rough, moves), -math.inf
+                cut = best_cut(self, segments, one.schedule, one.stages_per_rank, math.inf, is_rough, moves)
+                room = -math.inf
             pipeline = self.pipeline(one.schedule, one.stages_per_rank, segments.cuts(cut.cuts))
             inner, recomputation, of_stage = plans.chosen(cut, pipeline)
-            found = replace(self._within_memory(inner, pipeline, recomputation), of_stage=of_stage)
+            found = replace(self._within_memory(inner, pipeline, recomputation, slowest), of_stage=of_stage)
             if best is None or found.evaluated.peak_bytes < best.evaluated.peak_bytes:
                 best = found
             excess = found.evaluated.peak_bytes - self.limit
-            if excess <= 0 or room < 0:
+            if excess <= 0 or room < 0 or found.evaluated.step_seconds >= slowest:
                 break
             room -= excess
         return best
@@ -340,14 +314,14 @@ class PipelineSearch:
         return [self.evaluated(one) for one in found]
 
     def _within_memory(
-        self, inner: Planned, pipeline: Pipeline, recomputation: StageRecomputation | None
+        self, inner: Planned, pipeline: Pipeline, recomputation: StageRecomputation | None, slowest: float
     ) -> _Evaluated:
         """Evaluate a pipeline that lets go of outputs beside the loss if its memory demands it, and with as much
-        computed again on each rank as it demands then, or as can be."""
+        computed again on each rank as it demands then, or as can be, unless that is `slowest` seconds or more."""
         (problem, e), live = inner.whole, inner.live_bytes
         evaluated, keeps = self.as_it_is(inner, pipeline)
         for _ in range(MOST_RECOMPUTE_ROUNDS if recomputation is not None else 0):
-            if evaluated.peak_bytes <= self.limit:
+            if evaluated.peak_bytes <= self.limit or evaluated.step_seconds >= slowest:
                 break
             more = recomputation.more(e, evaluated, [self.limit] * self.ranks) or recomputation.all()
             if more.recompute_seconds == e.recompute_seconds:
@@ -360,7 +334,7 @@ class PipelineSearch:
         """Evaluate a pipeline that computes nothing again, whether it fits or not, and say whether it keeps outputs
         beside the loss, which it lets go of if its memory demands it."""
         problem, e = inner.whole
-        found = parts_of(problem, e, inner.pricer, pipeline, inner.live_bytes)
+        found = parts_of(problem, e, inner.pricer, pipeline, inner.live_bytes, inner.stretch)
         evaluated = self.judged(inner, e, pipeline, True, found=found)
         if evaluated.peak_bytes <= self.limit or not may_be_unmade(self.plans.captured):
             return evaluated, True

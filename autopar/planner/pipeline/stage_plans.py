@@ -21,8 +21,9 @@ from ..objective.expand import few_of, recomputes_alike
 from ..problem.recipes import FREELY
 from ..spmd.fixed_recompute import AUTO
 from ..spmd.planned import Planned
+from .best_cut import OtherPlans
 from .checkpoint import StageRecomputation, recomputation_of_mixture
-from .estimate import Estimate, estimate_by_stage, variants_of
+from .estimate import Estimate, estimate_by_stage
 from .mixed import border_seconds, mixed
 from .model import StageCut
 from .segments import Chain
@@ -85,7 +86,8 @@ class StagePlans:
     its cut."""
 
     def __init__(self, search: PipelineSearch, one: Estimate):
-        self.search, self.plans, self.others = search, [one.inner], None
+        self.search, self.plans = search, [one.inner]
+        self.others: OtherPlans | None = None
         first, segments, _ = search.prepared(one.inner)
         chains = [segments]
         for other in one.others:
@@ -95,7 +97,7 @@ class StagePlans:
                 chains.append(theirs)
         borders = _borders(search, self.plans, search.segments(one.inner)) if one.others else None
         if borders is not None and len(chains) > 1:
-            self.others = variants_of(chains[1:], borders)
+            self.others = OtherPlans(chains[1:], borders)
 
     def chosen(self, cut: StageCut, pipeline: Pipeline) -> tuple[Planned, StageRecomputation | None, tuple[int, ...]]:
         """Return the plan of all stages of a cut, each as its own plan decides, what may be computed again, and the

@@ -15,6 +15,7 @@ from ...plans.plan import Plan
 from ..objective.evaluate import Evaluation
 from ..objective.expand import whole_of
 from ..objective.memory_timeline import LiveBytes, live_bytes
+from ..objective.player import stretch_of
 from ..objective.pricer import Pricer
 from ..objective.timeline import Timeline, simulate
 from ..problem.problem import Problem
@@ -85,6 +86,11 @@ class Planned:
     def live_bytes(self) -> LiveBytes:
         """Return the memory of a device over the step."""
         return self.held or live_bytes(*self.whole, self.pricer)
+
+    @cached_property
+    def stretch(self) -> float:
+        """Return how many times as long as its busiest streams need a pass takes as it is played."""
+        return stretch_of(*self.whole, self.pricer, self.live_bytes.order)
 
     @property
     def stages(self) -> Staged:

@@ -1,0 +1,112 @@
+"""The best cut of a plan's segments for a schedule: what formulas choose, improved as the played step says.
+
+Formulas (autopar/planner/pipeline/model.py) choose boundaries and, where stages may take several plans, the plan of
+each. Beside that choice the best cut of every plan alone is a start, so that no choice is slower than one plan for all.
+From each start boundaries are moved and stages take other plans as long as the played step gets shorter
+(autopar/planner/pipeline/played_cuts.py): a plan that reduces or gathers more once a step costs little on a late stage,
+which waits at the end of the step, and much on the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ...errors import MemoryInfeasibleError
+from ...schedule.catalogue import KINDS
+from .cut_interleaved import Loops, cut_looped
+from .evaluate import timing_of
+from .model import StageCut, Timing
+from .pareto import Variants
+from .played_cuts import PlayedCuts
+from .segments import Chain
+
+if TYPE_CHECKING:
+    from .search import PipelineSearch
+
+
+@dataclass(frozen=True, eq=False)
+class OtherPlans:
+    """Other plans of a micro-batch, of which a stage may take one, by their segments. `borders`: as of Variants."""
+
+    chains: Sequence[Chain]
+    borders: np.ndarray
+
+    @property
+    def variants(self) -> Variants:
+        """Return them for a cut by formulas."""
+        return Variants([(one.segments, one.shared, one.levels) for one in self.chains], self.borders)
+
+
+def best_cut(
+    search: PipelineSearch,
+    segments: Chain,
+    kind: str,
+    v: int,
+    room: float,
+    is_rough: bool = False,
+    moves: bool = True,
+    others: OtherPlans | None = None,
+) -> StageCut:
+    """Cut the segments for a schedule of `v` stages a rank; `moves`: boundaries, as the played step says; `others`: the
+    same segments under other plans, of which each stage may take one. Raise MemoryInfeasibleError if no cut fits in the
+    `room`, in bytes of a rank."""
+    found = _by_formulas(search, segments, kind, v, room, is_rough, others)
+    if not moves:
+        return found
+    starts = [found]
+    for k, chain in enumerate([segments, *others.chains] if others else ()):
+        try:
+            alone = best_cut(search, chain, kind, v, room, is_rough)
+        except MemoryInfeasibleError:
+            continue
+        starts.append(replace(alone, stages=tuple(replace(one, plan=k) for one in alone.stages)))
+    return moved(search, segments, starts, kind, v, room, others)
+
+
+def moved(
+    search: PipelineSearch,
+    segments: Chain,
+    starts: Sequence[StageCut],
+    kind: str,
+    v: int,
+    room: float,
+    others: OtherPlans | None = None,
+) -> StageCut:
+    """Improve each of some cuts as long as that shortens the played step, in the same `room`, and return the best."""
+    timing, ranks, most = _for_cut(search, kind, v, room)
+    variants, spans = others.variants if others else None, segments.spans(ranks * timing.looped)
+    m, shared, levels = search.micro_batches, segments.shared, segments.levels
+    loops = Loops(segments.segments, ranks, m, most, timing, shared, levels, variants, spans)
+    player = played(search, kind, v, [segments, *(others.chains if others else ())])
+    improved = [player.improved(one, loops) for one in starts]
+    return improved[int(player.step_seconds([one.stages for one in improved]).argmin())]
+
+
+def _by_formulas(
+    search: PipelineSearch,
+    segments: Chain,
+    kind: str,
+    v: int,
+    room: float,
+    is_rough: bool,
+    others: OtherPlans | None = None,
+) -> StageCut:
+    timing, ranks, most = _for_cut(search, kind, v, room)
+    variants, spans = others.variants if others else None, segments.spans(ranks * timing.looped)
+    m, shared, levels = search.micro_batches, segments.shared, segments.levels
+    return cut_looped(segments.segments, ranks, m, most, timing, shared, is_rough, levels, variants, spans)
+
+
+def played(search: PipelineSearch, kind: str, v: int, chains: Sequence[Chain]) -> PlayedCuts:
+    """Return what plays cuts of some segments, given under one plan or several, with a schedule."""
+    return PlayedCuts(chains, search.timetable(kind, v))
+
+
+def _for_cut(search: PipelineSearch, kind: str, v: int, room: float) -> tuple[Timing, int, float]:
+    """Return what a cut takes a schedule for, how many ranks it is into, and the bytes of each of them."""
+    timing = timing_of(kind, search.ranks, v)
+    return (timing, search.ranks * v, room / v) if KINDS[kind].v_shaped else (timing, search.ranks, room)
