@@ -33,7 +33,7 @@ import torch
 from torch import fx
 
 from ..._torch import op_name
-from ...ir.layout import local_offset
+from ...ir.layout import Layout, local_offset
 from ...ir.mesh import Mesh
 from ...ops import ATTENTION, autopar
 from ...ops.attention_forms import lse_dtype
@@ -42,8 +42,9 @@ from ...plans.sharding import NodeSharding
 from ...rules.layers import is_added
 from ...rules.localize import heads_read, weights_from
 from ...rules.reading import bound, tensors_by_name
-from ...rules.rings import KEYS, round_of
+from ...rules.rings import KEYS, Round, round_of
 from .emit import Builder
+from .ring_documents import DocumentMessages
 from .ring_mask import ROWS, MaskGradient, with_zeros
 from .ring_messages import RingMessages
 
@@ -56,10 +57,23 @@ class RingAttention:
 
     def __init__(self, builder: Builder, mesh: Mesh, coordinate: Mapping[str, int], rank: int):
         self.builder, self.mesh, self.coordinate, self.rank = builder, mesh, coordinate, rank
+        self.reached: dict[tuple[str, Layout, Round], fx.Node] = {}
 
     def goes_round(self, node: fx.Node, sharding: NodeSharding) -> bool:
         """Return whether an op is attention whose keys are cut with its queries over more than one device."""
         return node.target in ATTENTION and round_of(node, sharding.inputs, self.mesh) is not None
+
+    def _reached(self, name: str, layout: Layout, around: Round, documents: fx.Node) -> fx.Node:
+        """Return which rows devices reach among documents, which is found once for all attentions."""
+        key = name, layout, around
+        if key not in self.reached:
+            ends = [place for block in around.blocks for ends in block for place in ends]
+            before = self.builder.meta
+            self.builder.meta = {k: before[k] for k in ("phase", "module", "source") if k in before}
+            arguments = documents, ends, len(around.blocks), around.causal, around.window
+            self.reached[key] = self.builder.call(autopar.reached_rows.default, *arguments, name=f"{name}_reached")
+            self.builder.meta = before
+        return self.reached[key]
 
     def __call__(self, node: fx.Node, sharding: NodeSharding, args: Sequence) -> list[fx.Node]:
         """Return the local outputs of an attention, forward or backward. `args`: its arguments, tensors local."""
@@ -75,8 +89,11 @@ class RingAttention:
         documents = [local.get(name) for name in ("documents", "key_documents")]
         drops = {**{name: local.get(name, given[name]) for name in DROPS}, **weights_from(*at, row)}
         drops = drops if given["state"] is not None else {}
-        own = [local["k"], local["v"]]
-        messages = RingMessages(self.builder, around.axes, place, around.ring, node.name, own)
+        ways = self.builder, around.axes, place, around.ring, node.name, [local["k"], local["v"]]
+        messages = RingMessages(*ways)
+        if given["documents"] is not None and given["documents"] is given["key_documents"]:
+            layout = sharding.inputs[names.index("key_documents")]
+            messages = DocumentMessages(*ways, self._reached(given["documents"].name, layout, around, documents[1]))
         steps = _Steps(self.builder, node, messages, around.blocks, heads, documents, drops, row)
         if node.target is autopar.attention.default:
             return steps.forward(*args[:6], sinks=local.get("sinks"))

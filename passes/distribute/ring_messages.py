@@ -110,10 +110,14 @@ class RingMessages:
         counts = [received.get(p, 0) for p in range(self.ring.size)]
         arguments = message, counts, rows, ",".join(self.axes)
         started = self.builder.call(c10d.all_to_all_single.default, *arguments, name=name)
-        value, phase = message.meta["val"], self.builder.meta.get("phase", "forward")
-        sent_bytes = float(bytes_of(value))
+        return self._described(started, like, sum(rows))
+
+    def _described(self, started: fx.Node, like: fx.Node, sent_rows: int) -> fx.Node:
+        """Say of an exchange how many rows the device sends, which are of the type and width of `like`."""
+        value, phase = like.meta["val"], self.builder.meta.get("phase", "forward")
+        sent_bytes = float(sent_rows * value.shape[1] * value.element_size())
         started.meta["collective"] = Collective("all_to_all", self.axes, sent_bytes, self.tensor, phase)
-        started.meta["tensor_bytes"] = bytes_of(like.meta["val"]) * self.ring.size
+        started.meta["tensor_bytes"] = bytes_of(value) * self.ring.size
         return started
 
     def _arrived(self, started: fx.Node) -> tuple[fx.Node, fx.Node]:
