@@ -38,7 +38,7 @@ MEDIANS = (None, 256, 1024, 4096)  # of the lengths of documents; None: one docu
 
 @dataclass
 class Sent:
-    """What a process sent for a batch: `bytes_` of keys, values and their gradients, `loopback_bytes` by all."""
+    """Holds what a process sent for a batch: `bytes_` of keys, values and their gradients, `loopback_bytes` by all."""
 
     bytes_: int
     loopback_bytes: int

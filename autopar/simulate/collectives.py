@@ -138,11 +138,11 @@ def _steps(module: fx.GraphModule, inputs: Sequence) -> Generator[CollectiveCall
             sent, received = sizes(*args[1:3])
             values[node] = yield CollectiveCall(node, args[0], (received, sent), tuple(args[-1].split(",")))
         elif node.target is autopar.exchange_reached.default:
-            *message, first, expected, axes = args
-            sent, received = ring_documents.counts(*message[3:])
-            rows = ring_documents.outgoing(*message)
+            *_, reached, place, step, of_gradients, first, expected, axes = args
+            sent, received = ring_documents.counts(reached, place, step, of_gradients)
+            rows = ring_documents.outgoing(*args[:7])
             arrived = yield CollectiveCall(node, rows, (received, sent), tuple(axes.split(",")))
-            values[node] = ring_documents.placed(arrived, *message[3:], first, expected)
+            values[node] = ring_documents.placed(arrived, reached, place, step, of_gradients, first, expected)
         else:
             values[node] = node.target(*args, **kwargs)
         for used in node.all_input_nodes:

@@ -91,9 +91,10 @@ class RingAttention:
         drops = drops if given["state"] is not None else {}
         ways = self.builder, around.axes, place, around.ring, node.name, [local["k"], local["v"]]
         messages = RingMessages(*ways)
-        if given["documents"] is not None and given["documents"] is given["key_documents"]:
+        ids = local.get("key_documents")
+        if ids is not None and given["documents"] is given["key_documents"]:
             layout = sharding.inputs[names.index("key_documents")]
-            messages = DocumentMessages(*ways, self._reached(given["documents"].name, layout, around, documents[1]))
+            messages = DocumentMessages(*ways, self._reached(given["documents"].name, layout, around, ids))
         steps = _Steps(self.builder, node, messages, around.blocks, heads, documents, drops, row)
         if node.target is autopar.attention.default:
             return steps.forward(*args[:6], sinks=local.get("sinks"))

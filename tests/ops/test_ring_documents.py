@@ -44,7 +44,7 @@ CASES = [*itertools.product((1, 2, 3, 4, 7), KINDS, (True, False))]
 
 @pytest.mark.parametrize("size, kind, is_packed", CASES)
 def test_rows_are_those_that_documents_open(size, kind, is_packed):
-    """Of documents in a row they are from the first to the last that is open; of others there may be more."""
+    """They are from the first to the last that is open; of documents that are in no order there may be more."""
     _, reached, opened = case(size, kind, is_packed)
     for place, block in itertools.product(range(size), repeat=2):
         start, stop = reached[place, block].tolist()

@@ -73,7 +73,7 @@ def test_random_cases(part):
                                                                                   marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_documents_save_bytes(size, length, lengths, saved):
-    """Of one document all is sent that a causal mask opens."""
+    """All that a causal mask opens is sent if there is one document."""
     sent, most = check("causal", (4, 2), size, length, lengths)
     assert sent <= (1 - saved) * most and (saved or sent == most)
 
