@@ -28,6 +28,7 @@ from .groups import (
     default_store,
     group_of,
     set_group_timeout,
+    start_all_to_all,
     start_exchange,
     waited_for,
 )
@@ -53,7 +54,8 @@ from .tracing import (
 
 __all__ = [
     "total_norm_through", "unscale_through", "abort_groups", "broadcasts", "collectives_on_their_way",
-    "default_store", "group_of", "set_group_timeout", "start_exchange", "waited_for",
+    "default_store", "group_of", "set_group_timeout", "start_all_to_all", "start_exchange",
+    "waited_for",
     "fake_mode", "fake_tensor", "fake_twin", "is_fake", "storage_key", "weak_storage", "joint_graph",
     "compiler_errors", "in_given_order", "InductorProgram", "Replay", "inductor_options", "TorchDispatchMode",
     "tree_flatten", "tree_map", "tree_unflatten", "no_autocast", "without_dispatch_modes", "OpenSizes", "export_open",

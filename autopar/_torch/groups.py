@@ -46,6 +46,12 @@ def start_exchange(sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor
     return works + [group.send([sent[other]], other, 0) for other in others if sent[other].numel()]
 
 
+def start_all_to_all(result: torch.Tensor, x: torch.Tensor, received: Sequence[int], sent: Sequence[int], name: str):
+    """Start to send `sent[i]` rows of x to member i of the process group of a name, and to fill `received[i]` rows of
+    the result with what comes from it, in order; return what to wait for."""
+    return group_of(name).alltoall_base(result, x.contiguous(), list(received), list(sent))
+
+
 def waited_for(tensor: torch.Tensor, works: Sequence) -> torch.Tensor:
     """Return a tensor that a `wait_tensor` on it, the only one, waits for."""
     from torch._C._distributed_c10d import _register_work

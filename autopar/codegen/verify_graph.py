@@ -211,7 +211,7 @@ def sends_own_rows(node: fx.Node) -> bool:
         received, sent = cast(Sequence[Sequence[int]], node.args[1:3])
         counts = {*received, *sent}
         return len(counts) > 1 or 0 in counts
-    return node.target is autopar.exchange_rows.default
+    return node.target in (autopar.exchange_rows.default, autopar.exchange_reached.default)
 
 
 def _starts(local: fx.GraphModule) -> Iterable[fx.Node]:

@@ -36,6 +36,7 @@ from . import (  # noqa: F401  (most for their ops, which they register)
     nf4,
     on_gloo,
     packed_linear,
+    ring_documents,
     row_pieces,
     rows_in_place,
     token_rows,

@@ -20,7 +20,7 @@ from ..errors import VerifyError
 from ..ir.graph import bytes_of
 from ..ir.layout import Layout, dim_ranges
 from ..ir.mesh import Mesh
-from ..ops import autopar
+from ..ops import autopar, ring_documents
 from ..ops.expert_rows import sizes
 
 REDUCE = {
@@ -30,7 +30,9 @@ REDUCE = {
     "min": lambda stack: stack.amin(0),
 }
 
-EXCHANGES = (c10d.all_to_all_single.default, autopar.exchange_rows.default)
+EXCHANGES = (
+    c10d.all_to_all_single.default, autopar.exchange_rows.default, autopar.exchange_reached.default,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,12 @@ def _steps(module: fx.GraphModule, inputs: Sequence) -> Generator[CollectiveCall
         elif node.target is autopar.exchange_rows.default:
             sent, received = sizes(*args[1:3])
             values[node] = yield CollectiveCall(node, args[0], (received, sent), tuple(args[-1].split(",")))
+        elif node.target is autopar.exchange_reached.default:
+            *_, reached, place, step, of_gradients, first, expected, axes = args
+            sent, received = ring_documents.counts(reached, place, step, of_gradients)
+            rows = ring_documents.outgoing(*args[:7])
+            arrived = yield CollectiveCall(node, rows, (received, sent), tuple(axes.split(",")))
+            values[node] = ring_documents.placed(arrived, reached, place, step, of_gradients, first, expected)
         else:
             values[node] = node.target(*args, **kwargs)
         for used in node.all_input_nodes:

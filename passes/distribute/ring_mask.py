@@ -1,12 +1,12 @@
 """The gradient of what is added to the scores of ring attention: each step makes the columns of its block of keys.
 
-Rows are the device's queries, columns all keys, as of the mask itself. Columns of keys that a causal mask closes to all
-of the device's queries are zeros. Dims that the mask is broadcast along are sums.
+Rows are the device's queries, columns all keys, as of the mask itself. Columns of keys that a causal mask or a window
+closes to all of the device's queries are zeros. Dims that the mask is broadcast along are sums.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -33,7 +33,7 @@ class MaskGradient:
     total: fx.Node | None = None
 
     def add(self, part: fx.Node, ranges: Sequence[tuple[int, int]]) -> None:
-        """Take the gradient by a block of keys that has these ranges of all keys."""
+        """Take the gradient by keys at these places among all."""
         if self.mask.meta["val"].shape[COLUMNS] == 1:
             self.total = part if self.total is None else self.call(aten.add.Tensor, self.total, part)
             return
@@ -44,13 +44,17 @@ class MaskGradient:
             self.columns[start] = part if whole else self.call(aten.slice.Tensor, part, COLUMNS, at, at + length)
             at += length
 
-    def whole(self, ranges: Iterable[tuple[int, int]]) -> fx.Node:
-        """Return the gradient; `ranges`: of the keys of all blocks."""
+    def whole(self) -> fx.Node:
+        """Return the gradient, with zeros between what the steps made."""
         if self.total is not None:
             return self.total
-        shape = list(self.mask.meta["val"].shape[:COLUMNS])
-        found = [
-            self.columns.get(start) or self.call(aten.new_zeros.default, self.mask, [*shape, stop - start])
-            for start, stop in sorted(ranges)
-        ]
+        found: list[fx.Node] = []
+        *shape, keys = self.mask.meta["val"].shape
+        end = 0
+        for start in [*sorted(self.columns), keys]:
+            if start > end:
+                found.append(self.call(aten.new_zeros.default, self.mask, [*shape, start - end]))
+            if start < keys:
+                found.append(self.columns[start])
+                end = start + self.columns[start].meta["val"].shape[COLUMNS]
         return self.call(aten.cat.default, found, COLUMNS)

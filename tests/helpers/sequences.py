@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 VOCABULARY = 24
+WINDOW = 3
 
 
 class Decoder(nn.Module):
@@ -29,7 +30,7 @@ class Decoder(nn.Module):
         if self.kind == "padded":
             return (place[:, None] >= place) & attention_mask[:, None, None, :].bool()
         if self.kind == "window":
-            return (place[:, None] >= place) & (place[:, None] - place < 3)
+            return (place[:, None] >= place) & (place[:, None] - place < WINDOW)
         if self.kind == "packed":  # documents begin at the ids below 5
             documents = (input_ids < 5).cumsum(-1)[:, None]
             return (place[:, None] >= place) & (documents.unsqueeze(-1) == documents.unsqueeze(-2))
@@ -91,3 +92,28 @@ def packed_batch(length: int, seed: int, most: float, samples: int = 2) -> dict[
     generator = torch.Generator().manual_seed(seed)
     starts = torch.rand(samples, length, generator=generator) < most / length
     return batch(length, "left", samples) | {"documents": starts.cumsum(-1)}
+
+
+def packed(length: int, lengths: list[int], samples: int = 2) -> dict[str, torch.Tensor]:
+    """Return samples that have documents of these lengths, every second in the other order."""
+    ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    rows = [length - ids.flip(0) if i % 2 else ids for i in range(samples)]
+    return batch(length, samples=samples) | {"documents": torch.stack(rows)}
+
+
+def reached_keys(documents: torch.Tensor, kind: str, size: int) -> int:
+    """Return how many rows go to devices: of each block all from the first to the last that one of their queries may
+    attend to."""
+    length = documents.shape[1]
+    place = torch.arange(length)
+    behind = place[:, None] - place
+    keep = (documents[:, :, None] == documents[:, None]).any(0)
+    keep &= behind >= 0 if kind != "full" else behind.abs() >= 0
+    keep &= behind < WINDOW if kind == "window" else keep
+    if kind == "zigzag":
+        halves = place.chunk(2 * size)
+        held = [torch.cat([halves[r], halves[2 * size - 1 - r]]) for r in range(size)]
+    else:
+        held = place.split(-(-length // size))
+    found = [keep[q][:, k].any(0).nonzero() for i, q in enumerate(held) for j, k in enumerate(held) if i != j]
+    return sum(int(rows[-1] - rows[0]) + 1 for rows in found if len(rows))

@@ -3,91 +3,138 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
 from autopar.ops import autopar
-from autopar.ops.ring import Ring
+from autopar.ops.ring import ring_of
 
 SIZES = range(1, 10)
+LENGTH = 4  # of a block, of which the last one may be shorter
+KINDS = {"full": (False, 0, False), "causal": (True, 0, False), "zigzag": (True, 0, True), "short": (True, 3, False),
+         "window": (True, 6, False), "wide": (True, 11, False), "both": (False, 6, False),
+         "both, wide": (False, 13, False)}  # fmt: skip
+RINGS = [*itertools.product(SIZES, KINDS)]
 
 
-KINDS = [(False, False), (True, False), (True, True)]  # causal, in zigzag
+def blocks_of(size: int, zigzag: bool) -> tuple:
+    if zigzag:
+        half = LENGTH // 2
+        return tuple(
+            ((r * half, (r + 1) * half), ((2 * size - 1 - r) * half, (2 * size - r) * half)) for r in range(size)
+        )
+    last = size * LENGTH - 1 if size > 1 else LENGTH
+    return tuple(((r * LENGTH, min((r + 1) * LENGTH, last)),) for r in range(size))
 
 
-@pytest.mark.parametrize("size, kind", itertools.product(SIZES, KINDS))
-def test_every_device_has_every_block_that_it_needs_once(size, kind):
-    ring, held = Ring(size, *kind), {place: place for place in range(size)}
-    seen = {place: [] for place in range(size)}
-    for step in range(size):
+def ring_and_mask(size: int, kind: str):
+    """Return a ring, and by device and block which keys some query of the device reaches."""
+    causal, window, zigzag = KINDS[kind]
+    blocks = blocks_of(size, zigzag)
+    places = [[place for ends in block for place in range(*ends)] for block in blocks]
+
+    def is_open(query: int, key: int) -> bool:
+        return (not causal or key <= query) and (not window or abs(query - key) < window)
+
+    opened = [[[any(is_open(q, k) for q in queries) for k in keys] for keys in places] for queries in places]
+    return ring_of(blocks, causal, window, zigzag), opened
+
+
+@pytest.mark.parametrize("size, kind", RINGS)
+def test_rows_are_those_that_the_mask_opens(size, kind):
+    """All that some query of a device reaches lie between the first and the last of them; of the own block all are."""
+    ring, opened = ring_and_mask(size, kind)
+    for place, block in itertools.product(range(size), repeat=2):
+        start, stop = ring.rows[place][block]
+        of_keys = opened[place][block]
+        assert place != block or (start, stop) == (0, len(of_keys))
+        assert all(start <= at < stop for at, is_open in enumerate(of_keys) if is_open)
+        assert place == block or all(of_keys[start:stop])
+
+
+@pytest.mark.parametrize("size, kind", RINGS)
+def test_every_device_gets_the_rows_that_it_needs_from_one_that_has_them(size, kind):
+    ring, _ = ring_and_mask(size, kind)
+    for step, place in itertools.product(range(1, size), range(size)):
+        assert ring.works(place, step) <= (step in ring.steps)
+        source = ring.keys_from(place, step)
+        assert (source is None) == (not ring.works(place, step))
+        if source is not None:
+            assert place in ring.keys_to(source, step)
+            own = ring.block(place, step) == source
+            assert own or ring.reached(source, step - 1) == ring.reached(place, step)
+        assert all(ring.keys_from(to, step) == place for to in ring.keys_to(place, step))
+
+
+@pytest.mark.parametrize("is_passed_on", [True, False])
+@pytest.mark.parametrize("size, kind", RINGS)
+def test_gradients_add_up_on_the_way_home(size, kind, is_passed_on):
+    """Each device adds its own number to the rows that it works on; the owner ends with all that reach each of them."""
+    ring, _ = ring_and_mask(size, kind)
+    ring = replace(ring, is_passed_on=is_passed_on)
+    travelling: dict[int, tuple[tuple[int, int], set[int]]] = {}
+    home = {place: [{place} for _ in range(ring.rows[place][place][1])] for place in range(size)}
+    for step in ring.steps[1:]:
+        sent: dict[int, list] = {}
         for place in range(size):
-            if (block := ring.block(place, step)) is not None:
-                assert held[place] == block, "it is there when it is needed"
-                seen[place].append(block)
-        moved = {ring.keys_to(place, step): held[place] for place in range(size)}
-        assert {p for p in range(size) if ring.keys_from(p, step) is not None} == {*moved} - {None}
-        held |= {to: block for to, block in moved.items() if to is not None}
-    for place, blocks in seen.items():
-        assert sorted(blocks) == [*range(place + 1 if kind == (True, False) else size)]
-
-
-@pytest.mark.parametrize("size, kind", itertools.product(SIZES, KINDS))
-def test_gradients_add_up_on_the_way_home(size, kind):
-    """Each device adds its own number to the block that it works on; the owner ends with all that need it."""
-    ring = Ring(size, *kind)
-    travelling: dict[int, set[int]] = {}
-    home = {place: {place} for place in range(size)}
-    for step in range(size):
-        sent = {}
-        for place in range(size):
-            block = ring.block(place, step)
-            if block is None or step == 0:
-                assert ring.gradients_to(place, step) is None
-                continue
-            found = travelling.pop(place, set()) | {place}
-            assert not (found & home[block]), "nobody adds twice"
             to = ring.gradients_to(place, step)
-            assert place in ring.gradients_from(to, step)
-            sent.setdefault(to, []).append((place, block, found))
+            if not ring.works(place, step):
+                assert to is None
+                continue
+            rows, found = travelling.pop(place, (ring.reached(place, step), set()))
+            assert rows == ring.reached(place, step) and place in ring.gradients_from(to, step)
+            sent.setdefault(to, []).append((place, ring.block(place, step), rows, found | {place}))
         assert not travelling, "no gradient is left on the way"
         for to, messages in sent.items():
             assert [m[0] for m in messages] == ring.gradients_from(to, step)
-            for _, block, found in messages:
-                if block == to:
-                    home[to] |= found
-                else:
-                    travelling[to] = found
+            for _, block, rows, found in messages:
+                if block != to:
+                    travelling[to] = rows, found
+                    continue
+                for row in range(*rows):
+                    assert not (found & home[to][row]), "nobody adds twice"
+                    home[to][row] |= found
     assert not travelling
     for block, found in home.items():
-        assert found == {*range(block if kind == (True, False) else 0, size)}
+        for row, devices in enumerate(found):
+            reach = {p for p in range(size) if ring.rows[p][block][0] <= row < ring.rows[p][block][1]}
+            assert devices == reach
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_halves_in_zigzag_are_those_that_the_mask_opens(size):
-    """Device r has blocks r and 2 P - 1 - r of 2 P. What is left out is closed, what is not is open, but for the own
-    block, which the kernel masks; each other block is half of one."""
-    ring = Ring(size, True, True)
+    """Keys left out are closed, all others open, but for the own block, which the kernel masks; each other block
+    is half of one."""
+    blocks = blocks_of(size, True)
+    ring = ring_of(blocks, True, zigzag=True)
     for place, step in itertools.product(range(size), repeat=2):
-        block = ring.block(place, step)
-        rows, keys = ([at, 2 * size - 1 - at] for at in (place, block))
-        halves, of_keys = ring.open_halves(place, step)
-        opened = {(row, key) for row in halves for key in of_keys}
+        block, half = ring.block(place, step), LENGTH // 2
+        halves, of_keys = ring.open_halves(place, step), range(ring.reached(place, step)[1] // half)
         for row, key in itertools.product((0, 1), repeat=2):
             if place != block:
-                assert ((row, key) in opened) == (keys[key] < rows[row])
-        assert len(opened) == (4 if place == block else 2)
+                is_open = blocks[block][key] < blocks[place][row]
+                assert (row in halves and key in of_keys) == is_open
+        assert len(halves) * len(of_keys) == (4 if place == block else 2)
 
 
 @pytest.mark.parametrize("size", [n for n in SIZES if n > 1])
-def test_messages(size):
-    """In a full ring all send P - 1 blocks; in a causal one half of that on average, as nobody gets what is closed."""
-    for causal in (False, True):
-        ring = Ring(size, causal)
-        for to in (ring.keys_to, ring.gradients_to):
-            sent = [sum(to(place, step) is not None for step in range(size)) for place in range(size)]
-            assert max(sent) == ring.most_sent == size - 1
-            assert sum(sent) == size * (size - 1) // (2 if causal else 1)
+def test_rows_sent_are_those_of_the_formula(size):
+    """In a full ring all send P - 1 blocks; in a causal one half of that on average, in zigzag three quarters; of a
+    causal window min(n / P, w - 1 - i n / P) rows go to the device i + 1 behind."""
+    plain, zigzag = (tuple(blocks_of(size, z)) for z in (False, True))
+    plain = (*plain[:-1], (((size - 1) * LENGTH, size * LENGTH),))
+    pairs = size * (size - 1)
+    for keys, gradients in ((True, False), (False, True)):
+        assert ring_of(plain, False).sent_rows(keys, gradients) == [LENGTH * (size - 1)] * size
+        assert sum(ring_of(plain, True).sent_rows(keys, gradients)) == LENGTH * pairs // 2
+        assert sum(ring_of(zigzag, True, zigzag=True).sent_rows(keys, gradients)) == LENGTH * pairs * 3 // 4
+        for window in (1, 2, 5, 6, 9, 20):
+            rows = sum((size - i) * min(LENGTH, max(0, window - 1 - (i - 1) * LENGTH)) for i in range(1, size))
+            assert sum(ring_of(plain, True, window).sent_rows(keys, gradients)) == rows
+    assert ring_of(plain, True, 1).steps == (0,) and ring_of(plain, True, 2).steps == (0, 1)
+    assert max(ring_of(plain, True).sent_rows()) == LENGTH * (size - 1)
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)])

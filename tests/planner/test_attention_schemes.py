@@ -92,7 +92,10 @@ def test_bytes_are_those_of_the_formula(strategy, micro_batches):
     elif strategy == "all_gather_kv":
         assert 0 <= found.sent_bytes - 2 * keys <= keys
     else:
-        assert found.sent_bytes == 3 * keys == sum(c.wire_bytes for c in plan.collectives if c.kind == "all_to_all")
+        # keys forward; backward those or their gradients, in zigzag both, of which the first half is sent one way
+        blocks = 2.5 if "in zigzag" in found.scheme else 2
+        exchanged = sum(c.wire_bytes for c in plan.collectives if c.kind == "all_to_all")
+        assert found.sent_bytes == blocks * keys == exchanged
 
 
 def test_the_balance_of_blocks_and_of_a_zigzag():

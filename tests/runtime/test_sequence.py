@@ -11,9 +11,10 @@ from torch.func import functional_call
 
 import autopar
 from autopar.errors import InputError
+from autopar.ops import ring_documents
 
 from ..helpers import gloo
-from ..helpers.sequences import Decoder, WithLogits, batch
+from ..helpers.sequences import Decoder, Packed, WithLogits, batch, packed, reached_keys
 from .parity import assert_close, assert_same_gradients, device_mesh, full, pair
 
 
@@ -117,3 +118,35 @@ def _in_zigzag(rank: int, strategy: str, folder: str) -> None:
 @pytest.mark.parametrize("strategy", ["all_gather_kv", "ring"])
 def test_outputs_in_zigzag(strategy, tmp_path):
     gloo.run(2, _in_zigzag, strategy, str(tmp_path))
+
+
+def _among_documents(rank: int, zigzag: bool, batches) -> list[int]:
+    """Return the bytes that a rank hands over for each batch, in keys and values and in their gradients."""
+    sent, start = [0], ring_documents.start_all_to_all
+
+    def counting(result, x, *ways):
+        sent[-1] += x.numel() * x.element_size()
+        return start(result, x, *ways)
+
+    ring_documents.start_all_to_all = counting  # of this process
+    options = dict(strategy="ring", pin={"input_ids": "cp:Z(1)" if zigzag else "cp:S(1)"})
+    mine, whole = pair(Packed("causal", 4, 2), device_mesh("cp=2"), batches[0], **options)
+    for inputs in batches:
+        for model in (mine, whole):
+            model.zero_grad()
+            loss = model(**inputs)
+            loss.backward()
+        assert_same_gradients(mine, whole, 1e-10)
+        sent.append(0)
+    return sent[:-1]
+
+
+@pytest.mark.parametrize("zigzag", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_rings_among_documents(zigzag):
+    """Documents of each batch decide what goes where: nothing, where they end with the blocks."""
+    kind, batches = "zigzag" if zigzag else "causal", [packed(16, [*lengths]) for lengths in ((16,), (8, 8), (5, 6, 5))]
+    batches[1]["documents"] = batches[1]["documents"][:1].expand(2, -1).contiguous()
+    found = gloo.run(2, _among_documents, zigzag, batches)
+    row_bytes = 2 * 2 * 2 * 8 * 8  # samples, keys and values, heads, width, bytes
+    wanted = [3 * row_bytes * reached_keys(one["documents"], kind, 2) for one in batches]
+    assert [sum(of_batch) for of_batch in zip(*found)] == wanted and (zigzag or wanted[1] == 0)

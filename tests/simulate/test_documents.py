@@ -62,7 +62,9 @@ def any_case(rng: random.Random) -> Case:
     mesh, kind = rng.choice(MESHES[strategy]), rng.choice(("causal", "full", "padded", "window"))
     blocks = 2 * Mesh.parse(mesh).devices
     zigzag = "ulysses" != strategy and kind in ("causal", "padded") and rng.random() < 0.6
-    length = blocks * rng.randint(2, 3) if zigzag else rng.randint(blocks, 25)
+    devices = blocks // 2
+    plain = [n for n in range(blocks, 26) if -(-n // devices) * (devices - 1) < n]  # a block for each device
+    length = blocks * rng.randint(2, 3) if zigzag else rng.choice(plain)
     kv_heads = rng.choice((12, 6, 3, 1)) if strategy in ("ring", "all_gather_kv") else 12
     return Case(kind, (12, kv_heads), strategy, mesh, length, zigzag, rng.choice((1, 2, 5, length)),
                 rng.choice(("pad", "cut")))  # fmt: skip
