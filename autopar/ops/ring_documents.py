@@ -109,10 +109,11 @@ def counts(reached: Tensor, place: int, step: int, of_gradients: bool) -> tuple[
 def outgoing(
     own: Tensor, held: Tensor, held_first: int, reached: Tensor, place: int, step: int, of_gradients: bool
 ) -> Tensor:
-    """Return the rows that a device sends, by the device that they go to."""
+    """Return a copy of the rows that a device sends, by the device that they go to: a compiled program writes over what
+    it reads no more, while that is still on its way."""
     ring = ring_among(reached)
     if of_gradients:
-        return _some(held, ring.reached(place, step), held_first)
+        return _some(held, ring.reached(place, step), held_first).clone()
     parts = [
         _some(own, ring.reached(to, step)) if ring.block(to, step) == place
         else _some(held, ring.reached(to, step), held_first)
