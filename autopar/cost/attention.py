@@ -13,8 +13,8 @@ share f of the queries 1 - f / 2 of all pairs, where one device has a half. Of a
 devices have half of their pairs, in two calls.
 
 What no kernel does (scores that are capped, weights that are dropped, the gradient of what is added to the scores) runs
-block by block (autopar/ops/attention_blocks.py): products of a large product's speed in the wide type, between which
-each score goes through memory PASSES times, written or read, and a random number for each weight.
+block by block (autopar/ops/attention_blocks.py): products of a large product's speed, between which each score goes
+through memory PASSES times, written or read, and a random number for each weight.
 
 FlashAttention-2, arXiv 2307.08691, section 3: forward two products a pair, backward five.
 """
@@ -39,7 +39,7 @@ PRODUCTS = {True: (1, 1), False: (3, 2)}  # by direction: with the width of quer
 class Shape:
     """Attention on one device: `batch` times `heads` of so many queries and keys. `share`: of all queries, those that
     the device has, the last ones. `score_bytes`: of a score, where blocks of them go through memory, 0 in a kernel;
-    `draw_flops`: of the number that says whether its weight is dropped; `window`: as the op has it. Fields may be
+    `draw_seconds`: of the number that says whether its weight is dropped; `window`: as the op has it. Fields may be
     arrays."""
 
     batch: float | np.ndarray
@@ -52,7 +52,7 @@ class Shape:
     share: float | np.ndarray = 1.0
     grouped: bool = False  # several heads of queries read one of keys
     score_bytes: int = 0
-    draw_flops: float = 0.0
+    draw_seconds: float = 0.0
     window: int = 0
 
     @property
@@ -114,10 +114,9 @@ def kernel_of(hardware: Hardware, shape: Shape) -> str:
 def attention_seconds(hardware: Hardware, peak_flops_per_second: float, shape: Shape, forward: bool) -> float:
     """Return the seconds of one direction by the profile, at the speed of a large product if it says nothing."""
     if shape.score_bytes:
-        flops = shape.flops(forward) + shape.pairs * shape.draw_flops
-        passed = shape.pairs * PASSES[forward] * shape.score_bytes
-        reached = peak_flops_per_second * hardware.flops_efficiency, hardware.reached_memory_bytes_per_second
-        return float(flops / reached[0] + passed / reached[1])
+        products = shape.flops(forward) / (peak_flops_per_second * hardware.flops_efficiency)
+        of_score = PASSES[forward] * shape.score_bytes / hardware.reached_memory_bytes_per_second + shape.draw_seconds
+        return float(products + shape.pairs * of_score)
     constants = hardware.attention.get(kernel_of(hardware, shape))
     if constants is None:
         return float(shape.flops(forward) / (peak_flops_per_second * hardware.flops_efficiency))

@@ -192,8 +192,9 @@ class ComputeCost:
             value, flops = values_of(node)[0], flops_of(node)
             is_fp8, kind = node.target in fp8.PRODUCTS, fp8.kind_of(node, self.hardware)
             wide = "fp32" if is_fp8 and value.dtype.itemsize < fp8.WIDE_BYTES else DTYPE_NAMES.get(value.dtype, "fp32")
-            of_blocks, within = _of_blocks(node), _within(node)
-            wide = DTYPE_NAMES.get(lse_dtype(value.dtype), "fp32") if of_blocks else wide
+            of_blocks, within = self._of_blocks(node), _within(node)
+            if of_blocks and not self.hardware.kernels.multiprocessors:  # GPUs multiply in the type of the queries
+                wide = DTYPE_NAMES.get(lse_dtype(value.dtype), "fp32")
             peak = self.hardware.peak_flops_per_second("fp8" if kind else wide) if flops else 0.0
             kernels = self.hardware.kernels
             launch = 0.0 if self.fuses and any(fused_inputs(node)) else self.launch_seconds
@@ -212,6 +213,19 @@ class ComputeCost:
                 of_attention={**of_blocks, **within},
             )
         return self._works[node]
+
+    def _of_blocks(self, node: fx.Node) -> dict[str, Any]:
+        """Return what a Shape says of an attention that runs block by block, nothing of one that a kernel may serve."""
+        if node.target not in ATTENTION:
+            return {}
+        given = bound(node)
+        drops = given["state"] is not None
+        if not (drops or given["softcap"] or node.target is autopar.attention_bias_bw.default):
+            return {}
+        wide = lse_dtype(values_of(node)[0].dtype)
+        speed = self.hardware.peak_flops_per_second(DTYPE_NAMES.get(wide, "fp32")) * self.hardware.flops_efficiency
+        draw_seconds = OPS_PER_NUMBER[autopar.dropout.default] / speed if drops else 0.0
+        return {"score_bytes": wide.itemsize, "draw_seconds": draw_seconds}
 
     def _compute_seconds(self, node: fx.Node, work: _Work, strategy: Strategy, mesh: Mesh) -> float:
         if not work.products and not work.is_attention:
@@ -237,18 +251,6 @@ class ComputeCost:
                 work.flops / strategy.ways / (2 * depth * columns)
             )  # rows of its groups, if balanced
         return sum(self._product_seconds(p, peak, work.element_bytes, work.kind) for p in work.products(*local))
-
-
-def _of_blocks(node: fx.Node) -> dict[str, Any]:
-    """Return what a Shape says of an attention that runs block by block, nothing of one that a kernel may serve."""
-    if node.target not in ATTENTION:
-        return {}
-    given = bound(node)
-    drops = given["state"] is not None
-    if not (drops or given["softcap"] or node.target is autopar.attention_bias_bw.default):
-        return {}
-    wide = lse_dtype(values_of(node)[0].dtype)
-    return {"score_bytes": wide.itemsize, "draw_flops": OPS_PER_NUMBER[autopar.dropout.default] if drops else 0.0}
 
 
 def _within(node: fx.Node) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 Blocks of queries go over blocks of keys with a running maximum and sum (Milakov and Gimelshein, arXiv 1805.02867;
 FlashAttention, arXiv 2205.14135); the backward computes the weights of a block again from the log-sum-exp. Under a
 causal mask blocks of later keys are left out. Scores are computed in the type of the log-sum-exp, whose range the
-lowest number of a narrower type does not leave. Heads that share keys are rows of one product. Scores may be capped
+lowest number of a narrower type does not leave; on GPUs products of queries in bf16 or fp16 take what they multiply in
+that type, as fused kernels do, and add up in fp32. Heads that share keys are rows of one product. Scores may be capped
 before the mask, softcap * tanh(scores / softcap) (Gemma 2, arXiv 2408.00118), what is added to them may want its
 gradient, and weights may be dropped by counter: no kernel of torch does any of it.
 
@@ -25,6 +26,7 @@ from torch import Tensor
 from .attention_dropout import WeightDropout
 from .attention_forms import Form, lse_dtype
 
+aten = torch.ops.aten
 BLOCK = 256  # queries, and keys
 INF = float("inf")
 
@@ -217,12 +219,28 @@ class _Problem:
 
     def times(self, a: Tensor, b: Tensor) -> Tensor:
         """Multiply a block of rows (b, h_kv, n, rows, i) by matrices of its keys' heads (b, h_kv, i, j)."""
-        product = a.flatten(2, 3) @ b.to(self.wide)
-        return product.unflatten(2, a.shape[2:4])
+        return self._product(a.flatten(2, 3), b).unflatten(2, a.shape[2:4])
 
     def transposed_times(self, a: Tensor, b: Tensor) -> Tensor:
         """Return the sum over rows and heads that share keys: (b, h_kv, n, rows, i), (..., j) -> (b, h_kv, i, j)."""
-        return a.flatten(2, 3).transpose(-1, -2) @ b.flatten(2, 3)
+        return self._product(a.flatten(2, 3).transpose(-1, -2), b.flatten(2, 3))
+
+    def _product(self, a: Tensor, b: Tensor) -> Tensor:
+        """Return a product of matrices (b, h_kv, ...) in the wide type."""
+        if self.q.dtype == self.wide or not multiplies_narrow(self.q.device):
+            return a @ b.to(self.wide)
+        narrow = (x.to(self.q.dtype).flatten(0, 1) for x in (a, b))
+        return widened_product(*narrow, self.wide).unflatten(0, a.shape[:2])
+
+
+def multiplies_narrow(device: torch.device) -> bool:
+    """Return whether products of narrow matrices are wide there: torch has them on GPUs, and where it only counts."""
+    return device.type in ("cuda", "meta")
+
+
+def widened_product(a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
+    """Return the products of narrow matrices (n, i, j) and (n, j, k), added up and returned in a wide type."""
+    return aten.bmm.dtype(a, b, wide)
 
 
 def _slices(length: int, block: int) -> Iterator[slice]:

@@ -70,9 +70,9 @@ def test_a_profile_without_attention_takes_the_speed_of_products():
 def test_blocks_pass_their_scores_through_memory():
     """Products, numbers of dropout and passes follow one another, whatever a kernel takes."""
     hardware = replace(load("h100"), flops_efficiency=0.5)
-    shape = replace(SHAPE, causal=True, score_bytes=4, draw_flops=8.0)
+    shape = replace(SHAPE, causal=True, score_bytes=4, draw_seconds=3e-12)
     for forward, passes in ((True, 10), (False, 22)):
-        wanted = (shape.flops(forward) + 8 * shape.pairs) / 0.5e12
+        wanted = shape.flops(forward) / 0.5e12 + 3e-12 * shape.pairs
         wanted += passes * 4 * shape.pairs / hardware.reached_memory_bytes_per_second
         assert attention_seconds(hardware, 1e12, shape, forward) == pytest.approx(wanted)
     assert shape.pairs == 2 * 5 * 1280**2 / 2

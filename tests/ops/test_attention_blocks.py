@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopar import _torch
 from autopar.ops import attention_blocks
 
 from ..helpers.fake_allocations import counted, nbytes
@@ -80,6 +81,46 @@ def test_small_shapes(heads, rows, columns, width, v_width, kind, causal, dtype,
 )
 def test_usual_shapes(heads, rows, columns, width, dtype, causal):
     compare(*heads, rows, columns, width, width, None, causal, dtype, attention_blocks.BLOCK)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
+def test_narrow_products(heads, causal, monkeypatch):
+    """On GPUs weights and gradients of scores are rounded before they are multiplied, and nothing else is."""
+    multiplied = []
+
+    def widened(a, b, wide):
+        multiplied.append((a.dtype, b.dtype))
+        return a.to(wide) @ b.to(wide)
+
+    monkeypatch.setattr(attention_blocks, "multiplies_narrow", lambda device: True)
+    monkeypatch.setattr(attention_blocks, "widened_product", widened)
+    for dtype in (torch.bfloat16, torch.float32):
+        compare(*heads, 300, 300, 64, 64, None, causal, dtype, attention_blocks.BLOCK)
+    assert {*multiplied} == {(torch.bfloat16, torch.bfloat16)}
+
+
+def test_products_where_torch_has_narrow_ones():
+    """Tensors without values run what GPUs run."""
+    q, k, v = (torch.empty(2, heads, 300, 64, dtype=torch.bfloat16, device="meta") for heads in (4, 2, 2))
+    with CountedProducts() as products:
+        out, lse = attention_blocks.forward(q, k, v, None, True, 0.125)
+        gradients = attention_blocks.backward(out, q, k, v, out, lse, None, True, 0.125)
+    assert [x.dtype for x in (out, lse, *gradients)] == [torch.bfloat16, torch.float32, *[torch.bfloat16] * 3]
+    assert {*products.ops} == {torch.ops.aten.bmm.dtype}
+
+
+class CountedProducts(_torch.TorchDispatchMode):
+    """Notes the products that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.ops = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op.overloadpacket in (torch.ops.aten.bmm, torch.ops.aten.mm, torch.ops.aten.baddbmm):
+            self.ops.append(op)
+        return op(*args, **(kwargs or {}))
 
 
 @pytest.mark.slow
