@@ -229,8 +229,8 @@ class _Problem:
         """Return a product of matrices (b, h_kv, ...) in the wide type."""
         if self.q.dtype == self.wide or not multiplies_narrow(self.q.device):
             return a @ b.to(self.wide)
-        narrow = (x.to(self.q.dtype).flatten(0, 1) for x in (a, b))
-        return widened_product(*narrow, self.wide).unflatten(0, a.shape[:2])
+        one, other = (x.to(self.q.dtype).flatten(0, 1) for x in (a, b))
+        return widened_product(one, other, self.wide).unflatten(0, a.shape[:2])
 
 
 def multiplies_narrow(device: torch.device) -> bool:
