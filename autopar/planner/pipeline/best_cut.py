@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from ...errors import MemoryInfeasibleError
 from ...schedule.catalogue import KINDS
 from .cut_interleaved import Loops, cut_looped
 from .evaluate import timing_of
-from .model import StageCut, Timing
+from .model import StageCut
 from .pareto import Variants
 from .played_cuts import PlayedCuts
 from .segments import Chain
@@ -54,7 +54,7 @@ def best_cut(
     """Cut the segments for a schedule of `v` stages a rank; `moves`: boundaries, as the played step says; `others`: the
     same segments under other plans, of which each stage may take one. Raise MemoryInfeasibleError if no cut fits in the
     `room`, in bytes of a rank."""
-    found = _by_formulas(search, segments, kind, v, room, is_rough, others)
+    found = cut_looped(**_problem(search, segments, kind, v, room, others), is_rough=is_rough)
     if not moves:
         return found
     starts = [found]
@@ -77,28 +77,10 @@ def moved(
     others: OtherPlans | None = None,
 ) -> StageCut:
     """Improve each of some cuts as long as that shortens the played step, in the same `room`, and return the best."""
-    timing, ranks, most = _for_cut(search, kind, v, room)
-    variants, spans = others.variants if others else None, segments.spans(ranks * timing.looped)
-    m, shared, levels = search.micro_batches, segments.shared, segments.levels
-    loops = Loops(segments.segments, ranks, m, most, timing, shared, levels, variants, spans)
+    loops = Loops(**_problem(search, segments, kind, v, room, others))
     player = played(search, kind, v, [segments, *(others.chains if others else ())])
     improved = [player.improved(one, loops) for one in starts]
     return improved[int(player.step_seconds([one.stages for one in improved]).argmin())]
-
-
-def _by_formulas(
-    search: PipelineSearch,
-    segments: Chain,
-    kind: str,
-    v: int,
-    room: float,
-    is_rough: bool,
-    others: OtherPlans | None = None,
-) -> StageCut:
-    timing, ranks, most = _for_cut(search, kind, v, room)
-    variants, spans = others.variants if others else None, segments.spans(ranks * timing.looped)
-    m, shared, levels = search.micro_batches, segments.shared, segments.levels
-    return cut_looped(segments.segments, ranks, m, most, timing, shared, is_rough, levels, variants, spans)
 
 
 def played(search: PipelineSearch, kind: str, v: int, chains: Sequence[Chain]) -> PlayedCuts:
@@ -106,7 +88,20 @@ def played(search: PipelineSearch, kind: str, v: int, chains: Sequence[Chain]) -
     return PlayedCuts(chains, search.timetable(kind, v))
 
 
-def _for_cut(search: PipelineSearch, kind: str, v: int, room: float) -> tuple[Timing, int, float]:
-    """Return what a cut takes a schedule for, how many ranks it is into, and the bytes of each of them."""
-    timing = timing_of(kind, search.ranks, v)
-    return (timing, search.ranks * v, room / v) if KINDS[kind].v_shaped else (timing, search.ranks, room)
+def _problem(
+    search: PipelineSearch, segments: Chain, kind: str, v: int, room: float, others: OtherPlans | None
+) -> dict[str, Any]:
+    """Return what is to be cut, and into what, as arguments of `cut_looped` and of Loops."""
+    timing, is_v_shaped = timing_of(kind, search.ranks, v), KINDS[kind].v_shaped
+    ranks = search.ranks * v if is_v_shaped else search.ranks
+    return {
+        "segments": segments.segments,
+        "ranks": ranks,
+        "micro_batches": search.micro_batches,
+        "limit_bytes": room / v if is_v_shaped else room,
+        "timing": timing,
+        "shared": segments.shared,
+        "levels": segments.levels,
+        "others": others.variants if others else None,
+        "spans": segments.spans(ranks * timing.looped),
+    }

@@ -79,7 +79,7 @@ class Loops:
         segments: Sequence[Segment],
         ranks: int,
         micro_batches: int,
-        limit: float,
+        limit_bytes: float,
         timing: Timing,
         shared: Sequence[Shared],
         levels: Levels | None = None,
@@ -89,7 +89,7 @@ class Loops:
         self.ranks, self.micro_batches, self.limit, self.timing, self.shared = (
             ranks,
             micro_batches,
-            limit,
+            limit_bytes,
             timing,
             shared,
         )
