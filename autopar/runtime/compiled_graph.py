@@ -2,8 +2,9 @@
 
 torch.compile takes a graph as it is, collectives and all, but for ops that return what they write to: an all-reduce in
 place becomes one that copies, which Inductor may turn into one in place again. Gathers are collectives that it knows
-again. Inductor leaves collectives where they are (autopar/_torch/compiling.py): it would put each next to its wait, and
-nothing would run beside it.
+again; of truths they go as bytes, since Inductor promotes the two arguments of a gather, a tensor and the number of
+devices, to one type. It leaves collectives where they are (autopar/_torch/compiling.py): it would put each next to its
+wait, and nothing would run beside it.
 
 Inductor takes the graph without Dynamo, once for each form of its arguments, and each argument is freed after its last
 use (autopar/_torch/inductor.py). Other backends get it from Dynamo, which holds all arguments until the graph has run.
@@ -24,12 +25,13 @@ from torch import fx
 from .. import _torch
 from .._torch import c10d
 from ..errors import CompilerError
-from ..ir.graph import output_node
+from ..ir.graph import operand, output_node
 from ..ops import autopar
 from ..ops.fused_forms import FUSED
 from ..passes.distribute.heavy_ops import is_product
 from ..processes.guarded import BACKWARD
 
+aten = torch.ops.aten
 CUDA_GRAPHS = "triton.cudagraphs"  # as Inductor names them
 AS_COMPILED = {
     c10d.all_reduce_.default: c10d.all_reduce.default,
@@ -38,9 +40,7 @@ AS_COMPILED = {
     autopar.exchange_by_sends.default: c10d.all_to_all_single.default,
     float: torch.sym_float,  # of a size, which would become a constant
 }
-OpenDims = Mapping[
-    int, Collection[int]
-]  # by position of a placeholder, its dims that have several sizes; a number's: 0
+OpenDims = Mapping[int, Collection[int]]  # by placeholder, its dims of several sizes, 0 of a number
 
 
 def compiled_graph(
@@ -159,10 +159,22 @@ def _with_own_code(module: fx.GraphModule) -> Callable:
 def _as_compiled(module: fx.GraphModule, fused: Mapping[Any, Callable]) -> fx.GraphModule:
     """Return a copy of a module with the ops that torch.compile knows."""
     module = copied(module)
-    for node in module.graph.nodes:
+    for node in list(module.graph.nodes):
         node.target = fused.get(node.target) or AS_COMPILED.get(node.target, node.target)
+        if node.target is c10d.all_gather_into_tensor.default and operand(node).meta["val"].dtype == torch.bool:
+            _gather_bytes(node)
     module.recompile()
     return module
+
+
+def _gather_bytes(start: fx.Node) -> None:
+    """Let a gather of truths send bytes."""
+    graph, (wait,) = start.graph, start.users
+    with graph.inserting_before(start):
+        start.args = graph.call_function(aten.view.dtype, (operand(start), torch.uint8)), *start.args[1:]
+    with graph.inserting_after(wait):
+        truths = graph.call_function(aten.view.dtype, (wait, torch.bool))
+    wait.replace_all_uses_with(truths, delete_user_cb=lambda user: user is not truths)
 
 
 def copied(module: fx.GraphModule) -> fx.GraphModule:

@@ -18,10 +18,11 @@ from ..helpers.sequences import Decoder, Packed, WithLogits, batch, packed, reac
 from .parity import assert_close, assert_same_gradients, device_mesh, full, pair
 
 
-def _step(rank: int, mesh: str, strategies: tuple[str, ...]) -> None:
+def _step(rank: int, mesh: str, strategies: tuple[str, ...], execution: str = "eager") -> None:
     for strategy in strategies:
         inputs = batch(13, "left", samples=4)
-        mine, whole = pair(Decoder("padded", 4, 4), device_mesh(mesh), inputs, strategy=strategy)
+        options = dict(strategy=strategy, execution=execution)
+        mine, whole = pair(Decoder("padded", 4, 4), device_mesh(mesh), inputs, **options)
         for model in (mine, whole):
             model(**inputs).backward()
         assert_close(mine(**inputs), whole(**inputs), strategy, 1e-10)
@@ -36,6 +37,13 @@ def _step(rank: int, mesh: str, strategies: tuple[str, ...]) -> None:
 ])  # fmt: skip
 def test_gradients(mesh, ranks, strategies):
     gloo.run(ranks, _step, mesh, strategies)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["all_gather_kv", "ulysses", "ring"])
+def test_gradients_through_inductor(strategy):
+    """Among them of a mask that is gathered."""
+    gloo.run(2, _step, "cp=2", (strategy,), "compiled", seconds=400)
 
 
 def _lora(rank: int, strategy: str) -> None:
@@ -120,7 +128,7 @@ def test_outputs_in_zigzag(strategy, tmp_path):
     gloo.run(2, _in_zigzag, strategy, str(tmp_path))
 
 
-def _among_documents(rank: int, zigzag: bool, batches) -> list[int]:
+def _among_documents(rank: int, zigzag: bool, batches, execution: str = "eager") -> list[int]:
     """Return the bytes that a rank hands over for each batch, in keys and values and in their gradients."""
     sent, start = [0], ring_documents.start_all_to_all
 
@@ -129,7 +137,7 @@ def _among_documents(rank: int, zigzag: bool, batches) -> list[int]:
         return start(result, x, *ways)
 
     ring_documents.start_all_to_all = counting  # of this process
-    options = dict(strategy="ring", pin={"input_ids": "cp:Z(1)" if zigzag else "cp:S(1)"})
+    options = dict(strategy="ring", pin={"input_ids": "cp:Z(1)" if zigzag else "cp:S(1)"}, execution=execution)
     mine, whole = pair(Packed("causal", 4, 2), device_mesh("cp=2"), batches[0], **options)
     for inputs in batches:
         for model in (mine, whole):
@@ -141,12 +149,15 @@ def _among_documents(rank: int, zigzag: bool, batches) -> list[int]:
     return sent[:-1]
 
 
-@pytest.mark.parametrize("zigzag", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_rings_among_documents(zigzag):
+@pytest.mark.parametrize(
+    "zigzag, execution",
+    [(False, "eager"), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((True, "eager"), (False, "compiled")))],
+)
+def test_rings_among_documents(zigzag, execution):
     """Documents of each batch decide what goes where: nothing, where they end with the blocks."""
     kind, batches = "zigzag" if zigzag else "causal", [packed(16, [*lengths]) for lengths in ((16,), (8, 8), (5, 6, 5))]
     batches[1]["documents"] = batches[1]["documents"][:1].expand(2, -1).contiguous()
-    found = gloo.run(2, _among_documents, zigzag, batches)
+    found = gloo.run(2, _among_documents, zigzag, batches, execution, seconds=400)
     row_bytes = 2 * 2 * 2 * 8 * 8  # samples, keys and values, heads, width, bytes
     wanted = [3 * row_bytes * reached_keys(one["documents"], kind, 2) for one in batches]
     assert [sum(of_batch) for of_batch in zip(*found)] == wanted and (zigzag or wanted[1] == 0)

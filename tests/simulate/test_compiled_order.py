@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-import pytest
+import re
 
+import pytest
+import torch
+from torch import fx
+
+from autopar._torch import c10d
 from autopar._torch.compiling import in_given_order
 from autopar.passes.distribute.heavy_ops import is_product
 from autopar.simulate import census
 from benchmarks.overlap import TINY, Case
-from tests.helpers.inductor import compiled_census
+from tests.helpers.inductor import absent_ranks, compiled_census, program_of
+
+aten = torch.ops.aten
 
 UNORDERED = {"reorder_for_peak_memory": True, "reorder_for_locality": True, "post_grad_custom_post_pass": None}
 
@@ -30,6 +37,21 @@ def test_inductor_alone_leaves_few():
     emitted = census.of_graphs(program)
     assert compiled_census(program).overlapped >= 0.98 * emitted.overlapped
     assert compiled_census(program, {"options": UNORDERED}).overlapped < 0.7 * emitted.overlapped
+
+
+def test_truths_are_gathered_as_bytes():
+    """Inductor alone makes integers of 8 bytes of them, and of the mask that an attention then gets."""
+    graph = fx.Graph()
+    with absent_ranks(2) as name:
+        x = graph.placeholder("x")
+        mask = graph.call_function(aten._to_copy.default, (x,), {"dtype": torch.bool})
+        start = graph.call_function(c10d.all_gather_into_tensor.default, (mask, 2, name))
+        wait = graph.call_function(c10d.wait_tensor.default, (start,))
+        graph.output((graph.call_function(aten.clone.default, (wait,)),))
+        for node, rows, dtype in (x, 4, torch.int64), (mask, 4, torch.bool), (start, 8, torch.bool):
+            node.meta["val"] = torch.empty(rows, 7, dtype=dtype, device="meta")
+        made = [line for line in program_of(fx.GraphModule({}, graph)) if re.match(r"\s+buf\d+ = empty_strided", line)]
+    assert made and not any("int64" in line for line in made)
 
 
 def test_options():
