@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ FORGED = {
     "ranks": lambda s: s.update(ranks=None), "dropout": lambda s: s.update(dropout=3),
     "half of dropout": lambda s: s.update(dropout={"seed": 1}),
     "scheduler": lambda s: s.update(scheduler={"!tensor": ["load", [1], [1]]}),
-    "deep": lambda s: s.update(scheduler=nested(400)), "optimizer": lambda s: s.update(optimizer=3),
+    "deep": lambda s: s.update(scheduler=nested(2 * sys.getrecursionlimit() // 5)), "optimizer": lambda s: s.update(optimizer=3),
     "class": lambda s: s["optimizer"].pop("class"), "groups": lambda s: s["optimizer"].update(groups=3),
     "options": lambda s: s["optimizer"]["groups"][0].update(options=3),
     "kind": lambda s: s["optimizer"]["state"]["up.weight"]["exp_avg"].update(tensor="x"),
@@ -39,6 +40,7 @@ FORGED = {
 
 
 def nested(depth: int):
+    """Values that Python writes and cannot read within its limit, which Inductor raises for the whole process."""
     value = {}
     for _ in range(depth):
         value = {"!tuple": [value]}
