@@ -12,9 +12,15 @@ measured with. Of devices that share the queries of a causal attention the last 
 share f of the queries 1 - f / 2 of all pairs, where one device has a half. Of a window its area counts. In zigzag all
 devices have half of their pairs, in two calls.
 
-What no kernel does (scores that are capped, weights that are dropped, the gradient of what is added to the scores) runs
-block by block (autopar/ops/attention_blocks.py): products of a large product's speed, between which each score goes
-through memory PASSES times, written or read, and a random number for each weight.
+What no kernel of torch does (scores that are capped, weights that are dropped, the gradient of what is added to the
+scores) GPUs do in kernels of autopar's own (autopar/ops/attention_fused.py): as long as flash, heads as wide as a power
+of two, whose backward makes seven products instead of five, nine with the gradient of what is added; and instructions
+for each weight, of which a multiprocessor begins 128 in a clock. They are those of the kernels' machine code for
+capability 8.0 and 9.0, one that multiplies integers for two. Nobody has timed these kernels.
+
+Where not even those serve (fp32, CPUs), it runs block by block (autopar/ops/attention_blocks.py): products of a large
+product's speed, between which each score goes through memory PASSES times, written or read, and a random number for
+each weight.
 
 FlashAttention-2, arXiv 2307.08691, section 3: forward two products a pair, backward five.
 """
@@ -26,12 +32,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..hardware.profile import Attention, Hardware
+from ..ops.attention_fused import NARROWEST
 from ..ops.attention_gpu import FEWEST_KEYS_CUDNN, WIDEST_CUDNN
 
 BLOCK = 128
 FLASH, CUDNN, FLASH3 = "flash", "cudnn", "flash3"
 BACKWARD_PRODUCTS = 2.5  # for each of the forward
 PASSES = {True: 10, False: 22}
+DRAW_INSTRUCTIONS = {True: 23.0, False: 50.0}  # by direction, of a weight: whether it is dropped
+CAP_INSTRUCTIONS = {True: 9.0, False: 20.0}
+ADDED_INSTRUCTIONS = 5.0  # backward: what is added is read once more
+OWN_BACKWARD, OF_ADDED = 7 / 5, 2 / 5  # products, of flash's
 PRODUCTS = {True: (1, 1), False: (3, 2)}  # by direction: with the width of queries and keys, with that of values
 
 
@@ -39,7 +50,8 @@ PRODUCTS = {True: (1, 1), False: (3, 2)}  # by direction: with the width of quer
 class Shape:
     """Attention on one device: `batch` times `heads` of so many queries and keys. `share`: of all queries, those that
     the device has, the last ones. `score_bytes`: of a score, where blocks of them go through memory, 0 in a kernel;
-    `draw_seconds`: of the number that says whether its weight is dropped; `window`: as the op has it. Fields may be
+    `draw_seconds`: of the number that says whether its weight is dropped; `window`: as the op has it. `instructions`:
+    of a weight, in a kernel of autopar's own, which makes so many times the `products` of flash. Fields may be
     arrays."""
 
     batch: float | np.ndarray
@@ -54,6 +66,8 @@ class Shape:
     score_bytes: int = 0
     draw_seconds: float = 0.0
     window: int = 0
+    instructions: float = 0.0
+    products: float = 1.0
 
     @property
     def reach(self) -> float | np.ndarray:
@@ -117,11 +131,34 @@ def attention_seconds(hardware: Hardware, peak_flops_per_second: float, shape: S
         products = shape.flops(forward) / (peak_flops_per_second * hardware.flops_efficiency)
         of_score = PASSES[forward] * shape.score_bytes / hardware.reached_memory_bytes_per_second + shape.draw_seconds
         return float(products + shape.pairs * of_score)
-    constants = hardware.attention.get(kernel_of(hardware, shape))
+    beside = 0.0
+    if shape.instructions:
+        beside = float(shape.pairs * shape.instructions / _instructions_per_second(hardware))
+        shape = replace(shape, key_dim=_padded(shape.key_dim), value_dim=_padded(shape.value_dim))
+    constants = hardware.attention.get(FLASH if beside else kernel_of(hardware, shape))
     if constants is None:
-        return float(shape.flops(forward) / (peak_flops_per_second * hardware.flops_efficiency))
-    many = hardware.kernels.multiprocessors
-    return float(blocked_seconds(constants, many, peak_flops_per_second, shape, forward))
+        seconds = shape.flops(forward) / (peak_flops_per_second * hardware.flops_efficiency)
+    else:
+        seconds = blocked_seconds(constants, hardware.kernels.multiprocessors, peak_flops_per_second, shape, forward)
+    return float(shape.products * seconds + beside)
+
+
+def own_kernel(forward: bool, drops: bool, caps: bool, adds: bool) -> dict[str, float]:
+    """Return what a Shape says of a kernel of autopar's own: of weights that are dropped, scores that are capped, or
+    the gradient of what is added to them."""
+    instructions = drops * DRAW_INSTRUCTIONS[forward] + caps * CAP_INSTRUCTIONS[forward] + adds * ADDED_INSTRUCTIONS
+    return {"instructions": instructions, "products": 1.0 if forward else OWN_BACKWARD + adds * OF_ADDED}
+
+
+def _instructions_per_second(hardware: Hardware) -> float:
+    """Return the instructions of one lane that a device begins in a second: where a profile does not say it, it
+    multiplies and adds in fp32 with each."""
+    return hardware.kernels.instructions_per_second or hardware.peak_flops_per_second("fp32") / 2
+
+
+def _padded(width: float | np.ndarray) -> float | np.ndarray:
+    """Return the width of heads as autopar's own kernels have it."""
+    return np.maximum(NARROWEST, 2.0 ** np.ceil(np.log2(width)))
 
 
 def zigzag_seconds(hardware: Hardware, peak_flops_per_second: float, shape: Shape, forward: bool) -> float:

@@ -32,13 +32,13 @@ from ..hardware.profile import Hardware
 from ..ir.graph import is_foreign, tensor_arguments, values_of
 from ..ir.layout import ZIGZAG, Layout, fraction
 from ..ir.mesh import Mesh
-from ..ops import ATTENTION, autopar
+from ..ops import ATTENTION, attention_fused, autopar
 from ..ops.attention_forms import lse_dtype
 from ..ops.streams import STREAM
 from ..rules import Strategy
 from ..rules.reading import bound
 from . import fp8
-from .attention import Shape, attention_seconds, zigzag_seconds
+from .attention import Shape, attention_seconds, own_kernel, zigzag_seconds
 from .product_seconds import ProductSeconds
 from .products import PRODUCTS, Product, shapes_of
 from .ring import ring_of
@@ -192,8 +192,8 @@ class ComputeCost:
             value, flops = values_of(node)[0], flops_of(node)
             is_fp8, kind = node.target in fp8.PRODUCTS, fp8.kind_of(node, self.hardware)
             wide = "fp32" if is_fp8 and value.dtype.itemsize < fp8.WIDE_BYTES else DTYPE_NAMES.get(value.dtype, "fp32")
-            of_blocks, within = self._of_blocks(node), _within(node)
-            if of_blocks and not self.hardware.kernels.multiprocessors:  # GPUs multiply in the type of the queries
+            without, within = self._without_kernel(node), _within(node)
+            if without and not self.hardware.kernels.multiprocessors:  # GPUs multiply in the type of the queries
                 wide = DTYPE_NAMES.get(lse_dtype(value.dtype), "fp32")
             peak = self.hardware.peak_flops_per_second("fp8" if kind else wide) if flops else 0.0
             kernels = self.hardware.kernels
@@ -210,19 +210,24 @@ class ComputeCost:
                 shapes_of(node) if flops else [],
                 functions and functions * value.numel() / kernels.functions_per_second,
                 *_inner(node, self.hardware),
-                of_attention={**of_blocks, **within},
+                of_attention={**without, **within},
             )
         return self._works[node]
 
-    def _of_blocks(self, node: fx.Node) -> dict[str, Any]:
-        """Return what a Shape says of an attention that runs block by block, nothing of one that a kernel may serve."""
+    def _without_kernel(self, node: fx.Node) -> dict[str, Any]:
+        """Return what a Shape says of an attention that no kernel of torch may serve, nothing of others."""
         if node.target not in ATTENTION:
             return {}
         given = bound(node)
-        drops = given["state"] is not None
-        if not (drops or given["softcap"] or node.target is autopar.attention_bias_bw.default):
+        drops, caps = given["state"] is not None, bool(given["softcap"])
+        wants_mask = node.target is autopar.attention_bias_bw.default
+        if not (drops or caps or wants_mask):
             return {}
-        wide = lse_dtype(values_of(node)[0].dtype)
+        q, k, v = (given[name].meta["val"] for name in ("q", "k", "v"))
+        dmask = given["mask"].meta["val"] if wants_mask else None
+        if self.hardware.kernels.multiprocessors and attention_fused.serves(q, k, v, dmask):
+            return own_kernel(node.target is autopar.attention.default, drops, caps, wants_mask)
+        wide = lse_dtype(q.dtype)
         speed = self.hardware.peak_flops_per_second(DTYPE_NAMES.get(wide, "fp32")) * self.hardware.flops_efficiency
         draw_seconds = OPS_PER_NUMBER[autopar.dropout.default] / speed if drops else 0.0
         return {"score_bytes": wide.itemsize, "draw_seconds": draw_seconds}

@@ -16,7 +16,8 @@ class Kernels:
     `multiprocessors` work on tiles at once; 0 where work is not handed out in tiles (a CPU). There, and where a profile
     has no Products, a product of few rows, columns or little depth reaches half of its speed at `half_rows`,
     `half_columns`, `half_depth`. `functions_per_second`: values of gelu (by tanh) that are computed in a second, 0
-    where memory is slower.
+    where memory is slower. `instructions_per_second`: of single lanes, that are begun; 0 where it is half of the FLOPs
+    in fp32.
     """
 
     multiprocessors: int = 0
@@ -24,6 +25,7 @@ class Kernels:
     half_columns: float = 0.0
     half_depth: float = 0.0
     functions_per_second: float = 0.0
+    instructions_per_second: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from .schema import Hardware
 
 GEFORCE = "geforce"
+INSTRUCTIONS = 128  # of single lanes, that a multiprocessor begins in a clock
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def profile_of(properties, load: Callable[[str], Hardware]) -> Hardware:
         name=properties.name,
         description=f"{properties.name}, from its properties, kernels and links as of {base.name}",
         memory_bytes=int(0.94 * properties.total_memory),  # as h100's 80e9 of the driver's 85.5e9: fragmentation
-        kernels=replace(base.kernels, multiprocessors=processors),
+        kernels=replace(base.kernels, multiprocessors=processors, instructions_per_second=INSTRUCTIONS * by_clock),
     )
 
 

@@ -12,7 +12,7 @@ and, where they are known, with the fields of Host, Kernels, Products, Attention
 Curve:
 
     [host]         link_bytes_per_second, memory_bytes_per_second, memory_bytes
-    [kernels]      multiprocessors, half_rows, half_columns, half_depth, functions_per_second
+    [kernels]      multiprocessors, half_rows, half_columns, half_depth, functions_per_second, instructions_per_second
     [products]     a table of Products for each kind: dense, grouped, fp8, fp8_block
     [attention]    a table of Attention for each kernel: flash, cudnn, flash3
     [experts]      hidden_passes, width_passes, start_seconds
@@ -265,7 +265,7 @@ def _host(table: Table) -> Host:
 
 def _kernels(table: Table) -> Kernels:
     table.only(field.name for field in fields(Kernels))
-    halves = ("half_rows", "half_columns", "half_depth", "functions_per_second")
+    halves = ("half_rows", "half_columns", "half_depth", "functions_per_second", "instructions_per_second")
     numbers = {key: table.zero_or_more(key) for key in halves if key in table.entries}
     many = table.whole("multiprocessors") if "multiprocessors" in table.entries else 0
     return Kernels(many, **numbers)

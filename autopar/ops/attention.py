@@ -17,8 +17,10 @@ from torch import Tensor
 from torch.library import custom_op
 
 from . import (
+    attention_blocks,
     attention_cpu,
     attention_documents,
+    attention_fused,
     attention_gpu,
     attention_heads,
     attention_ranges,
@@ -27,7 +29,7 @@ from . import (
     attention_window,
 )
 from .attention_bias import even_gradient
-from .attention_blocks import BLOCKS, form_with
+from .attention_blocks import BLOCKS
 from .attention_dropout import WeightDropout, weight_dropout
 from .attention_forms import Form, additive, contiguous, lse_dtype
 
@@ -39,14 +41,16 @@ def _form(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, at
 
 
 def _form_of(softcap: float, dropout: WeightDropout | None, dmask: Tensor | None = None) -> attention_rows.FormOf:
-    """Return what chooses the form of a call: no kernel caps scores, drops weights as autopar does or gives the
-    gradient of a mask."""
+    """Return what chooses the form of a call: no kernel of torch caps scores, drops weights as autopar does or gives
+    the gradient of a mask."""
     if not softcap and dropout is None and dmask is None:
         return _form
 
-    def form_of(*_, at: tuple[int, int] = (0, 0)) -> Form:
+    def form_of(q, k, v, mask, causal, at: tuple[int, int] = (0, 0)) -> Form:
         own = None if dmask is None else attention_ranges.from_place(dmask, *at)
-        return form_with(softcap, own, None if dropout is None else dropout.behind(*at))
+        dropped = None if dropout is None else dropout.behind(*at)
+        is_fused = attention_fused.serves(q, k, v, own, dropped) and attention_fused.is_there(q.device)
+        return (attention_fused if is_fused else attention_blocks).form_with(softcap, own, dropped)
 
     return form_of
 

@@ -13,6 +13,7 @@ to (b, h, s, t), lse (b, h, s).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -43,6 +44,11 @@ class Form:
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
     takes_first: bool = False
+
+
+def numel(x: Like) -> int:
+    """Return how many elements a tensor has."""
+    return math.prod(x.shape)
 
 
 def additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:

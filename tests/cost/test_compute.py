@@ -185,36 +185,67 @@ def test_the_backward_follows_from_its_ops():
     assert 2.5 < ratio < 2.5 / cost.hardware.attention["cudnn"].backward
 
 
-def test_what_no_kernel_does_runs_in_blocks():
-    """In the wide type, whatever the tensors have: caps, dropped weights, gradients of a mask."""
-    cost, b, h, s, d = ComputeCost(load("h100")), 2, 8, 2048, 64
-
-    def seconds(target, softcap=0.0, drops=()) -> float:
-        graph = torch.fx.Graph()
-        q, k, v, out, lse, mask = (graph.placeholder(name) for name in ("q", "k", "v", "out", "lse", "mask"))
-        is_forward = target is autopar.attention.default
-        tensors = (q, k, v, mask) if is_forward else (q, q, k, v, out, lse, mask)
-        special = (None, softcap, False) if is_forward else (False, softcap)
-        node = graph.call_function(target, (*tensors, True, None, 0, 0, 0, None, None, *special, *drops))
-        for n in (q, k, v, out):
-            n.meta["val"] = torch.empty(b, h, s, d, dtype=torch.bfloat16, device="meta")
-        lse.meta["val"], mask.meta["val"] = (torch.empty(b, h, s, n, device="meta") for n in (1, s))
-        lse.meta["val"] = lse.meta["val"].squeeze(-1)
-        made = (q, lse) if is_forward else (q, k, v)
-        node.meta["val"] = tuple(n.meta["val"] for n in made)
-        return price(node, cost)
-
-    state = torch.fx.Graph().placeholder("state")
+def _seconds_without_kernel(cost: ComputeCost, dtype, target, softcap=0.0, drops=False) -> float:
+    """Return the seconds of a causal attention of 2 x 8 heads of 64 and 2,048 queries and keys."""
+    b, h, s, d = 2, 8, 2048, 64
+    graph = torch.fx.Graph()
+    q, k, v, out, lse, mask, state = (
+        graph.placeholder(name) for name in ("q", "k", "v", "out", "lse", "mask", "state")
+    )
+    is_forward = target is autopar.attention.default
+    tensors = (q, k, v, mask) if is_forward else (q, q, k, v, out, lse, mask)
+    special = (None, softcap, False) if is_forward else (False, softcap)
+    dropout = (state, 0.1, 0, 0, [h * s * s, s * s, s, 1]) if drops else ()
+    node = graph.call_function(target, (*tensors, True, None, 0, 0, 0, None, None, *special, *dropout))
+    for n in (q, k, v, out):
+        n.meta["val"] = torch.empty(b, h, s, d, dtype=dtype, device="meta")
+    lse.meta["val"], mask.meta["val"] = (torch.empty(*shape, device="meta") for shape in ((b, h, s), (b, h, s, s)))
     state.meta["val"] = torch.empty(2, dtype=torch.int64, device="meta")
-    drops, pairs = (state, 0.1, 0, 0, [h * s * s, s * s, s, 1]), b * h * s * s / 2
-    wide = cost.hardware.reached_flops_per_second("fp32"), cost.hardware.reached_memory_bytes_per_second
-    narrow = cost.hardware.reached_flops_per_second("bf16")
-    for target, products, passes in ((autopar.attention.default, 2, 10), (autopar.attention_bw.default, 5, 22)):
-        capped, dropped, kernel = seconds(target, 5.0), seconds(target, 0.0, drops), seconds(target)
-        wanted = products * 2 * pairs * d / narrow + passes * pairs * 4 / wide[1]
-        assert capped == pytest.approx(wanted, rel=0.05) and capped > 2 * kernel
-        assert dropped - capped == pytest.approx(8 * pairs / wide[0])
-    assert seconds(autopar.attention_bias_bw.default) == pytest.approx(seconds(autopar.attention_bw.default, 5.0))
+    node.meta["val"] = tuple(n.meta["val"] for n in ((q, lse) if is_forward else (q, k, v)))
+    return price(node, cost)
+
+
+PAIRS = 2 * 8 * 2048**2 / 2
+DIRECTIONS = [(autopar.attention.default, 2, 10), (autopar.attention_bw.default, 5, 22)]
+
+
+@pytest.mark.parametrize("target, products, passes", DIRECTIONS)
+def test_in_fp32_what_no_kernel_does_runs_in_blocks(target, products, passes):
+    """Caps, dropped weights, gradients of a mask: scores go through memory."""
+    cost = ComputeCost(load("h100"))
+    hardware = cost.hardware
+    flops_per_second = hardware.reached_flops_per_second("fp32")
+    capped = _seconds_without_kernel(cost, torch.float32, target, 5.0)
+    wanted = products * 2 * PAIRS * 64 / flops_per_second
+    wanted += passes * PAIRS * 4 / hardware.reached_memory_bytes_per_second
+    assert capped == pytest.approx(wanted, rel=0.05)
+    dropped = _seconds_without_kernel(cost, torch.float32, target, drops=True)
+    assert dropped - capped == pytest.approx(8 * PAIRS / flops_per_second)
+
+
+@pytest.mark.parametrize("target, _, __", DIRECTIONS)
+def test_in_half_precision_what_no_kernel_of_torch_does_has_one(target, _, __):
+    """It takes as long as flash, backward seven products for five, and the instructions of each weight."""
+    cost, is_forward = ComputeCost(load("h100")), target is autopar.attention.default
+    capped = _seconds_without_kernel(cost, torch.bfloat16, target, 5.0)
+    dropped, both = (_seconds_without_kernel(cost, torch.bfloat16, target, softcap, True) for softcap in (0.0, 5.0))
+    flash = replace(cost.hardware, attention={"flash": cost.hardware.attention["flash"]})
+    plain = _seconds_without_kernel(ComputeCost(flash), torch.bfloat16, target)
+    products = plain * (1.0 if is_forward else 7 / 5)
+    each = PAIRS / (cost.hardware.peak_flops_per_second("fp32") / 2)
+    assert dropped == pytest.approx(products + (23 if is_forward else 50) * each, rel=0.02)
+    assert capped == pytest.approx(products + (9 if is_forward else 20) * each, rel=0.02)
+    assert both == pytest.approx(dropped + capped - products, rel=0.02)
+    blocks = _seconds_without_kernel(cost, torch.float32, target, 5.0)
+    assert plain < capped < dropped < both < blocks
+
+
+def test_the_gradient_of_what_is_added_takes_two_products_more():
+    cost = ComputeCost(load("h100"))
+    capped = _seconds_without_kernel(cost, torch.bfloat16, autopar.attention_bw.default, 5.0)
+    learned = _seconds_without_kernel(cost, torch.bfloat16, autopar.attention_bias_bw.default, 5.0)
+    each = PAIRS / (cost.hardware.peak_flops_per_second("fp32") / 2)
+    assert (learned - 25 * each) / (capped - 20 * each) == pytest.approx(9 / 7, rel=0.03)
 
 
 def test_a_causal_mask_saves_half_of_long_sequences_only():

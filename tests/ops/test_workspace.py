@@ -12,6 +12,7 @@ from autopar.ops import (
     attention_blocks,
     attention_gpu,
     attention_window,
+    attention_workspace,
     autopar,
     canonical,
     counter_rng,
@@ -41,7 +42,9 @@ def inside(arguments) -> int:
     causal = rest[0] if rest else False
     form = attention_gpu.form_of(q, k, v, mask, causal).name
     (b, h, s, _), t = q.shape, k.shape[2]
-    return workspace._inside(form, b, h, s, t, workspace._width(q, v), q.dtype.itemsize, h != k.shape[1])
+    return attention_workspace._inside(
+        form, b, h, s, t, attention_workspace._width(q, v), q.dtype.itemsize, h != k.shape[1]
+    )
 
 
 LARGE = [
@@ -80,7 +83,7 @@ def test_documents(heads, kv_heads, rows, columns, causal):
         )
         return [*(tensors if backward else (q, k, v)), None, causal, None, columns - rows, 0, 0, *ids]
 
-    of_range = workspace._inside("efficient", 1, heads, min(rows, 2048), columns, 64, 2, heads != kv_heads)
+    of_range = attention_workspace._inside("efficient", 1, heads, min(rows, 2048), columns, 64, 2, heads != kv_heads)
     for body, op in ((attention.attention, autopar.attention), (attention.attention_bw, autopar.attention_bw)):
         make_them = partial(make, op is autopar.attention_bw)
         results, arguments, count = counted(body._init_fn, make_them, lambda _: of_range)
@@ -102,7 +105,7 @@ def test_windows(heads, kv_heads, length, window, causal, masked):
 
     rows = attention_window.rows_of(window)
     columns = rows + (1 if causal else 2) * (window - 1)
-    of_range = workspace._inside("efficient", 1, heads, rows, columns, 64, 2, heads != kv_heads)
+    of_range = attention_workspace._inside("efficient", 1, heads, rows, columns, 64, 2, heads != kv_heads)
     for body, op in ((attention.attention, autopar.attention), (attention.attention_bw, autopar.attention_bw)):
         make_them = partial(make, op is autopar.attention_bw)
         results, arguments, count = counted(partial(body._init_fn, window=window), make_them, lambda _: of_range)
