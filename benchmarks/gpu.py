@@ -22,8 +22,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 SECONDS = {
-    "families": 80, "attention": 60, "slice": 110, "verified": 60, "ranks": 60, "packed": 20, "calibrated": 45,
-    "waits": 25, "nccl": 45, "state": 25, "faults": 10,
+    "families": 75, "attention": 50, "own_attention": 35, "slice": 105, "verified": 55, "ranks": 60, "packed": 20,
+    "calibrated": 45, "waits": 25, "nccl": 40, "state": 20, "faults": 10,
 }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -25,6 +26,8 @@ from gpu_ranks import nccl, ranks, verified
 
 import autopar
 from autopar import models
+from autopar.cost.attention import Shape, attention_seconds, own_kernel
+from autopar.hardware.profile import load
 from autopar.ops import autopar as ops
 
 
@@ -98,6 +101,50 @@ def _attend(machine: Machine, dtype, heads: int, kv_heads: int, dim: int, length
         f"{str(dtype)[6:]:8} {heads}/{kv_heads} heads of {dim:3}, {length:4} long, {kind:6}: off {errors[0]:.1e} "
         f"(torch {errors[1]:.1e}), {seconds[0] * 1e3:.2f} ms ({seconds[1] * 1e3:.2f}), "
         f"{peaks[0]:.2f} GiB ({peaks[1]:.2f})"
+    )
+
+
+def own_attention(machine: Machine) -> None:
+    """Attention that no kernel of torch does, against fp64: error, seconds, those of torch's without, as predicted."""
+    hardware = load(torch.cuda.get_device_name() if machine.is_gpu else "h100")
+    for heads, kv_heads, dim in ((16, 16, 64), (16, 4, 128), (8, 8, 256)):
+        for length in (100, 2048, 8192) if machine.is_gpu else (33,):
+            for kind in ("dropout", "softcap", "learned"):
+                _attend_by_own(machine, hardware, heads, kv_heads, dim, length, kind)
+
+
+def _attend_by_own(machine: Machine, hardware, heads: int, kv_heads: int, dim: int, length: int, kind: str) -> None:
+    torch.manual_seed(0)
+    tensors = [torch.randn(1, n, length, dim, device=machine.device) for n in (heads, kv_heads, kv_heads)]
+    tensors += [torch.randn(1, heads, length, length, device=machine.device)] if kind == "learned" else []
+    tensors = [t.bfloat16() for t in tensors]
+    strides = [heads * length**2, length**2, length, 1]
+    drops = (torch.tensor([3, 5]), 0.1, 1, 0, strides) if kind == "dropout" else (None, 0.0, 0, 0, None)
+
+    def mine(q, k, v, mask=None):
+        extra = None, 30.0 if kind == "softcap" else 0.0, False, *drops
+        return ops.attention(q, k, v, mask, mask is None, dim**-0.5, 0, 0, 0, None, None, *extra)[0]
+
+    def torchs(q, k, v, mask=None):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+
+    def both(run, inputs):
+        inputs = [t.detach().clone().requires_grad_() for t in inputs]
+        out = run(*inputs)
+        return [out, *torch.autograd.grad(out, inputs, torch.ones_like(out))]
+
+    off = ""
+    if length <= 2048:
+        sides = (both(mine, x) for x in (tensors, [t.double() for t in tensors]))
+        off = f"off {apart(*({str(i): detached(t) for i, t in enumerate(side)} for side in sides)):.1e}, "
+    shape = Shape(1, heads, length, length, dim, dim, kind != "learned")
+    peak = hardware.peak_flops_per_second("bf16")
+    beside = (own_kernel(forward, kind == "dropout", kind == "softcap", kind == "learned") for forward in (True, False))
+    expected = sum(attention_seconds(hardware, peak, replace(shape, **b), f) for f, b in zip((True, False), beside))
+    seconds = [machine.seconds(lambda run=run: both(run, tensors), 3) for run in (mine, torchs)]
+    print(
+        f"{heads}/{kv_heads} heads of {dim:3}, {length:4} long, {kind:7}: {off}{seconds[0] * 1e3:.2f} ms, predicted "
+        f"{expected * 1e3:.2f}; torch's without {seconds[1] * 1e3:.2f}"
     )
 
 
@@ -269,7 +316,8 @@ def faults(machine: Machine) -> None:
 
 
 PARTS = {
-    "families": families, "attention": attention, "ranks": ranks, "slice": slice_, "calibrated": calibrated,
+    "families": families, "attention": attention, "own_attention": own_attention,
+    "ranks": ranks, "slice": slice_, "calibrated": calibrated,
     "waits": waits, "state": state, "faults": faults, "packed": packed, "verified": verified, "nccl": nccl,
 }  # fmt: skip
 

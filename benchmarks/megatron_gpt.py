@@ -18,7 +18,8 @@ DROPOUT = 0.1  # of attention and of what blocks add: the defaults of Megatron-L
 
 
 class Attention(nn.Module):
-    """(B, S, H) -> (B, S, H) with the projections of the builder's attention."""
+    """(B, S, H) -> (B, S, H) with the projections of the builder's attention. Probabilities are at most 1: that this is
+    said changes nothing but that autopar does not make one op of the whole, which it would for a user."""
 
     def __init__(self, other: nn.Module):
         super().__init__()
@@ -32,7 +33,7 @@ class Attention(nn.Module):
             for part in self.c_attn(x).split(hidden, dim=-1)
         )
         probabilities = F.softmax((q * depth**-0.5) @ k.transpose(2, 3), dim=-1, dtype=x.dtype)  # (B, heads, S, S)
-        mixed = F.dropout(probabilities, DROPOUT, self.training) @ v
+        mixed = F.dropout(probabilities.clamp(max=1.0), DROPOUT, self.training) @ v
         return F.dropout(self.c_proj(mixed.transpose(1, 2).reshape(batch, seq, hidden)), DROPOUT, self.training)
 
 

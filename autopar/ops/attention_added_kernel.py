@@ -39,6 +39,7 @@ def added_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    """Add a tile's gradient to what is there."""
     row_blocks, column_blocks = tl.cdiv(problem.rows, ROWS), tl.cdiv(problem.keys, COLUMNS)
     number, tile = tl.program_id(0) // (row_blocks * column_blocks), tl.program_id(0) % (row_blocks * column_blocks)
     mask_sample, mask_head = number // mask_heads, number % mask_heads

@@ -40,7 +40,7 @@ def queries_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """A program has ROWS queries of a head, and goes over their keys as the forward does."""
+    """Compute the gradients of ROWS queries of a head, going over their keys as the forward does."""
     blocks = tl.cdiv(problem.rows, ROWS)
     number, first_row = tl.program_id(0) // blocks, (blocks - 1 - tl.program_id(0) % blocks) * ROWS
     sample, head = number // problem.heads, number % problem.heads
@@ -103,7 +103,8 @@ def keys_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """A program has COLUMNS keys of a head, and goes over the queries that see them; its tiles are (COLUMNS, ROWS)."""
+    """Compute the gradients of COLUMNS keys of a head, and of their values, going over the queries that see them. Tiles
+    are (COLUMNS, ROWS)."""
     blocks, key_heads = tl.cdiv(problem.keys, COLUMNS), problem.heads // problem.group
     number, first_column = tl.program_id(0) // blocks, tl.program_id(0) % blocks * COLUMNS
     sample, key_head = number // key_heads, number % key_heads

@@ -36,6 +36,7 @@ def forward_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    """Compute the output and the log-sum-exp of ROWS queries of a head."""
     blocks = tl.cdiv(problem.rows, ROWS)
     number, first_row = tl.program_id(0) // blocks, (blocks - 1 - tl.program_id(0) % blocks) * ROWS
     sample, head = number // problem.heads, number % problem.heads

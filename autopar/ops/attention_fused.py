@@ -13,6 +13,7 @@ Tensors are those of autopar/ops/attention_forms.py.
 from __future__ import annotations
 
 import functools
+import warnings
 from functools import partial
 from typing import NamedTuple
 
@@ -30,7 +31,7 @@ OLDEST_CAPABILITY = (8, 0)
 
 
 class Tile(NamedTuple):
-    """How many queries and keys a program works on at a time, and by how many warps, loads so many stages ahead."""
+    """Queries and keys that a program works on at a time, by so many warps, loads so many stages ahead."""
 
     rows: int
     columns: int
@@ -62,7 +63,7 @@ class Steps(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """What kernels are told of an attention; `group` heads of queries read one of keys."""
+    """Sizes and numbers of an attention, for kernels; `group` heads of queries read one of keys."""
 
     heads: int
     group: int
@@ -74,7 +75,7 @@ class Problem(NamedTuple):
 
 
 class Drops(NamedTuple):
-    """Which weights are kept (WeightDropout): those whose number is at least `least`, times `factor`."""
+    """A WeightDropout, for kernels: weights whose number is at least `least` are kept, times `factor`."""
 
     key: int = 1
     start: int = 0
@@ -94,21 +95,30 @@ def serves(q: Like, k: Like, v: Like, dmask: Like | None = None, dropout: Weight
     return q.dtype in HALVES and fits and is_whole and (dropout is None or dropout.strides[3] == 1)
 
 
-def is_there(device: torch.device) -> bool:
-    """Return whether a device runs the kernels."""
-    return has_kernel(device) and _capability(device) >= OLDEST_CAPABILITY
-
-
 @functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+def is_there(device: torch.device) -> bool:
+    """Return whether a device runs the kernels; warn if it should and does not, as without a C compiler for Triton."""
+    if not has_kernel(device) or torch.cuda.get_device_capability(device) < OLDEST_CAPABILITY:
+        return False
+    try:
+        few = torch.zeros(1, 1, NARROWEST, NARROWEST, dtype=torch.bfloat16, device=device)
+        forward(few, few, few, None, False, 1.0)
+    except Exception as error:
+        warnings.warn(
+            f"Triton makes no kernel for {device}, so that attention with dropout, a softcap or a learned bias runs "
+            f"block by block, several times slower: {type(error).__name__}: {error}",
+            stacklevel=2,
+        )
+        return False
+    return True
 
 
 def form_with(softcap: float, dmask: Tensor | None = None, dropout: WeightDropout | None = None) -> Form:
     """Return the form for scores that are capped, whose mask has its gradient added to `dmask`, or whose weights are
     dropped."""
-    options = {"softcap": softcap, "dropout": dropout}
-    return Form("fused", partial(forward, **options), partial(backward, **options, dmask=dmask), takes_first=True)
+    attend = partial(forward, softcap=softcap, dropout=dropout)
+    attend_backward = partial(backward, softcap=softcap, dropout=dropout, dmask=dmask)
+    return Form("fused", attend, attend_backward, takes_first=True)
 
 
 def forward(
@@ -159,23 +169,23 @@ def backward(
     grad, out, lse = adjacent(grad), adjacent(out), contiguous(lse)
     delta, (dq, dk, dv) = torch.empty_like(lse), (_seq_major(x, x.shape) for x in (q, k, v))
     steps, heads = call.steps(out, grad, dq, dk, dv, dmask), (call.q, call.k, call.v)
+    told, read = (steps, *call.told), (lse, call.mask, delta)
     tile = call.tile(QUERIES)
-    tensors = grad, *heads, out, lse, call.mask, delta, dq
-    queries_kernel[call.programs(q, tile.rows)](*tensors, steps, *call.told, **call.constants(tile))
-    tile, tensors = call.tile(KEYS), (grad, *heads, lse, call.mask, delta, dk, dv)
-    keys_kernel[call.programs(k, tile.columns)](*tensors, steps, *call.told, **call.constants(tile))
+    queries_kernel[call.programs(q, tile.rows)](grad, *heads, out, *read, dq, *told, **call.constants(tile))
+    tile = call.tile(KEYS)
+    keys_kernel[call.programs(k, tile.columns)](grad, *heads, *read, dk, dv, *told, **call.constants(tile))
     if dmask is not None:
-        tile, tensors = call.tile(ADDED), (grad, *heads, lse, call.mask, delta, dmask)
+        tile = call.tile(ADDED)
         samples, mask_heads = _four(dmask).shape[:2]
         tiles = samples * mask_heads * _blocks(q.shape[2], tile.rows) * _blocks(k.shape[2], tile.columns)
         of_mask, constants = (q.shape[0], samples, mask_heads), call.constants(tile)
         del constants["MASKED"]
-        added_kernel[(tiles,)](*tensors, *of_mask, steps, *call.told, **constants)
+        added_kernel[(tiles,)](grad, *heads, *read, dmask, *of_mask, *told, **constants)
     return dq, dk, dv
 
 
 class _Call:
-    """What all kernels of a call are given."""
+    """Holds what all kernels of a call are given."""
 
     def __init__(self, q, k, v, mask, causal, scale, first, softcap, dropout: WeightDropout | None):
         self.q, self.k, self.v = (adjacent(x) for x in (q, k, v))
@@ -191,12 +201,12 @@ class _Call:
 
     def steps(self, out, grad=None, dq=None, dk=None, dv=None, dmask=None) -> Steps:
         """Return the strides of all tensors."""
-        gradients = ((0, 0, 0) if x is None else x.stride()[:3] for x in (grad, dq, dk, dv))
         of_mask = self.mask.stride() if self.is_masked else (0, 0, 0, 0)
         of_dmask = (0, 0, 0, 0) if dmask is None else _four(dmask).stride()
-        return Steps(
-            *(x.stride()[:3] for x in (self.q, self.k, self.v)), of_mask, out.stride()[:3], *gradients, of_dmask
+        q, k, v, out, grad, dq, dk, dv = (
+            (0, 0, 0) if x is None else x.stride()[:3] for x in (self.q, self.k, self.v, out, grad, dq, dk, dv)
         )
+        return Steps(q, k, v, of_mask, out, grad, dq, dk, dv, of_dmask)
 
     def tile(self, tiles: dict[int, Tile]) -> Tile:
         """Return the tile of a kernel for the width of these heads."""

@@ -38,6 +38,7 @@ def attention(
     *dropout,
     **named,
 ) -> int:
+    """Return the bytes of a forward."""
     dropout, window = _drops(*dropout, **named)
     if group:
         k, v, copied = _heads_read(q, k, v, head, group)
@@ -99,6 +100,7 @@ def attention_bw(
     of_mask: bool = False,
     **named,
 ) -> int:
+    """Return the bytes of a backward; `of_mask`: also of what is added to the scores."""
     dropout, window = _drops(*dropout, **named)
     if group:  # the gradients of what is read stand beside those of all heads
         k, v, copied = _heads_read(q, k, v, head, group)
