@@ -140,7 +140,8 @@ def forward(
     out, lse = _seq_major(q, (*q.shape[:3], v.shape[-1])), q.new_empty(q.shape[:3], dtype=torch.float32)
     tile = call.tile(FORWARD if mask is None else MASKED_FORWARD)
     tensors = call.q, call.k, call.v, call.mask, out, lse
-    forward_kernel[call.programs(q, tile.rows)](*tensors, call.steps(out), *call.told, **call.constants(tile))
+    with torch.cuda.device_of(q):
+        forward_kernel[call.programs(q, tile.rows)](*tensors, call.steps(out), *call.told, **call.constants(tile))
     return out, lse
 
 
@@ -170,17 +171,18 @@ def backward(
     delta, (dq, dk, dv) = torch.empty_like(lse), (_seq_major(x, x.shape) for x in (q, k, v))
     steps, heads = call.steps(out, grad, dq, dk, dv, dmask), (call.q, call.k, call.v)
     told, read = (steps, *call.told), (lse, call.mask, delta)
-    tile = call.tile(QUERIES)
-    queries_kernel[call.programs(q, tile.rows)](grad, *heads, out, *read, dq, *told, **call.constants(tile))
-    tile = call.tile(KEYS)
-    keys_kernel[call.programs(k, tile.columns)](grad, *heads, *read, dk, dv, *told, **call.constants(tile))
-    if dmask is not None:
-        tile = call.tile(ADDED)
-        samples, mask_heads = _four(dmask).shape[:2]
-        tiles = samples * mask_heads * _blocks(q.shape[2], tile.rows) * _blocks(k.shape[2], tile.columns)
-        of_mask, constants = (q.shape[0], samples, mask_heads), call.constants(tile)
-        del constants["MASKED"]
-        added_kernel[(tiles,)](grad, *heads, *read, dmask, *of_mask, *told, **constants)
+    with torch.cuda.device_of(q):
+        tile = call.tile(QUERIES)
+        queries_kernel[call.programs(q, tile.rows)](grad, *heads, out, *read, dq, *told, **call.constants(tile))
+        tile = call.tile(KEYS)
+        keys_kernel[call.programs(k, tile.columns)](grad, *heads, *read, dk, dv, *told, **call.constants(tile))
+        if dmask is not None:
+            tile = call.tile(ADDED)
+            samples, mask_heads = _four(dmask).shape[:2]
+            tiles = samples * mask_heads * _blocks(q.shape[2], tile.rows) * _blocks(k.shape[2], tile.columns)
+            of_mask, constants = (q.shape[0], samples, mask_heads), call.constants(tile)
+            del constants["MASKED"]
+            added_kernel[(tiles,)](grad, *heads, *read, dmask, *of_mask, *told, **constants)
     return dq, dk, dv
 
 
