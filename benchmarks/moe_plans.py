@@ -4,8 +4,10 @@
 
 A mapping is what its source says of the parameters: attention and embeddings cut over tp, experts over the axes of
 expert parallelism (and over tp as well where expert-tensor parallelism has its size), stages, micro-batches and
-schedule. It is planned with these layouts pinned, so that everything that is not part of a mapping is the best for it.
-autopar plans the same mesh, micro-batches and schedule with nothing pinned. Models are transformers' own, on the meta
+schedule. It is planned twice: "mapping" is the strategy expert+megatron_sp+zero1 with the experts' layouts pinned, so
+that linear layers and sequences are cut as Megatron cuts them; "layouts" has all of these layouts pinned and no
+strategy, so that everything else is as good as the search finds it, whether Megatron does that or not. autopar plans
+the same mesh, micro-batches and schedule with nothing asked for. Models are transformers' own, on the meta
 device, in bf16, pointwise ops fused. Batches are ours: one sample a replica and micro-batch. Seconds to plan are those
 of one process from the model to the plan, tracing included.
 
@@ -38,6 +40,7 @@ from autopar.utils.format import table
 
 SEQ = 4096
 GIB = 2**30
+MAPPING = "expert+megatron_sp+zero1"  # the strategy
 # of Megatron's tensor parallelism: columns of what comes first, rows of what comes last
 DENSE = {
     "*q_proj.weight": "tp:S(0)", "*k_proj.weight": "tp:S(0)", "*v_proj.weight": "tp:S(0)", "*o_proj.weight": "tp:S(1)",
@@ -79,9 +82,13 @@ class Mapping:
         return self.micro_batches * sizes["dp"] * sizes.get("ep", 1)
 
     @property
-    def pins(self) -> dict[str, str]:
+    def of_experts(self) -> dict[str, str]:
         up, down = self.experts
-        return DENSE | {"*experts.gate_up_proj": up, "*experts.down_proj": down}
+        return {"*experts.gate_up_proj": up, "*experts.down_proj": down}
+
+    @property
+    def pins(self) -> dict[str, str]:
+        return DENSE | self.of_experts
 
 
 MAPPINGS = {
@@ -102,34 +109,34 @@ def model_of(mapping: Mapping) -> nn.Module:
         return AutoModelForCausalLM.from_config(mapping.config())
 
 
-def planned(mapping: Mapping, pins: dict[str, str]) -> tuple[autopar.Plan, float]:
-    """A plan and the seconds that it took, tracing included."""
+def planned(mapping: Mapping, pins: dict[str, str], strategy: str | None = None) -> tuple[autopar.Plan, float, float]:
+    """A plan and the seconds that it took, wall and CPU, tracing included."""
     model = model_of(mapping)
     names = [name for name, _ in model.named_parameters()]
     ids = torch.zeros(mapping.batch, SEQ, dtype=torch.long, device="meta")
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), time.process_time()
     plan = autopar.plan(
         model, mapping.mesh, {"input_ids": ids, "labels": ids}, hardware="h100", precision="bf16", execution="compiled",
         micro_batches=mapping.micro_batches, schedule=mapping.schedule, stages_per_rank=mapping.stages_per_rank,
-        baselines=False, fixes=False, pin={k: v for k, v in pins.items() if _names(k, names)},
+        baselines=False, fixes=False, strategy=strategy, pin={k: v for k, v in pins.items() if _names(k, names)},
         report=lambda text: print(f"{mapping.name}: {text}", file=sys.stderr),
     )  # fmt: skip
-    return plan, time.perf_counter() - start
+    return plan, time.perf_counter() - start, time.process_time() - cpu
 
 
 def _names(pattern: str, names: list[str]) -> bool:
     return any(name.endswith(pattern.removeprefix("*")) for name in names)
 
 
-def row(name: str, mapping: Mapping, pins: dict[str, str]) -> list[str]:
+def row(name: str, mapping: Mapping, pins: dict[str, str], strategy: str | None = None) -> list[str]:
     try:
-        plan, seconds = planned(mapping, pins)
+        plan, seconds, cpu = planned(mapping, pins, strategy)
     except AutoparError as error:
-        return [name, "-", "-", "-", "-", error.message.split(";")[0][:60]]
+        return [name, "-", "-", "-", "-", error.message.split(";")[0][:60], ""]
     sent = f"{plan.routing.sent_bytes / GIB:.1f}" if plan.routing else "-"
     return [
         name, f"{plan.step_seconds:.3f}", f"{plan.utilization:.1%}", f"{plan.peak_bytes / GIB:.1f}", sent,
-        f"{seconds:.0f}",
+        f"{seconds:.0f}", f"{cpu:.0f}",
     ]  # fmt: skip
 
 
@@ -143,8 +150,10 @@ def main() -> None:
         vp = f" x {mapping.stages_per_rank}" if mapping.stages_per_rank else ""
         print(f"{mapping.name}, {devices} H100, {mapping.mesh}, {mapping.schedule}{vp}, {mapping.micro_batches} "
               f"micro-batches of {mapping.batch // mapping.micro_batches} x {SEQ}")  # fmt: skip
-        rows = [row("mapping", mapping, mapping.pins), row("autopar", mapping, {})]
-        print("\n".join(table(["plan", "step s", "MFU", "peak GiB", "rows sent GiB", "s to plan"], rows)), flush=True)
+        rows = [row("mapping", mapping, mapping.of_experts, MAPPING), row("layouts", mapping, mapping.pins),
+                row("autopar", mapping, {})]  # fmt: skip
+        heads = ["plan", "step s", "MFU", "peak GiB", "rows sent GiB", "s to plan", "CPU s"]
+        print("\n".join(table(heads, rows)), flush=True)
         print()
 
 

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from .plan import Plan
 
 BATCH, INPUTS, PARAMETERS, VALUES = "the batch", "another dim of the inputs", "parameters", "values between ops"
-SEQUENCE = "the sequence"
+SEQUENCE, EXPERTS = "the sequence", "experts"
 PROMISES = {
-    "ep": "experts",
+    "ep": EXPERTS,
     "cp": SEQUENCE,
     "sp": SEQUENCE,
 }  # by the names of axes, what they need not carry
@@ -39,6 +39,7 @@ def carried(plan: Plan) -> dict[str, tuple[str, ...]]:
             INPUTS: any((x.dim_of(axis) or 0) > 0 for x in inputs),
             PARAMETERS: any(x.dim_of(axis) is not None for x in parameters),
             VALUES: any(_cuts(x, axis) for x in values),
+            EXPERTS: any(axis in x.owned_axes for x in values),
         }  # fmt: skip
         found[axis] = tuple(kind for kind, is_cut in kinds.items() if is_cut)
     return found
@@ -55,7 +56,7 @@ def axis_lines(plan: Plan) -> list[str]:
     for axis, kinds in carried(plan).items():
         if not kinds:
             lines.append(f"axis {axis} carries nothing: its {plan.mesh.size(axis)} devices all do the same")
-        elif axis in PROMISES and not (PROMISES[axis] == SEQUENCE and INPUTS in kinds):
+        elif axis in PROMISES and PROMISES[axis] not in kinds and not (PROMISES[axis] == SEQUENCE and INPUTS in kinds):
             lines.append(f"axis {axis} carries {' and '.join(kinds)}: its name gives it no part of {PROMISES[axis]}")
     return lines + _zigzag_lines(plan)
 

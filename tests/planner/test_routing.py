@@ -27,9 +27,9 @@ def captured_of(active: int):
     return compiler.trace(Mixture(8, active), inputs(64))
 
 
-def planned(load: float, mesh: str = "ep=4", active: int = 2) -> Plan:
+def planned(load: float, mesh: str = "ep=4", active: int = 2, strategy: str = "expert") -> Plan:
     captured = captured_of(active)
-    options = PlanOptions(toy(link=1e8), strategy="expert", baselines=False, expert_load=load)
+    options = PlanOptions(toy(link=1e8), strategy=strategy, baselines=False, expert_load=load)
     return make_plan(captured, Mesh.parse(mesh), options)
 
 
@@ -83,3 +83,15 @@ def test_explanations_and_reports_say_it_too():
     assert len(wanted) == 2 and str(explain_plan(planned, "experts.down")).splitlines()[1:3] == wanted
     assert "ep:S(0)" in str(explain_plan(planned, "experts.down"))
     assert all(f"{line[0].upper()}{line[1:]}" in report_page(planned) for line in wanted)
+
+
+def test_devices_that_share_tensors_send_rows_of_their_own_tokens():
+    """Beside tensor parallelism each of two devices sends half of the rows, to eight owners instead of four."""
+    alone, folded = planned(1.0), planned(1.0, "ep=4,tp=2", strategy="expert+megatron_sp")
+    assert folded.layouts["experts.gate_up"] == folded.layouts["experts.down"] == "ep:S(0) tp:S(0)"
+    assert folded.routing.sent_bytes == pytest.approx(alone.routing.sent_bytes / 2 * (7 / 8) / (3 / 4))
+    assert "tp" in folded.layouts["first.weight"]
+
+
+def test_an_axis_of_experts_is_not_said_to_have_none():
+    assert "no part of experts" not in str(planned(1.0, "ep=4,tp=2", strategy="expert+megatron_sp"))

@@ -157,6 +157,27 @@ def test_the_axis_without_a_name_is_that_of_the_batch():
     assert experts_axis(plan, "experts.gate_up") == "dp"
 
 
+@pytest.mark.parametrize("strategy", ["expert+megatron_sp", "expert+megatron_sp+zero1"])
+@pytest.mark.parametrize(
+    ("mesh", "up", "down"),
+    [
+        ("ep=2,tp=2", "ep:S(0) tp:S(0)", "ep:S(0) tp:S(0)"),  # folded: four devices of experts
+        ("ep=2,tp=2", "ep:S(0) tp:S(2)", "ep:S(0) tp:S(1)"),  # expert-tensor parallelism
+        ("dp=2,tp=2", "dp:S(0)", "dp:S(0)"),  # each expert on the two devices that share tensors elsewhere
+        ("ep=3,tp=2", "ep:S(0) tp:S(0)", "ep:S(0) tp:S(0)"),
+    ],
+)  # fmt: skip
+def test_tensor_axes_of_experts(mesh, up, down, strategy):
+    """Beside tensor parallelism experts may be cut over its axis too, by expert or by their features, or be whole."""
+    pins = {"experts.gate_up": up, "experts.down": down}
+    samples = 9 if "3" in mesh else 8
+    plan = check(Mixture(6, 2, "one without tokens"), mesh, strategy, samples, pin=pins)
+    for name, wanted in pins.items():
+        found, asked = Layout.parse(plan.layouts[name], 3), Layout.parse(wanted, 3)
+        assert all(found.dim_of(axis) == asked.dim_of(axis) for axis in ("ep", "dp", "tp") if axis in wanted), found
+    assert "tp:S(0)" in plan.layouts["first.weight"] + plan.layouts["first.bias"] + plan.layouts["last.weight"]
+
+
 def test_adapters_of_stacked_experts():
     """The second factor has experts inside of a merged dim: it stays whole."""
     model, given = Mixture(4), inputs()

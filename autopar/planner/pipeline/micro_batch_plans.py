@@ -20,7 +20,7 @@ from ..problem.multipliers import Prices
 from ..problem.recipes import Restriction
 from ..solver.last_word import Room, last_word
 from ..solver.minimize import Search
-from ..solver.search import RestrictedSearch, Starts
+from ..solver.search import Outcome, RestrictedSearch, Starts
 from ..solver.solver import Solver, replaced
 from ..spmd.batch import samples_of
 from ..spmd.fixed_recompute import AUTO, NONE
@@ -105,6 +105,11 @@ class MicroBatchPlans:
         for known in ("fastest", "free_of_memory", "_run"):
             other.__dict__.pop(known, None)
         return other
+
+    def renamed(self, chosen: Outcome) -> Outcome:
+        """Return a plan that a strategy allows as one that was found without it, with the bound of all plans."""
+        of_all = self.fastest.chosen
+        return replace(chosen, restriction=of_all.restriction, bound_seconds=of_all.bound_seconds)
 
     @cached_property
     def fastest(self) -> Planned:

@@ -37,6 +37,7 @@ from ..spmd.planned import Planned
 from .baselines import evaluated_if_faster, experts
 from .estimate import Estimate
 from .evaluate import PipelineCost
+from .mapping import evaluated_if_near, mapped
 from .on_host import described_in_stages, with_values_on_host, without_copies
 from .search import Candidate, PipelineSearch
 from .shardings import stage_shardings
@@ -93,7 +94,10 @@ def plan_pipeline(
         candidates = evaluated(smaller, candidates)
         more += smaller
     estimates += more
-    candidates = with_plans_by_stage(estimates, candidates)
+    mapping = mapped(candidates[0], estimates)
+    candidates = with_plans_by_stage([*estimates, *mapping], candidates)
+    near = evaluated_if_near(mapping, candidates[0].evaluated.step_seconds if candidates[0].fits else math.inf)
+    candidates = by_seconds([*candidates, *near])
     candidates = by_seconds([*candidates, *candidates[0].search.from_elsewhere(candidates[0])])
     candidates = with_values_on_host(estimates, candidates)
     if not candidates[0].fits and options.refuses:

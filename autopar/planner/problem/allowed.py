@@ -71,10 +71,10 @@ def allowed_strategies(
             roles = restriction.roles
             if plan is not None and cls not in may_cut:
                 roles = roles | dict.fromkeys(restriction.tensor_axes, WHOLE)
-            if restriction.experts and _has_owner(problem.rule_of.get(cls)):  # the rows of experts: as prices say
-                roles = roles | {restriction.experts: FREE}
+            if restriction.experts and (_has_owner(problem.rule_of.get(cls)) or factors[cls].expert):
+                # rows of experts as prices say: over the tensor axes their features, more experts or more tokens
+                roles = roles | dict.fromkeys((restriction.experts, *restriction.tensor_axes), FREE)
             if restriction.experts and factors[cls].expert:
-                roles = roles | {restriction.experts: FREE}
                 fits = fits & _expert_mask(
                     options.strategies, mesh.names.index(restriction.experts), factors[cls].expert, v
                 )
@@ -243,6 +243,7 @@ def _parameter_mask(strategies, restriction: Restriction, is_thin: bool, experts
     if experts:
         mask &= [layout.dim_of(experts) == 0 for layout in layouts]
     needed = set() if is_thin and restriction.tensor_axes else set(restriction.sharded_axes)
+    needed -= set(restriction.tensor_axes) if experts else set()
     if needed and (len(layouts[0].dims) > 1 or DATA in restriction.roles.values() and not restriction.tensor_axes):
         score = np.array([len(u & needed) if m else -1 for u, m in zip(used, mask)])
         mask &= score == score.max()

@@ -228,6 +228,12 @@ def compared_on(mesh: Mesh) -> list[str]:
     return [*BASELINES, *combined, *in_sequence]
 
 
+def mapping_of_experts(mesh: Mesh) -> str | None:
+    """Return the strategy that Megatron's mapping of a mixture of experts is on a mesh, None if that has no axis for
+    tensors beside one for the batch."""
+    return f"{EXPERT}+megatron_sp+zero1" if "tp" in mesh.names and len(mesh.names) > 1 else None
+
+
 def reduces_once(strategy: str | None) -> bool | None:
     """Return what a strategy says of micro-batches: see Recipe. Of two it is the one of the data axes that says it."""
     name = (ALIASES.get(strategy or "", strategy) or "").rpartition("+")[2]

@@ -16,14 +16,9 @@ import numpy as np
 
 from ..objective.modes import BACKWARD, BOTH, FORWARD
 from .hyperedges import HyperedgePrices, PricedMode
+from .shares import IMPOSSIBLE_SECONDS, Shares, cheapest
 
-IMPOSSIBLE_SECONDS = 1e4  # in place of infinity, which messages could not be subtracted from
 _least = np.minimum.reduce
-
-
-def _cheapest(values: list[np.ndarray]) -> np.ndarray:
-    """Return the minimum of several arrays of one shape."""
-    return values[0] if len(values) == 1 else _least(values)
 
 
 class Side:
@@ -76,30 +71,6 @@ class End:
         return np.searchsorted(other.layouts, self.layouts)
 
 
-class _Block:
-    """Consumers that take the same layout: the phases in which they read, what they add by column, and what they add at
-    least where one of them may run again (else None)."""
-
-    def __init__(self, phases: int = 0, once: np.ndarray | float = 0.0, least: np.ndarray | float | None = None):
-        self.phases, self.once, self.least = phases, once, least
-
-    def joined(self, other: _Block) -> _Block:
-        """Return the block of the consumers of both."""
-        if self.least is None and other.least is None:
-            return _Block(self.phases | other.phases, self.once + other.once)
-        least = (self.once if self.least is None else self.least) + (other.once if other.least is None else other.least)
-        return _Block(self.phases | other.phases, self.once + other.once, least)
-
-    def ways(self, phases: int = 0) -> list[tuple[int, np.ndarray | float]]:
-        """Return in which phases the block may read, with one more consumer that reads in `phases`, and what its
-        consumers add by column in each case."""
-        phases |= self.phases
-        if self.least is None:
-            return [(phases, self.once)]
-        late = (phases | BACKWARD, self.least)
-        return [late] if phases & BACKWARD else [(phases, self.once), late]
-
-
 class Factor:
     """The payments of a hyperedge with one producer and a few consumers: the cheapest of its modes."""
 
@@ -123,7 +94,7 @@ class Factor:
         self.width = len(universe)
         positions = [tail.position, *(h.position for h in heads)]
         self.first, self.last = min(positions), max(positions)
-        self.others = {id(head): [h for h in heads if h is not head] for head in heads}
+        self.bit = {id(head): 1 << i for i, head in enumerate(heads)}
         self.phases = {0}  # in which a block of some of the consumers may read
         for head in heads:
             own = {head.phase, head.phase | BACKWARD} if head.twice else {head.phase}
@@ -145,11 +116,11 @@ class Factor:
         if len(self.heads) == 1:  # nothing to share: one matrix says all
             self.alone = _least([self._alone(mode, self.heads[0]) for mode in modes])
         else:
-            self.modes = modes
+            self.shares = Shares(self.tail, self.heads, modes, self.width)
 
     def release(self) -> None:
         """Let go of the prices."""
-        self.alone, self.modes = None, []
+        self.alone, self.shares = None, Shares(self.tail, self.heads, [], self.width)
 
     def _part(self, mode: PricedMode, phases: int) -> np.ndarray:
         """Return what a block that reads in these phases pays, by the factor's own layouts."""
@@ -166,61 +137,33 @@ class Factor:
         columns = np.hstack([mode.block[x] for x in phases])
         return np.vstack([base[:, None] + columns for base in mode.base])
 
-    def _block(self, head: End) -> _Block:
-        """Return the block of a consumer alone; it is impossible where the consumer does not want the column."""
-        added = np.full((1 + head.twice, self.width), IMPOSSIBLE_SECONDS)
-        added[:, head.columns] = -head.rows
-        return _Block(head.phase, added[0], _least(added) if head.twice else None)
-
-    def _blocks(self, heads: list[End]) -> list[_Block]:
-        """Return, for every set of these consumers (a bit mask), the block that they form."""
-        blocks = [_Block()]
-        for i, head in enumerate(heads):
-            one = self._block(head)
-            blocks += [one, *(blocks[rest].joined(one) for rest in range(1, 1 << i))]
-        return blocks
-
-    def _partitions(self, mode: PricedMode, blocks: list[_Block]) -> list[np.ndarray]:
-        """Return, for every set of consumers, by p, the minimum over all ways in which they share payments."""
-        best = [np.zeros(len(self.sources))]
-        alone: list = [None]
-        for block in blocks[1:]:
-            alone.append(_cheapest([_least(mode.block[x] + added, axis=1) for x, added in block.ways()]))
-        for mask in range(1, len(blocks)):
-            lowest = mask & -mask
-            rest, result = mask ^ lowest, alone[mask]
-            sub = rest
-            while sub:  # blocks that hold the first consumer of the set, but not all
-                sub = (sub - 1) & rest
-                result = np.minimum(result, alone[sub | lowest] + best[rest ^ sub])
-            best.append(result)
-        return best
-
     def to_tail(self) -> np.ndarray:
         """Return the minimum over the consumers, by the producer's layout."""
         if len(self.heads) == 1:
             return _least(self.alone - self.heads[0].message, axis=1)
-        blocks = self._blocks(self.heads)
-        values = [m.base + self._partitions(m, blocks)[-1] for m in self.modes]
-        return _cheapest(values).ravel()
+        shares = self.shares
+        shares.refresh()
+        return cheapest([m.base + shares.best(k, shares.everyone) for k, m in enumerate(shares.modes)]).ravel()
 
     def to_head(self, head: End) -> np.ndarray:
         """Return the minimum over the producer and the other consumers, by this consumer's layout."""
         if len(self.heads) == 1:
             return _least(self.alone - self.tail.message[:, None], axis=0)
-        blocks = self._blocks(self.others[id(head)])
-        phases = (head.phase, head.phase | BACKWARD)[: 1 + head.twice]
-        everyone = len(blocks) - 1
+        shares = self.shares
+        shares.refresh()
+        phases, others = (head.phase, head.phase | BACKWARD)[: 1 + head.twice], shares.everyone ^ self.bit[id(head)]
         rows: list[list[np.ndarray]] = [[] for _ in phases]
-        for mode in self.modes:
-            before, best = _least(mode.base - self.tail.rows), self._partitions(mode, blocks)
-            for mask, block in enumerate(blocks):  # the others that join this consumer's block
-                start = (before + best[everyone ^ mask] if mask != everyone else before)[:, None]
-                ways = [block.ways(own) for own in phases]
-                through = {x: _least(mode.block[x] + start) for x in {x for several in ways for x, _ in several}}
+        for k in range(len(shares.modes)):
+            mask = others
+            while True:  # the others that join this consumer's block
+                ways = [shares.block(mask).ways(own) for own in phases]
+                through = {x: shares.through(k, others ^ mask, x) for x in {x for some in ways for x, _ in some}}
                 for row, several in zip(rows, ways):
                     row += [through[x] + added for x, added in several]
-        return np.concatenate([_cheapest(row)[head.columns] for row in rows])
+                if not mask:
+                    break
+                mask = (mask - 1) & others
+        return np.concatenate([cheapest(row)[head.columns] for row in rows])
 
     def smallest(self) -> float:
         """Return the minimum over all layouts, less the messages that the factor has sent."""

@@ -26,9 +26,12 @@ class LocalSearch:
         self.own = {cls: dual.own(cls) for cls in dual.classes}
         self.modes: list[list[PricedMode]] = [dual.served[hyperedge] for hyperedge in dual.hyperedges]
         self.hyperedges_of_class: dict[int, list[int]] = {cls: [] for cls in dual.classes}
+        self.neighbours: dict[int, set[int]] = {cls: set() for cls in dual.classes}  # classes that share a hyperedge
         for number, hyperedge in enumerate(dual.hyperedges):
-            for cls in dict.fromkeys([hyperedge.hyperedge.producer, *(c for c, _, _ in hyperedge.hyperedge.consumers)]):
+            ends = dict.fromkeys([hyperedge.hyperedge.producer, *(c for c, _, _ in hyperedge.hyperedge.consumers)])
+            for cls in ends:
                 self.hyperedges_of_class[cls].append(number)
+                self.neighbours[cls].update(ends)
 
     def objective(self, choice: dict[int, int]) -> float:
         """Return the priced cost of a choice of options by class."""
@@ -95,12 +98,14 @@ class LocalSearch:
         """Change one class at a time for the better until nothing improves, in at most so many sweeps. `among`: the
         options that some classes may take, the others all that are allowed."""
         choice = dict(choice)
+        settled: set[int] = set()  # classes that nothing has changed beside since they were looked at
         for _ in range(sweeps):
             changed = False
             for i, cls in enumerate(self.dual.classes):
                 options = (among or {}).get(cls, self.dual.index[i])
-                if len(options) == 1:
+                if len(options) == 1 or cls in settled:
                     continue
+                settled.add(cls)
                 values = self.own[cls].copy()
                 for number in self.hyperedges_of_class[cls]:
                     values += np.minimum(
@@ -109,6 +114,7 @@ class LocalSearch:
                 best = int(options[values[options].argmin()])
                 if values[best] < values[choice[cls]] - 1e-15 - 1e-12 * abs(values[best]):
                     choice[cls], changed = best, True
+                    settled -= self.neighbours[cls]
             if not changed:
                 break
         return choice

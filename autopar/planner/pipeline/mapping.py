@@ -1,0 +1,55 @@
+"""Megatron's mapping of a mixture of experts as a candidate of a search without a strategy.
+
+What that mapping allows is searched beside everything, from the fastest plan of a micro-batch on, and its plans are
+plans of the free search like any other: pipelines are cut from them, and single stages may take them. So with the same
+micro-batches and schedule no plan is slower than the mapping: its pipelines are evaluated, unless a plan of the search
+takes fewer seconds and bytes a micro-batch, or they are estimated to be slower by more than an estimate errs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..objective.evaluate import Evaluation
+from ..problem.recipes import FREELY, mapping_of_experts
+from ..spmd.fixed_recompute import AUTO
+from .estimate import Estimate, estimate, even_seconds
+from .search import Candidate
+
+DOUBT = 5e-3  # of a step, that an estimate may be too long; 0.2 % were seen
+
+
+def mapped(best: Candidate, known: Sequence[Estimate]) -> list[Estimate]:
+    """Estimate pipelines of the plans that the mapping allows, with the schedule of the best pipeline; none of a model
+    without experts, or where something of the sharding or of what is computed again was asked for. `known`: what was
+    estimated without it."""
+    search, pipeline = best.search, best.evaluated.pipeline
+    plans, options = search.plans, search.plans.options
+    name, kind, v = mapping_of_experts(plans.mesh), pipeline.schedule, pipeline.stages_per_rank
+    is_asked = options.strategy not in (None, FREELY) or options.pin or options.forbid or options.recompute != AUTO
+    if is_asked or name is None or not plans.solvers[0].problem.owned_axes:
+        return []
+    plans.report(name)
+    others = [one.evaluation for one in dict.fromkeys(one.inner for one in known if one.search is search)]
+    found: list[Estimate] = []
+    for planned in plans.under(name).at_prices():
+        if any(_is_below(one, planned.evaluation) for one in others):
+            continue
+        inner = replace(planned, options=options, chosen=plans.renamed(planned.chosen))
+        segments = search.segments(inner)
+        if even_seconds(search, segments, kind, v) >= best.evaluated.step_seconds:
+            break
+        found.append(estimate(search, inner, segments, kind, v, best.evaluated.step_seconds))
+    return found
+
+
+def _is_below(one: Evaluation, other: Evaluation) -> bool:
+    return one.seconds <= other.seconds and one.bytes_ <= other.bytes_
+
+
+def evaluated_if_near(estimates: Sequence[Estimate], seconds: float) -> list[Candidate]:
+    """Evaluate pipelines that may take less than `seconds`, as those that are planned for the mapping alone are."""
+    near = [one for one in estimates if one.fits and one.step_seconds * (1 - DOUBT) < seconds]
+    found = [one.search.evaluated(one) for one in near]
+    return [each for one in found for each in (one, *one.search.from_elsewhere(one))]
