@@ -15,7 +15,9 @@ SCRIPT = Path(__file__).parents[1] / "benchmarks" / "gpu.py"
 OTHERS = ("families", "slice", "verified", "ranks", "packed", "calibrated", "waits", "nccl", "state", "faults")
 
 
-@pytest.mark.parametrize("part", ["attention", *[pytest.param(part, marks=pytest.mark.slow) for part in OTHERS]])
+@pytest.mark.parametrize(
+    "part", ["attention", "own_attention", *[pytest.param(part, marks=pytest.mark.slow) for part in OTHERS]]
+)
 def test_a_part_runs(part, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--fake", "--parts", part])
     code, said = gpu.main(), capsys.readouterr().out

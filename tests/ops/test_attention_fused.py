@@ -6,6 +6,7 @@ compiled to machine code.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import random
@@ -199,7 +200,6 @@ def test_what_the_kernels_serve(monkeypatch):
 @pytest.fixture
 def without_kernels(monkeypatch):
     """Let launches do nothing, on fake tensors of a GPU."""
-    nothing = types.SimpleNamespace(__getitem__=None)
     nothing = type("Kernel", (), {"__getitem__": lambda self, grid: lambda *_, **__: None})()
     for module, names in (
         ("forward", ("forward_kernel",)), ("backward", ("queries_kernel", "keys_kernel")), ("added", ("added_kernel",)),
@@ -208,6 +208,9 @@ def without_kernels(monkeypatch):
         stand_in.__dict__.update(dict.fromkeys(names, nothing))
         monkeypatch.setitem(sys.modules, f"autopar.ops.attention_{module}_kernel", stand_in)
     monkeypatch.setattr(attention_fused, "is_there", lambda device: True)
+    monkeypatch.setattr(
+        torch.cuda, "device_of", lambda tensor: contextlib.nullcontext()
+    )  # which a build for CPUs has not
     monkeypatch.setattr(attention, "weight_dropout", lambda state, p, _, start, strides, *__: (
         None if strides is None else WeightDropout(3, start, tuple(strides), 2**14)
     ))  # fmt: skip
