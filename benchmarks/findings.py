@@ -24,7 +24,15 @@ ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_pro
 def made(mesh: str, batch: int, memory: str | None = None, strategy: str | None = None) -> autopar.Plan:
     model, inputs = models.build(MODEL, batch=batch, seq=SEQ)
     return autopar.plan(
-        model, mesh, inputs, hardware="h100", precision="bf16", memory=memory, strategy=strategy, baselines=False
+        model,
+        mesh,
+        inputs,
+        hardware="h100",
+        precision="bf16",
+        execution="eager",
+        memory=memory,
+        strategy=strategy,
+        baselines=False,
     )
 
 

@@ -74,7 +74,9 @@ def measured(row: Row) -> tuple[str, list[float]]:
 
     model, inputs = models.build(row.model, batch=row.batch, seq=row.seq)
     start = time.process_time()
-    planned = api.search(model, row.mesh, inputs, hardware=row.hardware, precision="bf16", **row.options)
+    planned = api.search(
+        model, row.mesh, inputs, hardware=row.hardware, precision="bf16", execution="eager", **row.options
+    )
     plan, seconds = planned.plan, time.process_time() - start
     ratio = ratio_of(planned.chosen)
     others = [ratio_of(one) for one in planned.others.values() if isinstance(one, Outcome)]

@@ -43,7 +43,14 @@ class Case:
 
         model, inputs = build(self.model, batch=self.batch, seq=self.seq, device=device)
         planned = api.search(
-            model, self.mesh, inputs, hardware=self.hardware, strategy=self.strategy, precision="bf16", baselines=False
+            model,
+            self.mesh,
+            inputs,
+            hardware=self.hardware,
+            strategy=self.strategy,
+            precision="bf16",
+            execution="eager",
+            baselines=False,
         )
         bucket_bytes = self.bucket_bytes or planned.plan.bucket_bytes
         return planned, lower(planned.captured, replace(planned.plan, bucket_bytes=bucket_bytes), 0, False)

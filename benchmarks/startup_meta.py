@@ -27,7 +27,7 @@ import autopar
 from autopar import models
 from autopar.ir.mesh import Mesh
 
-ASKED = dict(hardware="h100", memory="2000GiB", precision="bf16")  # two devices stand for many
+ASKED = dict(hardware="h100", memory="2000GiB", precision="bf16", execution="eager")  # two devices stand for many
 
 
 def start(args) -> None:

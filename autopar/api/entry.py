@@ -77,7 +77,7 @@ def plan(
     strategy: words.Strategy | None = None,
     reduce_dtype: str | torch.dtype | None = None,
     state_dtype: str | torch.dtype | None = None,
-    execution: words.Execution = "eager",
+    execution: words.Execution | None = None,
     expert_load: float = 1.0,
     pin: Mapping[str, str] | None = None,
     forbid: Mapping[str, str | Sequence[str]] | None = None,
@@ -110,8 +110,8 @@ def plan(
     computes faster in it and the model is in fp32, but never on a DeviceMesh of CPUs. `reduce_dtype`: "bf16" or
     "fp16", in which gradients are added up over devices, if it is narrower than theirs. `state_dtype`: "bf16",
     in which the optimizer's tensors are kept from step to step (runtime/narrow_state.py). `execution`: "eager", op by
-    op as `compile` runs graphs on CPUs, or "compiled", through torch.compile as it does on GPUs: pointwise ops fused,
-    launches hidden. `expert_load`: rows of experts that the busiest device is assumed to get, over the mean
+    op, or "compiled", through torch.compile, pointwise ops fused and launches hidden; None: as `compile` runs graphs on
+    the devices of the profile, compiled on GPUs, unless values may wait on the host. `expert_load`: rows of experts that the busiest device is assumed to get, over the mean
     of all (cost/expert_load.py). `adapt`: LoRA, QLoRA, FakeQuant, FP8 (autopar/adapt), planned with the rest. `passes`:
     autopar.Pass values of your own, each run after the compiler's pass that it names (docs/extending.md).
     `baselines=False` leaves the expert strategies out, "pipelines" adds experts' pipelines on the devices of a mesh
@@ -146,13 +146,15 @@ def search(
     model: nn.Module, mesh, example_inputs, *, adapt=(), passes=(), loss_fn=None, fixes=True, name=None,
     report=lambda text: None, hardware=None, memory=None, optimizer="adamw", precision="auto", strategy=None, pin=None,
     strict=False, baselines=True, forbid=None, offload="none", reduce_dtype=None, state_dtype=None,
-    execution="eager", expert_load=1.0, tokens_per_second=False, cache=NO_CACHE, **staged,
+    execution=None, expert_load=1.0, tokens_per_second=False, cache=NO_CACHE, **staged,
 ) -> Planned:  # fmt: skip
     """Plan as `plan` does, and return all that the search knows beside the plan. `cache`: a CompileCache, in which
     captures are looked for and kept. `staged`: micro_batches, schedule, stages_per_rank, recompute, tile, loops,
     solver, and `refuses=False`, with which what does not fit is planned all the same."""
     check_model(model)
     precision = precision_on(Mesh.of(mesh) if isinstance(mesh, Mapping) else mesh, hardware, precision, model)
+    device_type = "cuda" if hardware_of(mesh, hardware).is_gpu else None
+    execution = execution_on(device_type, execution, offload)
     asked = dict(hardware=hardware, memory=memory, optimizer=optimizer, precision=precision, strategy=strategy, pin=pin)
     asked |= dict(strict=strict, fixed={}, baselines=baselines, forbid=forbid, offload=offload, expert_load=expert_load)
     asked |= dict(reduce_dtype=reduce_dtype, state_dtype=state_dtype, execution=execution, styles=styles_of(model))

@@ -71,9 +71,8 @@ def add_planning(parser, hardware: str | None) -> None:
     state_dtype = "bf16: keep the optimizer's state in it (default: in the type of the parameters)"
     parser.add_argument("--state-dtype", metavar="T", help=state_dtype)
     execution = "eager: op by op; compiled: by torch.compile, pointwise ops fused and launches hidden (default: "
-    execution += "eager; compile() on GPUs takes compiled)" if hardware else "compiled on GPUs, else eager)"
-    own = "eager" if hardware else None
-    parser.add_argument("--execution", choices=("eager", "compiled"), default=own, help=execution)
+    execution += "compiled on GPUs, but where values may wait on the host, else eager)"
+    parser.add_argument("--execution", choices=("eager", "compiled"), help=execution)
     load = "rows of experts that the busiest device is assumed to get, over the mean (default 1.0: balanced routing)"
     parser.add_argument("--expert-load", type=float, default=1.0, metavar="X", help=load)
     known = f"{', '.join(RECIPES)}, or one that --model FILE.py:FUNCTION registers (default: whatever is fastest)"

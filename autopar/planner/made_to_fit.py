@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from ..cost.compute import EAGER
 from ..errors import AutoparError, MemoryInfeasibleError
 from ..frontend.export import Captured
 from .problem import offload
@@ -120,7 +121,8 @@ class _Ways:
         if way not in self.solvers:
             host = ", offloaded" if way.offload != offload.NONE else ""
             self.report(f"recipes in {way.micro_batches} micro-batches{host}")
-            options = replace(self.options, micro_batches=way.micro_batches, offload=way.offload)
+            execution = EAGER if way.offload != self.options.offload else self.options.execution  # as compile() has it
+            options = replace(self.options, micro_batches=way.micro_batches, offload=way.offload, execution=execution)
             micro, options = micro_batch_of(self.captured, options)
             one = micro.captured if micro else self.captured
             self.solvers[way] = plan.solvers_of(one, self.mesh, options, self.report, self.planned.pricer)

@@ -23,6 +23,7 @@ from functools import partial
 
 from ..adapt import LoRA
 from ..adapt.targets import ALL_LINEAR
+from ..cost.compute import EAGER
 from ..errors import MemoryInfeasibleError
 from ..frontend.export import Captured
 from ..ir.mesh import Mesh
@@ -243,7 +244,8 @@ def _higher_stages(request: Refused) -> Iterator[_Change]:
 
 def _offload(request: Refused) -> Iterator[_Change]:
     if request.options.offload == offload.NONE and request.options.hardware.host is not None:
-        yield request.change(f'offload="{offload.AUTO}"', f"--offload {offload.AUTO}", offload=offload.AUTO)
+        on_host = {"offload": offload.AUTO, "execution": EAGER}  # Inductor places no copies of the host's
+        yield request.change(f'offload="{offload.AUTO}"', f"--offload {offload.AUTO}", **on_host)
 
 
 def _larger_axis(error: MemoryInfeasibleError, request: Refused, axis: str, times: int) -> Iterator[_Change]:
