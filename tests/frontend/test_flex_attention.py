@@ -213,6 +213,21 @@ def test_blocks_without_a_function_are_refused():
         trace(Blocks(None, None), ((), inputs_of(256, 0)))
 
 
+def test_compiled_with_a_mask_of_before():
+    """As its documentation has it: torch.compile(flex_attention), a BlockMask that all calls share."""
+    compiled = torch.compile(flex.flex_attention)
+    shared = flex.create_block_mask(window, None, None, 16, 16, device="cpu")
+
+    class Shared(Model):
+        def forward(self, x, ids):
+            q, k, v = self.qkv(x).unflatten(-1, (-1, 8)).transpose(1, 2).split([4, 2, 2], 1)
+            return compiled(q, k, v, block_mask=shared, enable_gqa=True).sum()
+
+    graph = trace(Shared(None, None), ((), inputs_of(16, 0))).graph
+    (node,) = [n for n in graph.nodes if n.target is autopar.attention.default]
+    assert node.args[3:5] == (None, True) and node.args[-1] == 3
+
+
 @pytest.mark.parametrize("padding", [False, True])
 def test_a_model_of_transformers(padding):
     sizes = dict(vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
