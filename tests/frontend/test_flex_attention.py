@@ -214,7 +214,7 @@ def test_blocks_without_a_function_are_refused():
 
 
 def test_compiled_with_a_mask_of_before():
-    """As its documentation has it: torch.compile(flex_attention), a BlockMask that all calls share."""
+    """torch.compile(flex_attention) and a BlockMask that all calls share, as its documentation has them."""
     compiled = torch.compile(flex.flex_attention)
     shared = flex.create_block_mask(window, None, None, 16, 16, device="cpu")
 
