@@ -68,7 +68,8 @@ def planned(row: Row, limit_bytes: float | None) -> Planned | None:
     model, inputs = models.build(row.model, batch=row.batch, seq=row.seq)
     start = time.process_time()
     try:
-        plan = api.search(model, row.mesh, inputs, hardware=row.hardware, precision="bf16", execution="eager", memory=limit_bytes,
+        plan = api.search(model, row.mesh, inputs, hardware=row.hardware, precision="bf16", execution="eager",
+                          memory=limit_bytes,
                           baselines=False, fixes=False).plan  # fmt: skip
     except MemoryInfeasibleError:
         return None

@@ -111,7 +111,8 @@ def plan_here(case: Case) -> Measured:
             (Path(folder) / "config.json").write_text(json.dumps(DESCRIBED[text]))
             text = f"hf:{folder}"
         model, inputs = models.build(text, batch=case.batch, seq=case.seq)
-    planned = api.search(model, case.mesh, inputs, hardware="h100", memory=80e9, precision="bf16", execution="eager", name=case.model,
+    planned = api.search(model, case.mesh, inputs, hardware="h100", memory=80e9, precision="bf16",
+                         execution="eager", name=case.model,
                          report=lambda text: begun.setdefault(text, time.process_time()))  # fmt: skip
     plan = planned.plan
     done = time.process_time()

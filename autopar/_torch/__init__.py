@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from .compiling import compiler_errors, in_given_order
 from .fakes import fake_mode, fake_tensor, fake_twin, is_fake, storage_key, weak_storage
+from .flex import flex_attention_by
 from .gradient_hooks import total_norm_through, unscale_through
 from .groups import (
     abort_groups,
@@ -61,7 +62,7 @@ __all__ = [
     "tree_flatten", "tree_map", "tree_unflatten", "no_autocast", "without_dispatch_modes", "OpenSizes", "export_open",
     "open_mode", "open_sizes", "plain_size", "run_open", "size_of", "as_if_eager", "as_if_exported", "functionalized",
     "hooks_of_all_modules", "lazy_code", "LATE_IMPORTS", "move_hooks", "moves_of_modules", "own_progress_lock",
-    "plain_checkpoints", "transforms", "without_prints", "without_torch_functions",
+    "flex_attention_by", "plain_checkpoints", "transforms", "without_prints", "without_torch_functions",
 ]  # fmt: skip
 
 aten = torch.ops.aten

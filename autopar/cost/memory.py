@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 
 from ..errors import OptimizerError, StrategyError, check_new
 
+NEARLY_ALL = 7 / 8  # of a tensor: slices of it that are saved and are less are copied, so that it can be let go of
+
 
 @dataclass(frozen=True)
 class Optimizer:

@@ -28,6 +28,7 @@ from .call_record import CallRecord
 from .call_signature import CallSignature, Returns, leaf_names, split_example
 from .fake_parameters import Form, Forms, fake, fake_state, forms_of, tie_map
 from .flat_call import ROOT, FlatCall
+from .flex_attention import flex_attention_written_out
 from .guards import Guards
 from .hand_written_experts import hand_written_experts
 from .hooks import refuse_backward_hooks
@@ -210,7 +211,7 @@ def traced(model: nn.Module, example_inputs, loss_fn: Callable | None, forms: Ma
             quiet(), fake_state(model, mode, forms, with_values) as with_gradient,
             moe_in_token_order.in_order(model), expert_loops.in_order(model), layers_stay(), recorded_backwards(),
             checks_pass(draws.refuse), traced_forms(), hand_written_experts(), draws, plain_regions(),
-            _torch.plain_checkpoints(), refusals.noted() as entered, watch.installed(),
+            _torch.plain_checkpoints(), flex_attention_written_out(), refusals.noted() as entered, watch.installed(),
         ):  # fmt: skip
             made = _program(call, inputs) if program is None else program(mode, call, inputs)
             ties = tie_map(model)

@@ -8,12 +8,15 @@ ATen read memory without looking at strides, and autograd's formulas copy for th
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable
 from typing import cast
 
 import torch
 from torch import fx
 
-from ...ir.graph import is_tensor, mark_phases, operand, output_node, renumbered, tensor_of
+from ...ir.casts import own_casts
+from ...ir.graph import bytes_of, is_tensor, mark_phases, operand, output_node, renumbered, tensor_of
 from ...ops import autopar
 from .made_tensors import normalize_made_tensors
 from .normalize_strides import normalize_strides
@@ -70,14 +73,17 @@ REPEATED = FREE_VIEWS | {autopar.dequantize.default}
 
 def _repeat_in_backward(graph: fx.Graph) -> None:
     """Give a backward op that reads a view of a forward value its own copy of the view, so that what is saved for the
-    backward (or gathered again, for a parameter) is always the viewed value itself. A quantized weight is dequantized
-    again for the same reason: what stays is an eighth of the result."""
+    backward (or gathered again, for a parameter) is the viewed value itself; but not where views can be saved in its
+    place. A quantized weight is dequantized again for the same reason: what stays is an eighth of the result."""
     mark_phases(graph)
     copies: dict[fx.Node, fx.Node] = {}
+    readers = [n for n in graph.nodes if n.meta.get("phase") == "backward" and n is not output_node(graph)]
+    saved = _saved_views(graph, readers)
 
     def in_backward(node: fx.Node) -> fx.Node:
         viewed, _ = tensor_of(node)
-        if node.op != "call_function" or node.meta["phase"] != "forward" or viewed.target not in REPEATED:
+        is_forward = node.op == "call_function" and node.meta["phase"] == "forward"
+        if not is_forward or viewed.target not in REPEATED or node in saved:
             return node
         if node not in copies:
             arguments = [in_backward(a) for a in node.all_input_nodes]
@@ -86,12 +92,30 @@ def _repeat_in_backward(graph: fx.Graph) -> None:
             copies[node].meta = dict(node.meta)
         return copies[node]
 
-    output = output_node(graph)
-    for user in [n for n in graph.nodes if n.meta.get("phase") == "backward" and n is not output]:
+    for user in readers:
         with graph.inserting_before(user):
             for argument in user.all_input_nodes:
                 if (view := in_backward(argument)) is not argument:
                     user.replace_input_with(argument, view)
+
+
+def _saved_views(graph: fx.Graph, readers: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return the forward views that the backward reads instead of what they view, as it reads no more bytes of them
+    than the op has made that they view. If they are moved on their way to ops of both phases, they are moved once."""
+    casts, read = set(own_casts(graph).values()), defaultdict(set)
+    for argument in {argument for reader in readers for argument in reader.all_input_nodes}:
+        base = argument
+        while (viewed := tensor_of(base)[0]).op == "call_function" and viewed.target in FREE_VIEWS:
+            base = operand(viewed)
+        if tensor_of(base)[0].op == "call_function" and tensor_of(base)[0].meta["phase"] == "forward":
+            read[base].add(argument)
+    return {
+        view
+        for base, views in read.items()
+        if base not in casts and tensor_of(base)[0].target not in REPEATED and base not in views
+        if sum(bytes_of(view.meta["val"]) for view in views) == bytes_of(base.meta["val"])
+        for view in views
+    }
 
 
 def _is_same(node: fx.Node) -> bool:

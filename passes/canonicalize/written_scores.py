@@ -17,7 +17,7 @@ from ...rules.reading import bound
 from .written_masks import Fill
 
 aten = torch.ops.aten
-SOFTMAXES = (aten.softmax.int, aten._softmax.default)
+SOFTMAXES = (aten.softmax.int, aten._softmax.default, aten._safe_softmax.default)
 PRODUCTS = (aten.matmul.default, aten.bmm.default)
 CASTS = ("to", "_to_copy", "type_as", "contiguous", "clone", "alias", "detach")
 VIEWS = ("view", "reshape", "_unsafe_view", "flatten", "unflatten")

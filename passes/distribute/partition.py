@@ -4,7 +4,7 @@ A forward value that is a view of a parameter, an input or another saved value i
 backward. Two kinds of saved values are copied, so that saving them is right and costs what it says:
 
 * a buffer, parameter or input that the forward's caller overwrites with its new value before the backward runs;
-* a small slice of a large tensor that nothing else saves: the view alone would keep all of the tensor alive.
+* slices of a tensor that nothing else saves and that are together less than it: they would keep all of it alive.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from ..._torch import graph_module, storage_key
+from ...cost.memory import NEARLY_ALL
 from ...errors import VerifyError
 from ...ir.graph import PARTNERS, bytes_of, describe, is_tensor, outputs_of, tensor_of
 
@@ -51,7 +52,7 @@ def partition(local: fx.GraphModule) -> Parts:
         [n for n in placeholders if n not in tangents],
         [n for n, _ in forward_pairs] + saved,
         [r for _, r in forward_pairs] + [None] * len(saved),
-        copied={n for n in saved if _is_overwritten(n, mutated)} | _small_slices(saved),
+        copied={n for n in saved if _is_overwritten(n, mutated)} | _slices(saved),
     )
     backward = None
     if backward_pairs:
@@ -119,8 +120,8 @@ def _is_overwritten(node: fx.Node, mutated: set[tuple[str, str]]) -> bool:
     return node.op == "placeholder" and (role.kind, role.name) in mutated
 
 
-def _small_slices(saved: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return the saved views that together cover less than half of the memory that they keep alive."""
+def _slices(saved: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return the saved views that together cover less of the memory that they keep alive than `NEARLY_ALL`."""
     groups: dict[int, list[fx.Node]] = {}
     for node in saved:
         if node.op == "call_function":
@@ -128,7 +129,7 @@ def _small_slices(saved: Iterable[fx.Node]) -> set[fx.Node]:
     return {
         node
         for views in groups.values()
-        if 2 * sum(bytes_of(v.meta["val"]) for v in views) < views[0].meta["val"].untyped_storage().nbytes()
+        if sum(bytes_of(v.meta["val"]) for v in views) < NEARLY_ALL * views[0].meta["val"].untyped_storage().nbytes()
         for node in views
     }
 
@@ -150,10 +151,12 @@ def extract(local, inputs: Sequence[fx.Node], outputs: Sequence, roles: Sequence
         if node in needed:
             new[node] = graph.node_copy(node, new.__getitem__)
     results = {n: new[n] for n in outputs if isinstance(n, fx.Node)}
+    *_, last = [None, *graph.nodes]
     for node in copied:
-        results[node] = graph.call_function(
-            aten.clone.default, (new[node],), {"memory_format": torch.contiguous_format}
-        )
+        with graph.inserting_after(last if node.op == "placeholder" else new[node]):  # early: a slice keeps all alive
+            results[node] = graph.call_function(
+                aten.clone.default, (new[node],), {"memory_format": torch.contiguous_format}
+            )
         results[node].meta = {k: v for k, v in new[node].meta.items() if k not in ("role", "collective", "sharding")}
     output = graph.output(tuple(results.get(n) if isinstance(n, fx.Node) else n for n in outputs))
     output.meta["roles"] = list(roles)

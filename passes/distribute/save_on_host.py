@@ -4,7 +4,8 @@ a block before they are read.
 The copy to the host starts right behind the op and is waited for at the end of the next block, so that the copies of a
 block have the time of the next one to hide in, and the device holds the values of two blocks at most. In the backward
 the copy back starts with the block before the one that reads it first, and is waited for in front of the reader. Views
-of a value that the backward reads are made again from what comes back. (Ren et al., ZeRO-Offload, arXiv 2101.06840, for
+of a value that the backward reads are made again from what comes back; a view that it reads instead of what that is of
+waits there by itself. (Ren et al., ZeRO-Offload, arXiv 2101.06840, for
 what trains; Rhu et al., vDNN, arXiv 1602.08124, for values, a layer ahead.)
 """
 
@@ -26,8 +27,8 @@ from .partition import phase_of, view_base
 
 
 def save_on_host(local: fx.GraphModule, saved: SavedOnHost) -> fx.GraphModule:
-    """Rewrite a local joint graph in place. Raises VerifyError for a value that the graph does not have, that is a
-    view, or that the backward does not read."""
+    """Rewrite a local joint graph in place. Raises VerifyError for a value that the graph does not have, or that the
+    backward does not read."""
     graph, found = local.graph, {}
     for node in graph.nodes:
         if node.op == "call_function" and isinstance(node.meta["val"], torch.Tensor) and phase_of(node) == "forward":
@@ -57,6 +58,11 @@ class _Order:
         self.behind = one_behind(blocks_in_order(next(names), False))
         self.ahead = one_ahead(blocks_in_order(next(names), True))
 
+    def in_memory_of(self, node: fx.Node) -> list[fx.Node]:
+        """Return the views of what an op of the forward makes in memory of its own."""
+        memory = storage_key(node.meta["val"])
+        return [n for n in self.forward if n is not node and any(storage_key(v) == memory for v in values_of(n))]
+
     def end(self, node: fx.Node) -> fx.Node:
         """Return the op of the forward behind which a copy of what a node makes is waited for."""
         return self.forward[self.behind[self.place[node]] - 1]
@@ -77,12 +83,11 @@ class _Move:
     @classmethod
     def of(cls, node: fx.Node, order: _Order) -> _Move:
         """Return the move of a value. Raises VerifyError for one that cannot be moved."""
-        if view_base(node) is not None:
-            raise VerifyError(f"{node.name} is to wait on the host and lies in other memory", node=describe(node))
-        memory = storage_key(node.meta["val"])
-        views = [n for n in order.forward if n is not node and any(storage_key(v) == memory for v in values_of(n))]
+        views = [] if view_base(node) is not None else order.in_memory_of(node)
         family = {node, *views}
         readers = [n for n in order.backward if not family.isdisjoint(n.all_input_nodes)]
+        if not readers and view_base(node) is not None:
+            raise VerifyError(f"{node.name} is to wait on the host and lies in other memory", node=describe(node))
         if not readers:
             raise VerifyError(f"the backward does not read {node.name}, which is to wait for it", node=describe(node))
         return cls(node, views, readers)

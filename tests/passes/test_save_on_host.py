@@ -48,9 +48,9 @@ def planned(family: str, mesh: str, recompute: str = "none", strategy: str | Non
 
 
 def candidates(program) -> list[tuple[str, int]]:
-    """Return what the forward saves in memory of its own that is an output of an op of the joint graph."""
+    """Return what the forward saves that is an output of an op of the joint graph, views among it."""
     names, graph = set(program.parts.saved), program.local.graph
-    made = [n for n in graph.nodes if n.op == "call_function" and n.name in names and view_base(n) is None]
+    made = [n for n in graph.nodes if n.op == "call_function" and n.name in names]
     return [(tensor_of(n)[0].name, tensor_of(n)[1]) for n in made if "sharding" in tensor_of(n)[0].meta]
 
 

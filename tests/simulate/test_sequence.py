@@ -4,6 +4,7 @@ models with rotary tables, windows, padding and position biases."""
 from __future__ import annotations
 
 import itertools
+import random
 
 import pytest
 import torch
@@ -41,6 +42,22 @@ def test_heads_exchanged(kind, heads, size, length):
     padded, (many, few) = kind if kind in ("left", "right") else "", HEADS[heads]
     model = Decoder("padded" if padded else kind, 12 if size == 3 else many, 6 if (size, few) == (3, 2) else few)
     assert_same(model, batch(length, padded), f"cp={size}", "ulysses")
+
+
+@pytest.mark.parametrize("seed", [None, *range(2)])
+def test_what_both_phases_read_is_exchanged_once(seed):
+    """The backward reads queries, keys and values as the forward's exchange has left them: eight tensors a step."""
+    drawn = random.Random(seed if seed is not None else (seed := random.randrange(2**32)))
+    print(f"seed {seed}")
+    size, samples = drawn.choice((2, 3, 4)), 2
+    kv_heads, length = size * drawn.choice((1, 2)), size * drawn.randrange(2, 6)
+    heads = kv_heads * drawn.choice((1, 2))
+    report = verify_model(Decoder("causal", heads, kv_heads), batch(length, ""), f"cp={size}", strategy="ulysses")
+    assert report.match and max(report.errors.values()) <= 1e-10, report
+    exchanged = sum(c.wire_bytes for c in report.plan.collectives if c.kind == "all_to_all")
+    rows = samples * length // size * 8 * torch.float64.itemsize
+    assert exchanged == 2 * (2 * heads + 2 * kv_heads) * rows * (size - 1) / size
+    assert all(sent == pytest.approx(report.predicted_bytes, abs=64) for sent in report.sent_bytes)
 
 
 def test_more_devices_than_heads():

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ...cost.compute import FREE
 from ...ops import ATTENTION
 from ...rules.expert_rows import WAYS
 from ..problem.problem import Problem
@@ -101,13 +100,12 @@ def _readers(e: Evaluation) -> dict[tuple, dict[str, int]]:
 
 
 def _may_be_copied(problem: Problem, e: Evaluation, v: Vertex, output: int, layout: Layout) -> bool:
-    """Return whether a value is an op's own, as one call makes it, in memory of its own, and no integers."""
+    """Return whether a value is an op's own, as one call makes it, and no integers."""
     strategy = problem.choices(v.index).strategies[e.choice[v.index]]
     cuts_sequence = v.node.target in ATTENTION and bool(strategy.outputs[0].dims[ROWS])  # then it is several calls
     in_pieces = v.index in problem.never_made or any(v.node in region.forward for region in problem.tiled_rows)
     return (
-        v.node.target not in FREE
-        and v.node.target not in WAYS
+        v.node.target not in WAYS
         and layout == strategy.outputs[output]
         and not layout.partial
         and not layout.owned_axes

@@ -5,7 +5,8 @@ Parameters and optimizer state stay all through training; a gradient lives from 
 tensor saved for the backward lives from the op that makes it to its last reader, or, if it waits on the host, until it
 is there and from where it is brought back. Besides these live the values between
 two ops, gathered parameters on their way through a block, buckets of collectives, gradients before they are reduced,
-and what an op of a GPU allocates while it runs. A view lives in the memory of what it looks at. What the device's
+and what an op of a GPU allocates while it runs. A view lives in the memory of what it looks at, also
+where the view is saved instead. What the device's
 context, the communication library and the allocator keep for themselves is there all the time.
 
 Where the backwards of a step wait for its tail (passes/pipeline/tail.py), a pass begins and ends with what all other
@@ -24,6 +25,7 @@ from functools import cached_property
 import numpy as np
 
 from ...cost.compute import FREE
+from ...cost.memory import NEARLY_ALL
 from ...cost.redistribute import MoveStep
 from ..problem.problem import Problem
 from ..problem.tiled_rows import share_of_piece
@@ -222,6 +224,7 @@ class _Lives:
         e, vertices, never_made = self.evaluation, self.problem.vertices, self.problem.never_made
         saved = {*e.saved, *(value.key for value in e.on_host)}
         returned = {(u.producer, u.output): u for u in self.problem.uses if u.slot == STATE and u.phase == "backward"}
+        covered = self._saved_as_views(saved)
         for i, run in enumerate(self.order.runs):
             v, reads = run.vertex, self.reads[run.phase]
             if inside := self.pricer.inside_bytes(vertices[v], e.choice[v]):
@@ -236,7 +239,20 @@ class _Lives:
                 if use and self._layout(use.consumer, 0) == layout and self._keeps_gradient(use.consumer):
                     continue
                 kind, last = RECOMPUTED if run.recomputed else TRANSIENT, reads.get(tensor, -1)
-                yield kind, i if v in never_made else self.first[i], max(i, last), self._made_bytes(v, output, layout)
+                bytes_ = self._made_bytes(v, output, layout)
+                if not run.recomputed and covered[tensor] > NEARLY_ALL * bytes_:
+                    bytes_ = max(0.0, bytes_ - covered[tensor])
+                yield kind, i if v in never_made else self.first[i], max(i, last), bytes_
+
+    def _saved_as_views(self, saved) -> dict[tuple[int, int], float]:
+        """Return the bytes of each tensor that views of it save, which lie in its memory unless they are copied (see
+        passes/distribute/partition.py)."""
+        found: dict[tuple[int, int], float] = defaultdict(float)
+        for v, output, layout in saved:
+            base = self._base(v, output)
+            if base[0] != v and layout == self._layout(v, output):
+                found[base] += self._bytes(v, output, layout)
+        return found
 
     def _made_bytes(self, vertex: int, output: int, layout) -> float:
         """Return the bytes of a tensor as its producer makes it, which are those of all of its class."""
