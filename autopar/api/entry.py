@@ -112,8 +112,9 @@ def plan(
     in which the optimizer's tensors are kept from step to step (runtime/narrow_state.py). `execution`: "eager", op by
     op, or "compiled", through torch.compile, pointwise ops fused and launches hidden; None: as `compile` runs graphs on
     the devices of the profile, compiled on GPUs, unless values may wait on the host. `expert_load`: rows of experts
-    that the busiest device is assumed to get, over the mean of all (cost/expert_load.py). `adapt`: LoRA, QLoRA, FakeQuant, FP8 (autopar/adapt), planned with the rest. `passes`:
-    autopar.Pass values of your own, each run after the compiler's pass that it names (docs/extending.md).
+    that the busiest device is assumed to get, over the mean of all (cost/expert_load.py). `adapt`: LoRA, QLoRA,
+    FakeQuant, FP8 (autopar/adapt), planned with the rest. `passes`: autopar.Pass values of your own, each run after the
+    compiler's pass that it names (docs/extending.md).
     `baselines=False` leaves the expert strategies out, "pipelines" adds experts' pipelines on the devices of a mesh
     without stages, which takes longer. `example_inputs` are the whole batch of a step, which is cut
     into `micro_batches`, whose gradients add up; the plan says whether they are reduced once a step or each ("auto":
