@@ -125,7 +125,8 @@ class _Ways:
             options = replace(self.options, micro_batches=way.micro_batches, offload=way.offload, execution=execution)
             micro, options = micro_batch_of(self.captured, options)
             one = micro.captured if micro else self.captured
-            self.solvers[way] = plan.solvers_of(one, self.mesh, options, self.report, self.planned.pricer)
+            known = self.planned.pricer if execution == self.options.execution else None  # of ops too
+            self.solvers[way] = plan.solvers_of(one, self.mesh, options, self.report, known)
         return self.solvers[way]
 
 
