@@ -244,8 +244,8 @@ def _higher_stages(request: Refused) -> Iterator[_Change]:
 
 def _offload(request: Refused) -> Iterator[_Change]:
     if request.options.offload == offload.NONE and request.options.hardware.host is not None:
-        on_host = {"offload": offload.AUTO, "execution": EAGER}  # Inductor places no copies of the host's
-        yield request.change(f'offload="{offload.AUTO}"', f"--offload {offload.AUTO}", **on_host)
+        argument, option = f'offload="{offload.AUTO}"', f"--offload {offload.AUTO}"
+        yield request.change(argument, option, offload=offload.AUTO, execution=EAGER)  # as compile() then runs it
 
 
 def _larger_axis(error: MemoryInfeasibleError, request: Refused, axis: str, times: int) -> Iterator[_Change]:
