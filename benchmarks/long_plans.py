@@ -63,8 +63,8 @@ def planned(case: Case) -> dict[str, object]:
     walls, cpu = time.perf_counter(), time.process_time()
     model, inputs = build(f"{case.model}:seq={case.tokens}", batch=case.batch, seq=case.tokens, device="meta")
     try:
-        plan = autopar.plan(model, case.mesh, inputs, hardware="h100", precision="bf16", baselines=False, fixes=False,
-                            **case.options)  # fmt: skip
+        plan = autopar.plan(model, case.mesh, inputs, hardware="h100", precision="bf16", execution="eager",
+                            baselines=False, fixes=False, **case.options)  # fmt: skip
         schemes = Counter(one.scheme for one in plan.attentions)
         found = {"step": f"{plan.step_seconds:.1f}", "mfu": f"{plan.utilization:.1%}",
                  "peak": f"{plan.peak_bytes / GIB:.1f}", "attention": ", ".join(schemes) or "whole",
