@@ -72,7 +72,7 @@ def added_kernel(
                 start = of_head(drops.start, drops.steps, sample, head)
                 keep = kept(drops, start, first_row, first_column, ROWS, COLUMNS, ALIGNED)
                 of_weights = tl.where(keep, of_weights * drops.factor, 0.0)
-            total += tl.exp2(scores - level[:, None]) * (of_weights - shared[:, None])
+            total += tl.exp(scores - level[:, None]) * (of_weights - shared[:, None])
     at = of_head(dmask, steps.dmask, mask_sample, mask_head)
     at = at + first_row.to(tl.int64) * steps.dmask[2] + first_column.to(tl.int64) * steps.dmask[3]
     at = at + (row[:, None] * steps.dmask[2] + column[None, :] * steps.dmask[3])

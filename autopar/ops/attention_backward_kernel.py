@@ -71,7 +71,7 @@ def queries_kernel(
             if DROPS:
                 keep = kept(drops, start, first_row, first_column, ROWS, COLUMNS, ALIGNED)
                 of_weights = tl.where(keep, of_weights * drops.factor, 0.0)
-            of_scores = tl.exp2(scores - level[:, None]) * (of_weights - shared[:, None]) * slope
+            of_scores = tl.exp(scores - level[:, None]) * (of_weights - shared[:, None]) * slope
             gradient = tl.dot(of_scores.to(key.dtype), key, gradient, input_precision="ieee")
     gradient *= problem.scale
     store_rows(of_head(dq, steps.dq, sample, head), gradient, first_row, rows, steps.dq[2], ROWS, DIM, WIDTH)
@@ -132,7 +132,7 @@ def keys_kernel(
                 shared = tl.load(delta + of_rows + first_row + row, mask=row < rows - first_row, other=0.0)
                 places, closes = (first_row, first_column, row[None, :], column[:, None]), WHOLE == 0
                 scores, slope = scores_of(key, query, *places, problem, added, steps.mask, CAUSAL, CAPS, MASKED, closes)
-                weights = tl.exp2(scores - level[None, :])
+                weights = tl.exp(scores - level[None, :])
                 of_weights, dropped = tl.dot(value, tl.trans(dy), input_precision="ieee"), weights
                 if DROPS:
                     keep = tl.trans(kept(drops, start, first_row, first_column, ROWS, COLUMNS, ALIGNED))

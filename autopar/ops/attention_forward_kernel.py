@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .attention_tiles import kept, natural, of_head, rows_at, scores_of, store_rows
+from .attention_tiles import kept, of_head, rows_at, scores_of, store_rows
 
 
 @triton.jit
@@ -61,7 +61,7 @@ def forward_kernel(
             scores, _ = scores_of(query, key, *places, problem, added, steps.mask, CAUSAL, CAPS, MASKED, EDGE)
             new_top = tl.maximum(top, tl.max(scores, 1))
             finite = tl.where(new_top == float("-inf"), 0.0, new_top)
-            weights, shrink = tl.exp2(scores - finite[:, None]), tl.exp2(top - finite)
+            weights, shrink = tl.exp(scores - finite[:, None]), tl.exp(top - finite)
             total = total * shrink + tl.sum(weights, 1)
             top = new_top
             if DROPS:
@@ -81,4 +81,4 @@ def forward_kernel(
         VALUE_WIDTH,
     )
     level = lse + number.to(tl.int64) * problem.rows + first_row
-    tl.store(level + row, natural(top + tl.log2(total)), mask=row < problem.rows - first_row)
+    tl.store(level + row, top + tl.log(total), mask=row < problem.rows - first_row)

@@ -41,22 +41,9 @@ def of_head(base, steps, sample, head):
 
 
 @triton.jit
-def base_2(x):
-    """Return a logarithm to the base 2: powers of 2 are what a GPU computes."""
-    return x * 1.4426950408889634
-
-
-@triton.jit
-def natural(x):
-    """Return a logarithm to the base e from one to the base 2."""
-    return x * 0.6931471805599453
-
-
-@triton.jit
 def levels_at(lse, row, rows):
-    """Load log-sum-exps, to the base 2 as scores are; infinite, so that weights are 0, for queries that are not there
-    or see no key."""
-    level = base_2(tl.load(lse + row, mask=row < rows, other=float("inf")))
+    """Load log-sum-exps; infinite, so that weights are 0, for queries that are not there or see no key."""
+    level = tl.load(lse + row, mask=row < rows, other=float("inf"))
     return tl.where(level == float("-inf"), float("inf"), level)
 
 
@@ -76,19 +63,16 @@ def scores_of(
     MASKED: tl.constexpr,
     EDGE: tl.constexpr,
 ):
-    """Return the scores of a tile, capped, with what a mask adds to them, -inf for keys that are closed, all times
-    log2(e), and the slope of the cap, softcap * tanh(scores / softcap). Only a tile at an EDGE has keys that are closed
-    by their place."""
-    scores, slope = tl.dot(one, tl.trans(other), input_precision="ieee"), 1.0
+    """Return the scores of a tile, capped, with what a mask adds to them, -inf for keys that are closed, and the slope
+    of the cap, softcap * tanh(scores / softcap). Only a tile at an EDGE has keys that are closed by their place."""
+    scores, slope = tl.dot(one, tl.trans(other), input_precision="ieee") * problem.scale, 1.0
     if CAPS:
-        tanh = 1.0 - 2.0 / (tl.exp2(base_2(2.0 * problem.scale / problem.softcap) * scores) + 1.0)
-        scores, slope = base_2(problem.softcap) * tanh, 1.0 - tanh * tanh
-    else:
-        scores *= base_2(problem.scale)
+        tanh = 1.0 - 2.0 / (tl.exp(2.0 / problem.softcap * scores) + 1.0)
+        scores, slope = problem.softcap * tanh, 1.0 - tanh * tanh
     if MASKED:
         at = _row(_row(mask, first_row, steps[2]), first_column, steps[3]) + (row * steps[2] + column * steps[3])
         here = (row < problem.rows - first_row) & (column < problem.keys - first_column)
-        scores += base_2(tl.load(at, mask=here, other=0.0).to(tl.float32))
+        scores += tl.load(at, mask=here, other=0.0).to(tl.float32)
     if EDGE:
         is_open = column < problem.keys - first_column
         if CAUSAL:

@@ -29,7 +29,8 @@ from .test_workspace import check
 ROOT = Path(__file__).resolve().parents[2]
 NEEDS_TRITON = pytest.mark.skipif(not packed_linear._has_triton(), reason="needs Triton, which is made for Linux")
 STATE, P, STREAM = torch.tensor([11, 4]), 0.3, 6
-MASKS = ["none", "causal", "later queries", "window", "padding", "documents", "added", "learned", "learned by head"]
+MASKS = ["none", "causal", "later queries", "window", "padding", "documents", "added", "lowest", "learned",
+         "learned by head"]  # fmt: skip
 SIZES = [(64, 64), (128, 128), (256, 256), (80, 80), (96, 64), (20, 24)]  # of a head of queries and of values
 SHARED = {80: 99 * 1024, 90: 227 * 1024}  # bytes of shared memory; those of 8.6 and 8.9 are the least of 8.x
 
@@ -48,6 +49,10 @@ def problem(mask: str, b: int, heads: int, kv_heads: int, rows: int, keys: int, 
         "learned": torch.randn(b, heads, rows, keys),
         "learned by head": torch.randn(1, heads, rows, keys),
     }.get(mask)
+    if mask == "lowest":  # numbers that scores are lost in close some keys, and all of the first sample
+        added = torch.zeros(b, 1, 1, keys).masked_fill(torch.rand(b, 1, 1, keys) < 0.5, torch.finfo(FP32).min)
+        added[0] = torch.finfo(FP32).min
+        return (q, k, v), added.to(device), False, 0, None, 0
     if added is not None:
         added = added.to(device) if added.dtype == torch.bool else added.to(device, dtype)
     if mask.startswith("learned"):
@@ -64,7 +69,8 @@ def attended(qkv, added, causal, first, ids, window, softcap, drops):
     strides = contiguous_strides((b, h, first + rows, keys))
     dropout = (STATE, P, STREAM, first * strides[2], strides) if drops else (None, 0.0, 0, 0, None)
     documents = (None, None) if ids is None else (ids[:, first : first + rows], ids)
-    rest = 0.3, first, 0, 0, *documents, None, softcap, False, *dropout, 0, window
+    as_softmax = added is not None and added.dtype in (FP32, torch.float64)  # only lowest numbers make a difference
+    rest = 0.3, first, 0, 0, *documents, None, softcap, as_softmax, *dropout, 0, window
     out, _ = autopar.attention(*qkv, added, causal, *rest)
     inputs = [*qkv, *([added] if added is not None and added.requires_grad else [])]
     torch.manual_seed(rows)
