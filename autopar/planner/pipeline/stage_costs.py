@@ -102,8 +102,8 @@ class Parts:
     def recomputing(self, e: Evaluation, live: LiveBytes | None = None, stretch: float = 1.0) -> Parts:
         """Return the parts of the same cut under the same plan with other ops computed again; `live` and `stretch` as
         of that one."""
-        old = self.e.transfers
-        is_alike = e.choice is self.e.choice and len(e.transfers) == len(old) and all(map(operator.is_, e.transfers, old))
+        old, new = self.e.transfers, e.transfers
+        is_alike = e.choice is self.e.choice and len(new) == len(old) and all(map(operator.is_, new, old))
         if not is_alike:  # copies that are kept for what is computed again travel once
             return Parts(self.problem, e, self.pricer, self.cuts, self.repeated, live, stretch)
         other = copy.copy(self)
