@@ -67,3 +67,24 @@ def test_the_last_stage_takes_the_plan_whose_reductions_hide_while_it_waits():
     cut = best_cut(search, chains[0], "1f1b", 1, 1e9, others=OtherPlans(chains[1:], np.zeros((2, 2))))
     assert [stage.plan for stage in cut.stages] == [0, 1]
     assert seconds(search, "1f1b", 1, chains, cut) < 836  # of the second plan for both; the first takes 840
+
+
+@pytest.mark.parametrize("schedule, v", SCHEDULES)
+def test_what_a_chain_remembers_is_what_is_found_anew(schedule, v):
+    search = search_of(schedule, v)
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        old, rooms = chain_of(rng, 9, 2), rng.integers(300, 1200, 2).astype(float)
+        ways = [(room, is_rough, moves) for room in rooms for is_rough in (True, False) for moves in (True, False)]
+        for room, is_rough, moves in [*ways, *ways]:
+            anew = Chain(old.segments, old.shared, old.starts, old.parts)
+            try:
+                expected = best_cut(search, anew, schedule, v, room, is_rough, moves)
+            except MemoryInfeasibleError:
+                with pytest.raises(MemoryInfeasibleError):
+                    best_cut(search, old, schedule, v, room, is_rough, moves)
+                continue
+            found = best_cut(search, old, schedule, v, room, is_rough, moves)
+            same = [(one.stages, one.step_seconds, one.bound_seconds, one.shared_seconds) for one in (found, expected)]
+            assert same[0] == same[1], (seed, room, is_rough, moves)
+            assert best_cut(search, old, schedule, v, room, is_rough, moves) is found

@@ -22,9 +22,11 @@ from autopar.planner.objective.memory_timeline import (
     RETAINED,
     SAVED,
     TRANSIENT,
+    _Lives,
     ends_of,
     live_bytes,
 )
+from autopar.planner.objective.step_order import step_order
 
 from ..helpers import gloo
 from ..helpers.allocations import training_step
@@ -51,6 +53,24 @@ def test_what_is_charged_is_alive_between_forward_and_backward(strategy):
             assert (live.kinds[kind] >= 0).all() and live.kinds[kind][-1] < live.kinds[kind].max() / 2
     ends = ends_of(live.order, found.timeline)
     assert ends == sorted(ends) and len(ends) == len(live.order.runs)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp", "megatron_sp"])
+def test_last_readers_are_those_of_looking_at_each_read(strategy):
+    found = planned(TWO_BLOCKS, "dp=2,tp=2", strategy)
+    problem, e = found.whole
+    again = Blocks(problem, found.pricer).at_level(e, "full")
+    for one in (e, again):
+        order = step_order(problem, one)
+        lives = _Lives(problem, one, found.pricer, order)
+        assert {v for v, o in lives.reads["backward"]} & problem.views
+        known, lives.reads = lives.reads, {"forward": {}, "backward": {}}
+        for i, run in enumerate(order.runs):
+            for tensor in problem.vertices[run.vertex].inputs:
+                lives._read(tensor, run.phase, i)
+        for travel in order.travels:
+            lives._read((travel.transfer.producer, travel.transfer.output), travel.phase, lives._left(travel))
+        assert lives.reads == known
 
 
 def test_gathered_parameters_are_those_of_two_blocks_at_most():

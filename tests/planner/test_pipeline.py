@@ -1,5 +1,6 @@
 """Pipelines that are planned: even, in memory, honest about what they wait for, and exact when they are simulated."""
 
+import copy
 import functools
 import itertools
 import random
@@ -25,7 +26,7 @@ from autopar.ir.graph import fingerprint
 from autopar.ir.mesh import Mesh
 from autopar.models import build
 from autopar.planner.objective.memory_timeline import RESERVE
-from autopar.planner.pipeline.micro_batch_plans import MicroBatchPlans
+from autopar.planner.pipeline.micro_batch_plans import DEAREST, MEMORY_PRICES, ROUGH, MicroBatchPlans
 from autopar.planner.pipeline.plan import kinds_of, plan_pipeline
 from autopar.planner.pipeline.search import MOST_LIMITS
 from autopar.planner.spmd.plan_options import PlanOptions
@@ -210,6 +211,31 @@ def test_less_memory_is_met_by_other_cuts_or_by_computing_again():
     tight = planned(GPT, "pp=2", options={"memory_bytes": limit}, schedule="gpipe", micro_batches=8).plan
     assert tight.peak_bytes <= limit and tight.step_seconds >= free.step_seconds
     assert tight.recomputed or tight.recomputed_selectively or tight.pipeline.cuts != free.pipeline.cuts
+
+
+def test_plans_at_prices_are_those_of_evaluating_each():
+    """A choice that was found at another price is not evaluated: the same plans come out."""
+    plans = planned(GPT, "pp=2", schedule="gpipe", micro_batches=8).staged.best.search.plans
+    one, other = copy.copy(plans), copy.copy(plans)
+    for each in (one, other):
+        each.__dict__.pop("_run", None)
+    unit, expected, skipped = plans.fastest.solver.unit_price, [plans.fastest], 0
+    for price in (
+        price for price in MEMORY_PRICES if price <= DEAREST * plans.options.hardware.memory_bytes / plans.limit
+    ):
+        new = other.at(replace(other.free_of_memory, byte_seconds=unit * price), ROUGH)
+        if new.evaluation.choice in [known.evaluation.choice for known in expected]:
+            skipped += 1
+        else:
+            expected.append(new)
+    found = list(one.at_prices())
+    assert skipped and len(found) == len(expected)
+    for mine, theirs in zip(found, expected):
+        assert mine.evaluation.choice == theirs.evaluation.choice
+        assert (mine.evaluation.seconds, mine.evaluation.bytes_) == (
+            theirs.evaluation.seconds,
+            theirs.evaluation.bytes_,
+        )
 
 
 @pytest.mark.slow

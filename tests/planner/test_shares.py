@@ -71,5 +71,9 @@ def test_messages_are_those_of_trying_all(seed):
         end = ends[int(rng.integers(len(ends)))]
         message = factor.to_tail() if end is factor.tail else factor.to_head(end)
         np.testing.assert_allclose(message, by_trying(factor, end), rtol=0, atol=1e-12)
+        if end is not factor.tail and factor.is_once:
+            factor.is_once = False  # the way that also knows consumers that run again
+            np.testing.assert_array_equal(message, factor.to_head(end))
+            factor.is_once = True
         other = ends[int(rng.integers(len(ends)))]
         other.message = rng.random(len(other.message)) if rng.random() < 0.5 else other.message - 0.1

@@ -25,6 +25,7 @@ def bucket_bytes(problem: Problem, pricer: Pricer, evaluation: Evaluation, order
     count = len(order.runs)
     received, sent, made, shards, all_reduced = (np.zeros(count + 1) for _ in range(5))
     on_its_way = 0.0
+    shares: dict[int, float] = {}  # between tiers of links, by redistribution, which many transfers have in common
     for travel in order.travels:
         t = travel.transfer
         is_before = t.phase == "forward" and t.times < pricer.micro_batches  # of the first pass, with little else held
@@ -32,7 +33,8 @@ def bucket_bytes(problem: Problem, pricer: Pricer, evaluation: Evaluation, order
             continue
         value = problem.vertices[t.producer].values[t.output]
         before, after = (pricer.bytes_of(value, layout) * t.copies for layout in (t.source, t.target))
-        between = pricer.share_between_tiers(t.redistribution)
+        if (between := shares.get(id(t.redistribution))) is None:
+            between = shares[id(t.redistribution)] = pricer.share_between_tiers(t.redistribution)
         if is_gathered_ahead(problem.vertices[t.producer]):
             received[travel.first] += after
             sent[travel.first] += before + after * between

@@ -184,7 +184,7 @@ class Rematerialization:
             return []
         return [*self._between(low, found), found, *self._between(found, high)]
 
-    def cost(self, made: Collection[int]) -> tuple[float, float]:
+    def cost(self, made: frozenset[int]) -> tuple[float, float]:
         """Return the priced seconds, and the bytes that are saved, of one copy of the block if `made` is made again."""
         bytes_ = sum(
             x.bytes_
@@ -301,11 +301,11 @@ class Rematerialization:
             self._price(before, made),
         )
 
-    def held(self, made: Collection[int]) -> dict[Key, float]:
+    def held(self, made: frozenset[int]) -> dict[Key, float]:
         """Return what is saved if `made` is made again, with the bytes of all copies."""
         held = ((key, x) for key, x in self.values.items() if x.maker not in made)
         return {key: x.bytes_ * self.copies for key, x in held if x.is_saved or not _apart(x.readers, made)}
 
 
-def _apart(readers: Iterable[int], made: Collection[int]) -> bool:
-    return not any(i in made for i in readers)
+def _apart(readers: Iterable[int], made: frozenset[int]) -> bool:
+    return made.isdisjoint(readers)

@@ -24,7 +24,6 @@ from functools import cached_property
 
 import numpy as np
 
-from ...cost.compute import FREE
 from ...cost.memory import NEARLY_ALL
 from ...cost.redistribute import MoveStep
 from ..problem.problem import Problem
@@ -135,19 +134,25 @@ class _Lives:
         self.problem, self.evaluation, self.pricer, self.order = problem, evaluation, pricer, order
         self._ends: dict[int, int] = {}
         self.strategies = [problem.choices(v.index).strategies[evaluation.choice[v.index]] for v in problem.vertices]
-        self.views = {v.index for v in problem.vertices if v.kind == "op" and v.node.target in FREE}
+        self.views = problem.views
         self._bases: dict[tuple[int, int], tuple[int, int]] = {}
         self._made: dict[tuple[int, int, int], float] = {}  # bytes by class, strategy and output
         inside = {node for region in problem.tiled_rows for node in region.never_made}
-        self.in_pieces = {v.index for v in problem.vertices if v.node in inside}
+        self.in_pieces = {v.index for v in problem.vertices if v.node in inside} if inside else set()
         self.copies = problem.copies(evaluation.first)
         self.run_of = {(run.vertex, run.recomputed): i for i, run in enumerate(order.runs)}
         self.first, self.last = one_op_a_region(problem, order)
         # the last reader of a tensor by phase: (vertex, output) -> run
         self.reads: dict[str, dict[tuple[int, int], int]] = {"forward": {}, "backward": {}}
         for i, run in enumerate(order.runs):
+            reads = self.reads[run.phase]
             for tensor in problem.vertices[run.vertex].inputs:
-                self._read(tensor, run.phase, i)
+                if problem.tiled:
+                    self._read(tensor, run.phase, i)
+                    continue
+                reads[tensor] = i  # runs are in order
+                if tensor[0] in self.views:
+                    reads[self._base(*tensor)] = i
         for travel in order.travels:
             self._read((travel.transfer.producer, travel.transfer.output), travel.phase, self._left(travel))
 
@@ -324,7 +329,7 @@ class _Lives:
             unreduced_bytes(self.problem, self.evaluation.choice, self.pricer, uses, self._layout(*tensor))
             * self.copies[uses[0].consumer]
             for tensor, uses in self.problem.uses_of.items()
-            if not is_of_one(self.problem, uses)
+            if self.problem.vertices[uses[0].consumer].kind == "parameter" and not is_of_one(self.problem, uses)
         )
 
     def _end_of_backward(self, block: int) -> int:

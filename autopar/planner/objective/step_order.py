@@ -152,6 +152,8 @@ def one_op_a_region(problem: Problem, order: StepOrder) -> tuple[list[int], list
     in pieces, which holds what it reads and gives from its start to its end."""
     number = {node: i for i, region in enumerate(problem.tiled_rows) for node in (*region.forward, *region.backward)}
     first, last = list(range(len(order.runs))), list(range(len(order.runs)))
+    if not number:
+        return first, last
     parts: dict[tuple[int, str], list[int]] = defaultdict(list)
     for i, run in enumerate(order.runs):
         if (region := number.get(problem.vertices[run.vertex].node)) is not None:

@@ -54,17 +54,33 @@ def best_cut(
     """Cut the segments for a schedule of `v` stages a rank; `moves`: boundaries, as the played step says; `others`: the
     same segments under other plans, of which each stage may take one. Raise MemoryInfeasibleError if no cut fits in the
     `room`, in bytes of a rank."""
+    if others is None:
+        return _of_one_plan(search, segments, kind, v, room, is_rough, moves)
     found = cut_looped(**_problem(search, segments, kind, v, room, others), is_rough=is_rough)
     if not moves:
         return found
     starts = [found]
-    for k, chain in enumerate([segments, *others.chains] if others else ()):
+    for k, chain in enumerate([segments, *others.chains]):
         try:
-            alone = best_cut(search, chain, kind, v, room, is_rough)
+            alone = _of_one_plan(search, chain, kind, v, room, is_rough)
         except MemoryInfeasibleError:
             continue
         starts.append(replace(alone, stages=tuple(replace(one, plan=k) for one in alone.stages)))
     return moved(search, segments, starts, kind, v, room, others)
+
+
+def _of_one_plan(
+    search: PipelineSearch, segments: Chain, kind: str, v: int, room: float, is_rough: bool, moves: bool = True
+) -> StageCut:
+    """Return the best cut under one plan, which its chain remembers: what is estimated is evaluated later."""
+    known, key = segments.known_cuts, (search.ranks, search.micro_batches, kind, v, room, is_rough, moves)
+    if key not in known:
+        if moves:
+            found = _of_one_plan(search, segments, kind, v, room, is_rough, moves=False)
+            known[key] = moved(search, segments, [found], kind, v, room)
+        else:
+            known[key] = cut_looped(**_problem(search, segments, kind, v, room, None), is_rough=is_rough)
+    return known[key]
 
 
 def moved(

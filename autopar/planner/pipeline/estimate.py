@@ -15,7 +15,7 @@ from ...errors import MemoryInfeasibleError
 from ...schedule.catalogue import KINDS
 from ...utils.format import size
 from ..spmd.planned import Planned
-from .best_cut import OtherPlans, best_cut, moved, played
+from .best_cut import OtherPlans, best_cut, played
 from .evaluate import timing_of
 from .model import StageCut
 from .segments import Chain
@@ -65,7 +65,7 @@ def estimate(
     seconds = float(player.step_seconds([found.stages])[0])
     moves = seconds * (1 - MOST_GAIN) < fastest
     if moves:
-        found = moved(search, segments, [found], kind, v, room)
+        found = best_cut(search, segments, kind, v, room, is_rough=True)
         seconds = float(player.step_seconds([found.stages])[0])
     bytes_ = _fullest(found, kind, v)
     if bytes_ <= room * PLENTY:

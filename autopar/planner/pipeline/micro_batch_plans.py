@@ -132,10 +132,10 @@ class MicroBatchPlans:
         room = max(self.limit - self.fastest.problem.reserve_bytes, 1.0)
         dearest = DEAREST * self.options.hardware.memory_bytes / room
         for price in itertools.takewhile(lambda price: price <= dearest, MEMORY_PRICES):
-            one = self.at(replace(self.free_of_memory, byte_seconds=unit * price), ROUGH)
-            if one.evaluation.choice not in seen:
+            one = self._run.at_if_new(replace(self.free_of_memory, byte_seconds=unit * price), ROUGH, seen)
+            if one is not None:
                 seen.append(one.evaluation.choice)
-                yield one
+                yield self._planned(one)
 
     @cached_property
     def free_of_memory(self) -> Prices:
@@ -145,7 +145,9 @@ class MicroBatchPlans:
 
     def at(self, prices: Prices, effort: Search = EXACT) -> Planned:
         """Return the plan of a micro-batch that costs least at these prices."""
-        one = self._run.at(prices, effort)
+        return self._planned(self._run.at(prices, effort))
+
+    def _planned(self, one: Outcome) -> Planned:
         return replace(self.fastest, chosen=replace(one, bound_seconds=self.fastest.chosen.bound_seconds))
 
     def in_room(self, inner: Planned, prices: Prices, room_bytes: float) -> Planned | None:

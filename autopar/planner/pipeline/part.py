@@ -6,7 +6,7 @@ W, the part of the backward that may wait, is told apart from the rest of it (au
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ...ir.block_order import block_of
 from ..objective.loads import Load
@@ -36,6 +36,10 @@ class Work:
             self.compute + other.compute,
             self.recompute + other.recompute,
         )
+
+    def apart(self) -> Work:
+        """Return equal work, to which others may add."""
+        return Work.empty(len(self.every.waited)) + self
 
     @property
     def moved(self) -> float:
@@ -88,6 +92,10 @@ class Part:
     sent: list[float] = field(default_factory=list)
     returned: list[float] = field(default_factory=list)
     modules: list[str] = field(default_factory=list)
+
+    def apart(self) -> Part:
+        """Return an equal part, to whose work others may add; what it lists is shared."""
+        return replace(self, work={kind: work.apart() for kind, work in self.work.items()})
 
     @property
     def forward_seconds(self) -> float:

@@ -319,7 +319,8 @@ class PipelineSearch:
         """Evaluate a pipeline that lets go of outputs beside the loss if its memory demands it, and with as much
         computed again on each rank as it demands then, or as can be, unless that is `slowest` seconds or more."""
         (problem, e), live = inner.whole, inner.live_bytes
-        evaluated, keeps = self.as_it_is(inner, pipeline)
+        found = parts_of(problem, e, inner.pricer, pipeline, live, inner.stretch)
+        evaluated, keeps = self.as_it_is(inner, pipeline, found)
         for _ in range(MOST_RECOMPUTE_ROUNDS if recomputation is not None else 0):
             if evaluated.peak_bytes <= self.limit or evaluated.step_seconds >= slowest:
                 break
@@ -327,14 +328,15 @@ class PipelineSearch:
             if more.recompute_seconds == e.recompute_seconds:
                 break
             e, live = more, live_bytes(problem, more, inner.pricer)
-            evaluated = self.judged(inner, e, pipeline, keeps, live)
+            parts = parts_of(problem, e, inner.pricer, pipeline, live, like=found)
+            evaluated = self.judged(inner, e, pipeline, keeps, found=parts)
         return _Evaluated(evaluated, inner, e, live)
 
-    def as_it_is(self, inner: Planned, pipeline: Pipeline) -> tuple[PipelineCost, bool]:
+    def as_it_is(self, inner: Planned, pipeline: Pipeline, found: Parts | None = None) -> tuple[PipelineCost, bool]:
         """Evaluate a pipeline that computes nothing again, whether it fits or not, and say whether it keeps outputs
-        beside the loss, which it lets go of if its memory demands it."""
+        beside the loss, which it lets go of if its memory demands it. `found`: its stages, if they are known."""
         problem, e = inner.whole
-        found = parts_of(problem, e, inner.pricer, pipeline, inner.live_bytes, inner.stretch)
+        found = found or parts_of(problem, e, inner.pricer, pipeline, inner.live_bytes, inner.stretch)
         evaluated = self.judged(inner, e, pipeline, True, found=found)
         if evaluated.peak_bytes <= self.limit or not may_be_unmade(self.plans.captured):
             return evaluated, True

@@ -34,7 +34,7 @@ from ..objective.memory_timeline import LiveBytes
 from ..objective.pricer import Pricer
 from ..problem.multipliers import Prices
 from ..problem.problem import Problem
-from .model import RecomputeOption, Segment, Shared
+from .model import RecomputeOption, Segment, Shared, StageCut
 from .pareto import Levels
 from .spans import Spans
 from .stage_costs import Part, Parts, crossing_bytes
@@ -75,6 +75,11 @@ class Chain:
         seconds = [[getattr(part, f"{one}_seconds") for one in what] for part in self.parts]
         return np.concatenate((np.zeros((1, len(what))), np.cumsum(seconds, 0)))
 
+    @cached_property
+    def known_cuts(self) -> dict[tuple, StageCut]:
+        """Return the best cuts that were found (autopar/planner/pipeline/best_cut.py), by what they are best for."""
+        return {}
+
     def spans(self, stages: int) -> Spans:
         """Return all runs of segments that may be one of so many stages."""
         known = self.__dict__.setdefault("known_spans", {})
@@ -85,7 +90,7 @@ class Chain:
     def of_whole(self, compact: Compact, first: int) -> Chain:
         """Return the same segments with the ops of the whole graph at which they begin."""
         named = replace(self, starts=_names(compact, self.begins, self.order, first))
-        known = ("levels", "seconds_before", "known_spans")
+        known = ("levels", "seconds_before", "known_spans", "known_cuts")
         named.__dict__.update({name: self.__dict__[name] for name in known if name in self.__dict__})
         return named
 
@@ -125,7 +130,7 @@ def chain(
         _repeated(blocks, lambda block: len(compact.stands_for(block, first))) if compact else range(len(starts) + 1)
     )
     found = Parts(problem, e, pricer, starts, live=None if compact else live)
-    levels = [Parts(problem, one, pricer, starts).found for one in _levels(problem, e, pricer, prices)]
+    levels = [found.recomputing(one).found for one in _levels(problem, e, pricer, prices)]
     index_of = {i: at for at, i in reversed([*enumerate(order)])}
     shared = [
         Shared(index_of[a], index_of[b], int(tied.state_bytes), 2 * send(tied.gradient_bytes))

@@ -12,7 +12,9 @@ W, the part of the backward that may wait, is what only one parameter's gradient
 
 from __future__ import annotations
 
+import copy
 import math
+import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -67,7 +69,8 @@ class SharedParameter:
 
 class Parts:
     """The costs of a plan cut at forward ops: `found`, a Part for each stretch between cuts, and `tied` parameters.
-    `live`: the memory of the whole plan, if it is known."""
+    `live`: the memory of the whole plan, if it is known. What is computed again is added last, so that the same parts
+    under a plan that differs in that alone take less time (`recomputing`)."""
 
     def __init__(
         self,
@@ -79,11 +82,10 @@ class Parts:
         live: LiveBytes | None = None,
         stretch: float = 1.0,
     ):
-        self.problem, self.e, self.pricer, self.repeated = problem, e, pricer, repeated
+        self.problem, self.e, self.pricer, self.cuts, self.repeated = problem, e, pricer, cuts, repeated
         self.placement = problem.placement(cuts)
         self.found = [Part(no_work(e.streams), e.overlap, stretch) for _ in range(self.placement.count)]
         self.tied: list[SharedParameter] = []
-        self.recomputed = recomputed_vertices(e)
         self.where = parts_of_nodes(self.placement)
         waiting = [t for t in e.transfers if t.phase == "forward" and t.times < pricer.micro_batches]
         self.once = {
@@ -91,13 +93,35 @@ class Parts:
         }  # by copy that all micro-batches share, the parts that make it
         self.gradient_of = _gradients(problem.graph)
         self._vertices()
-        self._transfers()
-        self._saved()
+        self._transfers(e.transfers)
         self._passing()
         self._outputs()
-        live = live or live_bytes(problem, e, pricer)
+        self._without = [part.apart() for part in self.found]  # before anything is computed again
+        self._recompute(live)
+
+    def recomputing(self, e: Evaluation, live: LiveBytes | None = None, stretch: float = 1.0) -> Parts:
+        """Return the parts of the same cut under the same plan with other ops computed again; `live` and `stretch` as
+        of that one."""
+        old, new = self.e.transfers, e.transfers
+        is_alike = e.choice is self.e.choice and len(new) == len(old) and all(map(operator.is_, new, old))
+        if not is_alike:  # copies that are kept for what is computed again travel once
+            return Parts(self.problem, e, self.pricer, self.cuts, self.repeated, live, stretch)
+        other = copy.copy(self)
+        other.e, other.found = e, [replace(part.apart(), stretch=stretch) for part in self._without]
+        other._recompute(live)
+        return other
+
+    def _recompute(self, live: LiveBytes | None) -> None:
+        """Charge what depends on what is computed again."""
+        self.recomputed = recomputed_vertices(self.e)
+        for v in self.recomputed:
+            seconds = float(self.problem.choices(v).seconds[self.e.choice[v]])
+            for part in self._charged(self.where.get(self.problem.vertices[v].node, 0)):
+                part.work[INPUT].recompute += seconds
+        self._transfers(self.e.recompute_transfers)
+        self._saved()
         self._on_host()
-        self._transients(live)
+        self._transients(live or live_bytes(self.problem, self.e, self.pricer))
 
     def _charged(self, mask: int) -> Iterator[Part]:
         """Iterate over the parts that pay for something that the parts of a mask need."""
@@ -148,8 +172,6 @@ class Parts:
             part.work[kind].compute += seconds
             if is_named:
                 part.modules.append(module)
-            if v.index in self.recomputed:
-                part.work[INPUT].recompute += seconds
 
     def _is_read_alone(self, parameter: int) -> bool:
         """Return whether micro-batches read, or gather, a parameter itself, and not only copies that were gathered
@@ -173,10 +195,8 @@ class Parts:
                     found[uses[0].consumer] = found.get(uses[0].consumer, 0.0) + bytes_
         return found
 
-    def _transfers(self) -> None:
-        for t in self.e.transfers:
-            self._transfer(t, parts_of_transfer(self.problem, self.where, t))
-        for t in self.e.recompute_transfers:
+    def _transfers(self, transfers: Sequence[Transfer]) -> None:
+        for t in transfers:
             self._transfer(t, parts_of_transfer(self.problem, self.where, t))
 
     def _transfer(self, t: Transfer, mask: int) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from torch import fx
 
 from ... import rules
-from ...cost.compute import EAGER, ComputeCost
+from ...cost.compute import EAGER, FREE, ComputeCost
 from ...cost.memory import Optimizer
 from ...cost.orthogonalize import OrthogonalizeCost
 from ...cost.update import UpdateCost
@@ -103,6 +103,11 @@ class Problem:
     def tiled_rows(self) -> list[RowRegion]:
         """Return the regions in pieces that are row-wise ops."""
         return [region for region in self.tiled if isinstance(region, RowRegion)]
+
+    @cached_property
+    def views(self) -> frozenset[int]:
+        """Return the vertices that only look at the memory of what they read."""
+        return frozenset(v.index for v in self.vertices if v.kind == "op" and v.node.target in FREE)
 
     @cached_property
     def never_made(self) -> frozenset[int]:

@@ -100,6 +100,7 @@ class Factor:
             own = {head.phase, head.phase | BACKWARD} if head.twice else {head.phase}
             self.phases |= {phases | mine for phases in self.phases for mine in own}
         self.phases -= {0}
+        self.is_once = not any(head.twice for head in heads)  # then a block of consumers reads in one way
 
     def price(self, modes: list[PricedMode]) -> None:
         """Take over the part of a hyperedge's prices that is allowed, times its share of the copies. Where others of
@@ -151,6 +152,8 @@ class Factor:
             return _least(self.alone - self.tail.message[:, None], axis=0)
         shares = self.shares
         shares.refresh()
+        if self.is_once:
+            return self._to_head_once(head)
         phases, others = (head.phase, head.phase | BACKWARD)[: 1 + head.twice], shares.everyone ^ self.bit[id(head)]
         rows: list[list[np.ndarray]] = [[] for _ in phases]
         for k in range(len(shares.modes)):
@@ -164,6 +167,18 @@ class Factor:
                     break
                 mask = (mask - 1) & others
         return np.concatenate([cheapest(row)[head.columns] for row in rows])
+
+    def _to_head_once(self, head: End) -> np.ndarray:
+        """Return the same where no consumer may run again."""
+        shares, row = self.shares, []
+        others = mask = shares.everyone ^ self.bit[id(head)]
+        while True:  # the others that join this consumer's block
+            block = shares.block(mask)
+            phases = head.phase | block.phases
+            row += [shares.through(k, others ^ mask, phases) + block.once for k in range(len(shares.modes))]
+            if not mask:
+                return cheapest(row)[head.columns]
+            mask = (mask - 1) & others
 
     def smallest(self) -> float:
         """Return the minimum over all layouts, less the messages that the factor has sent."""

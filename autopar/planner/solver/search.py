@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -194,10 +194,19 @@ class RestrictedSearch:
 
     def at(self, prices: Prices, search: Search | None = None) -> Outcome:
         """Return the plan that costs least at these prices, as exactly as a search goes, by default the run's own."""
+        outcome = self.at_if_new(prices, search or self.search, ())
+        assert outcome is not None
+        return outcome
+
+    def at_if_new(self, prices: Prices, search: Search, known: Collection[dict[int, int]]) -> Outcome | None:
+        """Return the same, None if the plan's choice by vertex is one of those `known`, so that it is not evaluated."""
         self.dual.price(prices)
-        solution = minimize(self.dual, self.found, search or self.search)
+        solution = minimize(self.dual, self.found, search)
         self.found.append(solution.choice)
-        evaluation = self.evaluate(prices, {v.index: solution.choice[v.cls] for v in self.problem.vertices})
+        choice = {v.index: solution.choice[v.cls] for v in self.problem.vertices}
+        if choice in known:
+            return None
+        evaluation = self.evaluate(prices, choice)
         self._check(solution.objective, evaluation, prices)
         evaluation = self.solver.with_peak(evaluation)
         bound = solution.bound - prices.byte_seconds * self.solver.room_bytes
