@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -23,8 +18,8 @@ from autopar.ops.nf4 import dequantize, quantize
 from autopar.planner.spmd.plan import make_plan
 from autopar.planner.spmd.plan_options import PlanOptions
 from tests.helpers.fake_cuda import CUDA
+from tests.helpers.triton_alone import NEEDS_TRITON, run_alone
 
-ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("packed", "absmax", "scale", "offset")
 SIZES = [(1, 64, 128, 64), (3, 100, 192, 32), (16, 48, 512, 64), (7, 33, 64, 16)]  # rows, outputs, inputs, block
 
@@ -61,20 +56,15 @@ def by_kernel(x, packed, absmax, scale, offset, quant_type):
     return product(x, packed, absmax, scale, offset, packed_linear.book_of(quant_type, x.device))
 
 
-@pytest.mark.skipif(not packed_linear._has_triton(), reason="needs Triton, which comes with torch for CUDA")
+@NEEDS_TRITON
 def test_the_kernel_in_tritons_interpreter():
     """It runs on the processor, but for bf16, whose products the interpreter gets wrong."""
     program = "from tests.ops.test_packed_linear import by_kernel, check; check(by_kernel)"
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    run_alone(program, TRITON_INTERPRET="1")
 
 
-@pytest.mark.skipif(not packed_linear._has_triton(), reason="needs Triton, which comes with torch for CUDA")
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-def test_the_kernel_compiles_for_gpus(dtype, capability):
-    """To machine code, with tensor cores in half precision; no GPU is needed for that."""
+def compiles(dtype: str, capability: int) -> None:
+    """Compile to machine code, with tensor cores in half precision; no GPU is needed for that."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -90,7 +80,13 @@ def test_the_kernel_compiles_for_gpus(dtype, capability):
         target=GPUTarget("cuda", capability, 32),
         options={"num_warps": kernel.WARPS},
     )
-    assert made.asm["cubin"] and ("mma" in made.asm["ptx"]) == (dtype != "fp32")
+    assert made.asm["cubin"] and ("mma" in made.asm["ptx"]) == (dtype != "fp32"), (dtype, capability)
+
+
+@NEEDS_TRITON
+def test_the_kernel_compiles_for_gpus():
+    cases = [(dtype, capability) for dtype in ("bf16", "fp16", "fp32") for capability in (80, 90)]
+    run_alone(f"from tests.ops.test_packed_linear import compiles; [compiles(*case) for case in {cases}]")
 
 
 @pytest.mark.gpu
