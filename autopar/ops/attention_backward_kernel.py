@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .attention_tiles import kept, levels_at, of_head, rows_at, scores_of, store_rows
+from .attention_tiles import kept, keys_seen, levels_at, of_head, queries_here, rows_at, scores_of, store_rows
 
 
 @triton.jit
@@ -41,13 +41,9 @@ def queries_kernel(
     COLUMNS: tl.constexpr,
 ):
     """Compute the gradients of ROWS queries of a head, going over their keys as the forward does."""
-    blocks = tl.cdiv(problem.rows, ROWS)
-    number, first_row = tl.program_id(0) // blocks, (blocks - 1 - tl.program_id(0) % blocks) * ROWS
-    sample, head = number // problem.heads, number % problem.heads
-    keys, values = (
-        of_head(k, steps.k, sample, head // problem.group),
-        of_head(v, steps.v, sample, head // problem.group),
-    )
+    number, sample, head, first_row = queries_here(problem, ROWS)
+    key_head = head // problem.group
+    keys, values = of_head(k, steps.k, sample, key_head), of_head(v, steps.v, sample, key_head)
     added, start = of_head(mask, steps.mask, sample, head), of_head(drops.start, drops.steps, sample, head)
     row, column, rows = tl.arange(0, ROWS), tl.arange(0, COLUMNS), problem.rows
     query = rows_at(of_head(q, steps.q, sample, head), first_row, rows, steps.q[2], ROWS, DIM, WIDTH)
@@ -56,10 +52,7 @@ def queries_kernel(
     of_rows = number.to(tl.int64) * rows + first_row
     level, shared = levels_at(lse + of_rows, row, rows - first_row), tl.sum(dy.to(tl.float32) * y.to(tl.float32), 1)
     tl.store(delta + of_rows + row, shared, mask=row < rows - first_row)
-    end, whole = problem.keys, problem.keys // COLUMNS * COLUMNS
-    if CAUSAL:
-        end = tl.minimum(end, tl.maximum(problem.first + first_row + ROWS, 0))
-        whole = tl.minimum(whole, tl.maximum(problem.first + first_row + 1, 0) // COLUMNS * COLUMNS)
+    whole, end = keys_seen(problem, first_row, ROWS, COLUMNS, CAUSAL)
     gradient = tl.zeros((ROWS, WIDTH), tl.float32)
     for EDGE in tl.static_range(2):
         for first_column in range(whole if EDGE else 0, end if EDGE else whole, COLUMNS):

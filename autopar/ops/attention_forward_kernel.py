@@ -2,7 +2,6 @@
 
 A program makes the output of ROWS queries of a head: it goes over their keys, COLUMNS at a time, with a running maximum
 and sum of the weights. Keys that all of its queries see come first, so that only the last tiles compare places.
-Programs with the most keys to go over begin first.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .attention_tiles import kept, of_head, rows_at, scores_of, store_rows
+from .attention_tiles import kept, keys_seen, of_head, queries_here, rows_at, scores_of, store_rows
 
 
 @triton.jit
@@ -37,20 +36,13 @@ def forward_kernel(
     COLUMNS: tl.constexpr,
 ):
     """Compute the output and the log-sum-exp of ROWS queries of a head."""
-    blocks = tl.cdiv(problem.rows, ROWS)
-    number, first_row = tl.program_id(0) // blocks, (blocks - 1 - tl.program_id(0) % blocks) * ROWS
-    sample, head = number // problem.heads, number % problem.heads
-    keys, values = (
-        of_head(k, steps.k, sample, head // problem.group),
-        of_head(v, steps.v, sample, head // problem.group),
-    )
+    number, sample, head, first_row = queries_here(problem, ROWS)
+    key_head = head // problem.group
+    keys, values = of_head(k, steps.k, sample, key_head), of_head(v, steps.v, sample, key_head)
     added, start = of_head(mask, steps.mask, sample, head), of_head(drops.start, drops.steps, sample, head)
     query = rows_at(of_head(q, steps.q, sample, head), first_row, problem.rows, steps.q[2], ROWS, DIM, WIDTH)
     row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    end, whole = problem.keys, problem.keys // COLUMNS * COLUMNS
-    if CAUSAL:
-        end = tl.minimum(end, tl.maximum(problem.first + first_row + ROWS, 0))
-        whole = tl.minimum(whole, tl.maximum(problem.first + first_row + 1, 0) // COLUMNS * COLUMNS)
+    whole, end = keys_seen(problem, first_row, ROWS, COLUMNS, CAUSAL)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     weighted = tl.zeros((ROWS, VALUE_WIDTH), tl.float32)

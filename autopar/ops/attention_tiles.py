@@ -41,6 +41,25 @@ def of_head(base, steps, sample, head):
 
 
 @triton.jit
+def queries_here(problem, ROWS: tl.constexpr):
+    """Return the number of this program's head among those of all samples, its sample, its head and the first of its
+    ROWS queries. Programs with the most keys to go over begin first."""
+    blocks = tl.cdiv(problem.rows, ROWS)
+    number, block = tl.program_id(0) // blocks, blocks - 1 - tl.program_id(0) % blocks
+    return number, number // problem.heads, number % problem.heads, block * ROWS
+
+
+@triton.jit
+def keys_seen(problem, first_row, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAUSAL: tl.constexpr):
+    """Return up to which key tiles are seen whole by all of ROWS queries, and up to which any is seen."""
+    whole, end = problem.keys // COLUMNS * COLUMNS, problem.keys
+    if CAUSAL:
+        whole = tl.minimum(whole, tl.maximum(problem.first + first_row + 1, 0) // COLUMNS * COLUMNS)
+        end = tl.minimum(end, tl.maximum(problem.first + first_row + ROWS, 0))
+    return whole, end
+
+
+@triton.jit
 def levels_at(lse, row, rows):
     """Load log-sum-exps; infinite, so that weights are 0, for queries that are not there or see no key."""
     level = tl.load(lse + row, mask=row < rows, other=float("inf"))
