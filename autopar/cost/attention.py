@@ -39,8 +39,9 @@ BLOCK = 128
 FLASH, CUDNN, FLASH3 = "flash", "cudnn", "flash3"
 BACKWARD_PRODUCTS = 2.5  # for each of the forward
 PASSES = {True: 10, False: 22}
-DRAW_INSTRUCTIONS = {True: 23.0, False: 50.0}  # by direction, of a weight: whether it is dropped
-CAP_INSTRUCTIONS = {True: 9.0, False: 20.0}
+# by direction, of a weight: whether it is dropped, the cap of its score; means of benchmarks/attention_instructions.py
+DRAW_INSTRUCTIONS = {True: 23.0, False: 43.0}
+CAP_INSTRUCTIONS = {True: 13.0, False: 30.0}
 ADDED_INSTRUCTIONS = 5.0  # backward: what is added is read once more
 OWN_BACKWARD, OF_ADDED = 7 / 5, 2 / 5  # products, of flash's
 PRODUCTS = {True: (1, 1), False: (3, 2)}  # by direction: with the width of queries and keys, with that of values

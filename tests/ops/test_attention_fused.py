@@ -159,6 +159,9 @@ def compiled(name: str, width: int, capability: int, dtype: str = "bf16", **flag
     told |= dict.fromkeys(("lse", "delta", "dmask"), "*fp32") | dict.fromkeys(constants, "constexpr")
     signature = {name: told.get(name, "i32") for name in kernel.arg_names}
     pointers = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(signature.values()) if t[0] == "*"}
+    at = kernel.arg_names.index("steps")
+    strides = [(at, i, j) for i, of_one in enumerate(told["steps"]) for j in range(len(of_one))]
+    pointers |= dict.fromkeys(strides, [["tt.divisibility", 16]])  # as those of heads in memory are
     source = ASTSource(kernel, signature, constexprs=constants, attrs=pointers)
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
