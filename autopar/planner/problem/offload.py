@@ -22,6 +22,7 @@ from .vertices import Vertex
 if TYPE_CHECKING:
     from ..objective.evaluate import Evaluation
     from .problem import Problem
+    from .strategies import Choices
 
 NONE, AUTO, OPTIMIZER, ACTIVATIONS = "none", "auto", "optimizer", "activations"
 LEVELS = (NONE, AUTO, OPTIMIZER, ACTIVATIONS)
@@ -66,6 +67,13 @@ class Offload:
             return (True,)
         is_free = self.level == AUTO and self.cost is not None and v.node.meta["role"].trainable
         return (False, True) if is_free else (False,)
+
+
+def on_device(options: Choices, k: int) -> int:
+    """Return the strategy of a class that has the same layout on the device as the strategy `k` has anywhere; `k` where
+    there is none."""
+    here, there = ([i for i, s in enumerate(options.strategies) if s.on_host == kind] for kind in (False, True))
+    return here[there.index(k)] if here and k in there else k
 
 
 def break_even(problem: Problem, gradients: float) -> float | None:

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 SWEEPS = 4  # at the best prices, before reduced costs are read
 GAP = 1e-3
 ROUNDING = 1e-9  # of the bound
-MOST_NODES = 40  # of the branching: enough for programs of this size, and the same on every machine
+MOST_NODES = 40  # of the branching: enough, and the same on every machine
+LARGE = 2_000  # variables; a node of a larger program takes longer, so that it has fewer
 NARROWER = 0.5  # each time that too much is left
 MOST_NARROWED = 14
 
@@ -89,7 +90,8 @@ def last_word(
     if not decided:
         return LastWord(None, DecidedProgram(total, total - left, 0, 0, turn == 0))
     program, costs = _program(run, dual, options, room, best)
-    found = program.solve(run.search.program_seconds, GAP, costs=costs, most_nodes=MOST_NODES)
+    nodes = max(1, int(MOST_NODES * min(1.0, LARGE / program.variables) ** 2))
+    found = program.solve(run.search.program_seconds, GAP, costs=costs, most_nodes=nodes)
     is_all = turn == 0 and (found is None or found.is_optimal)
     said = DecidedProgram(total, total - left, decided, program.variables, is_all)
     return LastWord(found.choice if found is not None else None, said)

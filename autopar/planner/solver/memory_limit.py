@@ -77,25 +77,40 @@ class WithinLimit:
                 if self._search(early, is_sure) and self.best is not None or self._is_hopeless():
                     break
         if self.best is not None:
-            if self.made_of is not None:  # what the limit still has room for, now that it is known what passes by
-                self._keep(self._fitted(*self.made_of, self.limit_bytes - self.best.bytes_)[0])
-            self._keep(squeezed(self.run, self.best))
-            with_host = fastest_with_host(self.solver, self.tried, self.best)
-            return fastest_played([replace(self.last, evaluation=e) for e in [self.best, *self.kept, *with_host]])
-        best = self.run.smallest(self.smallest)
-        if best.bytes_ > self.limit_bytes and self.run.search.largest_program and not self._is_hopeless():
-            best = squeezed(self.run, best)
-        fitting, prices = [e for e in [best] if e.bytes_ <= self.limit_bytes], self.tried[-1][1]
-        plain = self.solver.with_peak(self.run.evaluate(prices, best.choice, best.first))
-        tried = [*self.tried, (plain, prices)]
+            found = self._finished(self.best)
+            return replace(found, ask=partial(self._asked, found)) if self.run.search.asks_later else found
+        best, prices = self.run.smallest(self.smallest), self.tried[-1][1]
+        fitting = [e for e in [best] if e.bytes_ <= self.limit_bytes]
+        tried = [*self.tried, (self.solver.with_peak(self.run.evaluate(prices, best.choice, best.first)), prices)]
         fitting += fastest_with_host(self.solver, tried, fitting[0] if fitting else None)
         fitting = fitting or smallest_with_host(self.solver, tried)
+        if not fitting and self.run.search.largest_program and not self._is_hopeless():
+            best = squeezed(self.run, best)
+            fitting = [e for e in [best] if e.bytes_ <= self.limit_bytes]
         if not fitting:
             kind = "" if self.run.restriction.name == "auto" else f" with strategy {self.run.restriction.name}"
             raise self.solver.refusal(
                 f"no plan{kind} fits {size(self.limit_bytes)} a device: the smallest found needs", best
             )
         return fastest_played([replace(self.last, evaluation=e) for e in fitting])
+
+    def _finished(self, best: Evaluation) -> Outcome:
+        """Return the fastest of the plans found so far, and of what is made of the best of them."""
+        if self.made_of is not None:  # what the limit still has room for, now that it is known what passes by
+            self._keep(self._fitted(*self.made_of, self.limit_bytes - best.bytes_)[0])
+        best = self.best or best
+        self._keep(squeezed(self.run, best))
+        best = self.best or best
+        with_host = fastest_with_host(self.solver, self.tried, best)
+        return fastest_played([replace(self.last, evaluation=e) for e in [best, *self.kept, *with_host]])
+
+    def _asked(self, found: Outcome) -> Outcome:
+        """Return the fastest plan after the integer program's last word; `found`: the one before."""
+        best = self.best
+        self._ask_program()
+        if self.best is None or self.best is best:
+            return replace(found, program=self.program)
+        return self._finished(self.best)
 
     def _is_hopeless(self) -> bool:
         """Return whether nothing fits that was found, and bounds say that nothing does, at least in any time that
@@ -146,7 +161,8 @@ class WithinLimit:
         for one, other in itertools.combinations(plans[:MOST_MIXED], 2):
             if self.best is not None and not self._is_near() and one.choice != other.choice:
                 self._mix(one, other, self._prices(free, point))
-        self._ask_program()
+        if not self.run.search.asks_later:
+            self._ask_program()
         return True
 
     def _highest_bound(self, free: Prices, is_sure: bool) -> tuple[np.ndarray, list[Evaluation]] | None:

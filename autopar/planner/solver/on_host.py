@@ -15,11 +15,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from ..objective.evaluate import Evaluation
+from ..objective.evaluate import Evaluation, evaluate
 from ..objective.host_values import may_wait_on_host, saved_on_host, taken
 from ..problem.multipliers import PHASES, Prices
+from ..problem.offload import on_device
 
 if TYPE_CHECKING:
+    from .search import Outcome
     from .solver import Solver
 
 SHARES = (0.25, 0.5, 0.7, 0.85, 1.0, 2.0)  # of the bytes that can be hidden, which are tried
@@ -59,6 +61,18 @@ def smallest_with_host(solver: Solver, candidates: Iterable[tuple[Evaluation, Pr
         return []
     plans = sorted(_distinct(candidates), key=lambda pair: solver.blocks.least_bytes(pair[0]))
     return [one for e, prices in plans[:MOST_PLANS] for one in _mixtures(solver, e, prices)]
+
+
+def may_leave_parameters(solver: Solver, found: Outcome) -> bool:
+    """Return whether a plan seems to fit with all of its parameters on the device instead, in the same layouts, with as
+    much computed again, or as many values on the host, as it takes."""
+    e, problem = found.evaluation, solver.problem
+    choice = {v.index: on_device(problem.choices(v.index), e.choice[v.index]) for v in problem.vertices}
+    if choice == e.choice:
+        return True
+    keep = found.restriction.keep
+    plain = solver.with_peak(evaluate(problem, choice, solver.pricer, solver.free, keep, e.first))
+    return solver.made_to_fit(plain) is not None or bool(smallest_with_host(solver, [(plain, solver.free)]))
 
 
 def _distinct(candidates: Iterable[tuple[Evaluation, Prices]]) -> list[tuple[Evaluation, Prices]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -54,6 +54,7 @@ class Outcome:
     is_limited: bool = False  # whether the fastest plan of all did not fit
     proved_at: tuple[Prices, ...] = ()  # prices that the bound is of, one for each way to reduce gradients, if known
     without_loops: Outcome | None = None  # the plan before some of its collectives went round beside products
+    ask: Callable[[], Outcome] | None = None  # the integer program, if it has not had the last word yet
 
     @cached_property
     def seconds(self) -> float:
@@ -80,6 +81,13 @@ class Outcome:
     def unlooped_seconds(self) -> float:
         """Return the seconds of an average pass without loops, which the bound is of."""
         return self.seconds if self.without_loops is None else self.without_loops.seconds
+
+
+def asked(outcome: Outcome) -> Outcome:
+    """Return a plan after the integer program's last word, with the same bound."""
+    if outcome.ask is None:
+        return outcome
+    return replace(outcome.ask(), bound_seconds=outcome.bound_seconds, is_limited=outcome.is_limited)
 
 
 def fastest_played(outcomes: Sequence[Outcome]) -> Outcome:

@@ -3,6 +3,7 @@ strategies."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -12,6 +13,7 @@ import numpy as np
 
 from ...errors import AutoparError, MemoryInfeasibleError, not_compared
 from ...frontend.export import Captured
+from ...rules import Strategy
 from ...utils.format import size
 from ..objective.checkpoint_blocks import Blocks
 from ..objective.evaluate import Evaluation
@@ -27,7 +29,7 @@ from .dual import Dual
 from .hyperedges import HyperedgePrices, hyperedges_of
 from .memory_limit import WithinLimit
 from .minimize import DUAL, BeyondCutoff, Search
-from .on_host import fastest_with_host
+from .on_host import fastest_with_host, smallest_with_host
 from .search import Outcome, RestrictedSearch, Starts
 
 MOST_TRIES = 4  # to make one plan fit
@@ -166,6 +168,28 @@ class Solver:
         for i in range(2 * SWEEPS):
             dual.sweep(i % 2 == 0)
         return dual.bound() - price * self.room_bytes < seconds
+
+    def is_too_large(self, restriction: Restriction, pins: dict[str, str] | None = None) -> bool:
+        """Return whether one op makes more than fits under each strategy that is allowed, so that no plan fits."""
+        allowed, problem = self.allowed(restriction, pins), self.problem
+        for v in (v for v in problem.vertices if v.kind == "op" and v.index not in problem.views):
+            strategies = itertools.compress(problem.choices(v.index).strategies, allowed[v.cls])
+            if all(self._made_bytes(v.index, strategy) > self.room_bytes for strategy in strategies):
+                return True
+        return False
+
+    def _made_bytes(self, vertex: int, strategy: Strategy) -> float:
+        return sum(self.pricer.local_bytes(vertex, i, layout) for i, layout in enumerate(strategy.outputs))
+
+    def may_be_fitted(self, restriction: Restriction, pins: dict[str, str] | None = None, starts: Starts = ()) -> bool:
+        """Return whether the smallest plan that a search ends with fits, with all computed again or values on the
+        host."""
+        run = self.run(restriction, pins, starts)
+        smallest = run.smallest()
+        if smallest.bytes_ <= self.limit_bytes or not self.host_bytes_per_second:
+            return smallest.bytes_ <= self.limit_bytes
+        plain = self.with_peak(run.evaluate(self.free, smallest.choice, smallest.first))
+        return bool(smallest_with_host(self, [(plain, self.free)]))
 
     def baseline(self, name: str, styles: Mapping[str, str] | None = None) -> Outcome | AutoparError:
         """Return the plan of an expert strategy, the one that is found if it is asked for, or with `styles` of the

@@ -33,6 +33,7 @@ from ..problem.problem import Problem, build, with_offload
 from ..problem.recipes import MODELS_OWN, Restriction, globs_of, may_cut_sequence
 from ..problem.symmetry import fold, unfolded
 from ..solver.minimize import BeyondCutoff
+from ..solver.on_host import may_leave_parameters
 from ..solver.search import Outcome, Starts
 from ..solver.solver import Solver
 from . import accumulation, expert_plans, fixed_recompute, tiling
@@ -111,7 +112,8 @@ def _faster(
         except (MemoryInfeasibleError, BeyondCutoff):
             raise refused from None
     e = outcome.evaluation
-    if not (outcome.is_limited or e.recomputed or e.on_host or not outcome.fits):
+    is_short = outcome.is_limited or e.recomputed or e.on_host or not outcome.fits
+    if not is_short or outcome.fits and not may_leave_parameters(solver, outcome):
         return solver, outcome
     with suppress(MemoryInfeasibleError, BeyondCutoff):
         other, found = narrow()

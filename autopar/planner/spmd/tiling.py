@@ -4,11 +4,13 @@ Pieces make tensors twice, so without a limit a plan with them is never faster. 
 computes something again, plans with a loss in blocks are searched too, then those with MLPs in pieces as well, each
 with as much recomputation as it then needs, and the fastest is the plan.
 
-A search is left out where it gains nothing. With the loss: where the bytes of the logits, at the price of memory that
-the bound of the plan before is proved at, are worth less than the seconds of blocks, so that its bound holds for plans
-in blocks as well. With either: where the same sharding in pieces, made to fit as simply, is no faster, which tells what
-prices do not know, the bytes that pass by while a region runs. What waits inside of an MLP can be computed again
-without pieces, so that for MLPs the latter alone counts.
+A search is left out where it finds nothing: where one tensor is larger than a device, or the smallest plan is, with all
+computed again or on the host, and more pieces are left to try. And it is left out where it gains nothing. With the
+loss: where the bytes of the logits, at the price of memory that the bound of the plan before is proved at, are worth
+less than the seconds of blocks, so that its bound holds for plans in blocks as well. With either: where the same
+sharding in pieces, made to fit as simply, is no faster, which tells what prices do not know, the bytes that pass by
+while a region runs. What waits inside of an MLP can be computed again without pieces, so that for MLPs the latter alone
+counts. The integer program has the last word on the plan that is left.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from ..objective.evaluate import evaluate
 from ..problem.recipes import Restriction
 from ..problem.tiled import AUTO, KINDS, LOSS, MLP, TILINGS, may_save, moves_none, with_tiles
 from ..solver.minimize import BeyondCutoff
-from ..solver.search import Outcome, Starts
+from ..solver.search import Outcome, Starts, asked
 from ..solver.solver import Solver, replaced
 from . import fixed_recompute
 
@@ -67,20 +69,34 @@ class _Choice:
 
     def fastest(self, solvers: Sequence[Solver]) -> Found:
         """Return the best of the plans with nothing in pieces, with losses, and with MLPs besides."""
-        failures = [self._try(solvers)]
-        kinds: tuple[str, ...] = ()
+        failures, kinds = [], ()
+        if not self._are_too_large(solvers):
+            failures.append(self._try(solvers))
         for kind in (LOSS, MLP):
             if self.best is not None and not _is_short_of_memory(self.best[1], self.options):
                 break
             tiled = with_pieces(solvers, self.options, (*kinds, kind))
             if tiled and self._may_gain(kind, tiled):
                 before = self.best
-                failures.append(self._try(tiled))
+                if kind == MLP or not self._are_hopeless(solvers, tiled):
+                    failures.append(self._try(tiled))
                 kinds = (*kinds, kind) if self.best is None or self.best is not before else kinds
         if self.best is None:
             raise min((error for error in failures if error is not None), key=_missing)
         solver, outcome = self.best
-        return solver, replace(outcome, bound_seconds=min(self.bound_seconds, outcome.bound_seconds))
+        return solver, replace(asked(outcome), bound_seconds=min(self.bound_seconds, outcome.bound_seconds))
+
+    def _are_too_large(self, solvers: Sequence[Solver]) -> bool:
+        """Return whether some tensor that pieces would never make is too large for a device in any layout."""
+        if not any(with_pieces(solvers, self.options, (kind,)) for kind in (LOSS, MLP)):
+            return False
+        return all(one.is_too_large(self.restriction, dict(self.options.pin)) for one in solvers)
+
+    def _are_hopeless(self, solvers: Sequence[Solver], tiled: Sequence[Solver]) -> bool:
+        """Return whether nothing fits yet, the smallest plans with losses in pieces do not, and MLPs may be besides."""
+        if self.best is not None or not with_pieces(solvers, self.options, (LOSS, MLP)):
+            return False
+        return not any(one.may_be_fitted(self.restriction, dict(self.options.pin), self.starts) for one in tiled)
 
     def _try(self, solvers: Sequence[Solver]) -> Exception | None:
         """Search plans, keep the best one, and return why there is none."""
@@ -90,6 +106,7 @@ class _Choice:
             starts = [*outcome.found[-1:], *starts]
             if outcome.fits:
                 solvers = [replaced(one, replace(one.search, cutoff_seconds=outcome.seconds)) for one in solvers]
+        solvers = [replaced(one, replace(one.search, asks_later=True)) for one in solvers]
         try:
             found = _searched(solvers, self.restriction, self.options, starts)
         except NOTHING as error:
