@@ -69,7 +69,8 @@ class _Choice:
 
     def fastest(self, solvers: Sequence[Solver]) -> Found:
         """Return the best of the plans with nothing in pieces, with losses, and with MLPs besides."""
-        failures, kinds = [], ()
+        failures: list[Exception | None] = []
+        kinds: tuple[str, ...] = ()
         if not self._are_too_large(solvers):
             failures.append(self._try(solvers))
         for kind in (LOSS, MLP):
