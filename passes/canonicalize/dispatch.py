@@ -113,10 +113,11 @@ class _Region:
         if tensor_of(value)[0] in self.inside:
             return value
         key: object = self.group if _origin(value) == _origin(self.group) else value
-        if _width(value) == 1:
-            key = _origin(value)  # weights: what the backward makes again is what the forward dispatched
+        copies = rows_of_tokens.copied(value)
+        if _width(value) == 1 or copies is not None:
+            key = _origin(value)  # weights and tokens: what the backward makes again is what the forward dispatched
         if key not in self.dispatched:
-            if (copies := rows_of_tokens.copied(value)) is not None:
+            if copies is not None:
                 made = self._rows_of_tokens(copies.tokens(value), value)
             elif value.target is aten.index.Tensor and value.all_input_nodes[1:] == [self.group]:
                 made = call(value, aten.index.Tensor, value.args[0], [self._rows(self.group)])
