@@ -70,8 +70,8 @@ def _embedding_dw(grad: Like, index: Like, padding_idx: int, offset: int, rows: 
 
 
 def _grouped_mm(x: Like, weight: Like, group: Like, offset: int = 0) -> int:
-    """Return the sorted rows, what they give in that order, and the sort's own numbers."""
-    return (numel(x) + x.shape[0] * weight.shape[2]) * x.dtype.itemsize + numel(group) * SORTED_BYTES
+    """Return the sorted rows, or later what they give in that order, and the sort's own numbers."""
+    return max(numel(x), x.shape[0] * weight.shape[2]) * x.dtype.itemsize + numel(group) * SORTED_BYTES
 
 
 def _grouped_mm_dw(x: Like, grad: Like, group: Like, groups: int, offset: int = 0) -> int:

@@ -51,7 +51,7 @@ class _Region:
     def __init__(self, graph: fx.Graph, products: list[fx.Node], experts: int):
         self.graph, self.experts, self.products = graph, experts, set(products)
         self.group = operand(products[0], 2)
-        self.inside: dict[fx.Node, list[bool]] = {node: _rows_of_product(node) for node in products}  # which are rows
+        self.inside: dict[fx.Node, list[bool]] = {node: rows_of_product(node) for node in products}  # which are rows
         self.dispatched: dict[object, fx.Node] = {}
         self.dtype = products[0].meta["val"].dtype
         self._add_between()
@@ -64,7 +64,7 @@ class _Region:
         for node in self.graph.nodes:
             if not is_op(node) or node in self.products or not {tensor_of(a)[0] for a in tensor_arguments(node)} & made:
                 continue
-            is_rows = _rows_of(node, made)
+            is_rows = rows_of(node, made)
             if any(is_rows):
                 found[node] = is_rows
                 made.add(node)
@@ -189,7 +189,7 @@ def _width(node: fx.Node) -> int:
     return node.meta["val"][0].numel() if node.meta["val"].dim() and len(node.meta["val"]) else 0
 
 
-def _rows_of(node: fx.Node, made: set[fx.Node]) -> list[bool]:
+def rows_of(node: fx.Node, made: set[fx.Node]) -> list[bool]:
     """Return which arguments of an op are rows, given the ops that make some; none if it does not treat rows alike."""
     arguments = tensor_arguments(node)
     rule = rule_of(node)
@@ -202,7 +202,7 @@ def _rows_of(node: fx.Node, made: set[fx.Node]) -> list[bool]:
     return is_rows if is_made and makes and any(is_rows) and row_factor(node, rule, is_rows) else []
 
 
-def _rows_of_product(node: fx.Node) -> list[bool]:
+def rows_of_product(node: fx.Node) -> list[bool]:
     return [True, False, True] if node.target is autopar.grouped_mm.default else [True, True, True]
 
 
