@@ -60,7 +60,6 @@ from .passes.distribute.overlap import overlap
 from .passes.distribute.partition import partition
 from .passes.distribute.recompute import recompute
 from .passes.distribute.save_on_host import save_on_host
-from .passes.distribute.sort_rows import sort_rows
 from .passes.distribute.tile import tile
 from .passes.pipeline.compute_once import compute_once
 from .passes.pipeline.micro_batch import MicroBatched, micro_batch
@@ -171,7 +170,6 @@ RANK = (
          lambda here: here.plan.saved_on_host is not None, needs="--offload activations and little --memory"),
     Pass("loop", loop, lambda here: (here.plan.sharding.loops,), lambda here: bool(here.plan.sharding.loops),
          needs="--loops auto"),
-    Pass("sort_rows", sort_rows),
     Pass("lower_ops", lower_ops),
     Pass("bucket", bucket, lambda here: (here.plan.bucket_bytes, here.plan.overlaps)),
     Pass("by_tier", by_tier,

@@ -1,5 +1,5 @@
 """Replace canonical `autopar::*` ops of a local graph by the ATen ops that they stand for, and ATen ops that say how
-many rows there are where only run time knows.
+many rows there are where only run time knows. Rows of experts are sorted once for several products (sort_rows.py).
 
 A custom op costs 4 to 10 microseconds of dispatch a call, an ATen op about 3. The planner needs the canonical forms;
 once shapes are local they have served. An op is replaced only where the ATen op gives the same values with the same
@@ -15,13 +15,14 @@ from ...ir.graph import values_of
 from ...ops import autopar, packed_linear
 from ...rules.reading import bound
 from .emit import Builder
+from .sort_rows import sort_rows
 
 aten = torch.ops.aten
 
 
 def lower_ops(local: fx.GraphModule) -> fx.GraphModule:
     """Lower the canonical ops of a local graph in place and return the same module."""
-    graph, builder = local.graph, None
+    graph, builder = sort_rows(local).graph, None
     for node in list(graph.nodes):
         lower = LOWERINGS.get(node.target) if node.op == "call_function" else None
         if lower is None:
