@@ -203,6 +203,7 @@ def rows_of(node: fx.Node, made: set[fx.Node]) -> list[bool]:
 
 
 def rows_of_product(node: fx.Node) -> list[bool]:
+    """Return which arguments of a product are rows."""
     return [True, False, True] if node.target is autopar.grouped_mm.default else [True, True, True]
 
 
