@@ -39,6 +39,8 @@ def dispatch(graph_module: fx.GraphModule) -> fx.GraphModule:
         graph.eliminate_dead_code()
         mark_phases(graph)
         graph.lint()
+        for node in graph.nodes:  # which are rows was asked, and noted, while some groupings had no dispatch yet
+            node.meta.pop("rows", None)
         graph_module.graph = renumbered(graph)
     return graph_module
 

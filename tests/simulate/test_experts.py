@@ -15,6 +15,7 @@ from autopar.adapt import order
 from autopar.cost.compute import GROUPED, ComputeCost
 from autopar.errors import StrategyError
 from autopar.frontend.fake_parameters import forms_of
+from autopar.ir.graph import operand
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 from autopar.ops import autopar
@@ -22,6 +23,7 @@ from autopar.planner.spmd.plan import make_plan
 from autopar.planner.spmd.plan_options import PlanOptions
 from autopar.rules import rule_of, strategies
 from autopar.rules.experts import ONCE
+from autopar.rules.lookup import has_rows
 from autopar.simulate import step
 from autopar.simulate.compare import verify_plan
 from autopar.simulate.oracle import global_values, one_device_step, relative_error
@@ -248,6 +250,29 @@ def test_rows_are_sent_to_their_experts(ways):
     report = verify_plan(captured, plan, model, given)
     assert max(report.errors.values()) <= EXACT
     assert told >= sum(sent)
+
+
+class Layers(nn.Module):
+    """Several mixtures one after the other."""
+
+    def __init__(self, count: int, active: int):
+        super().__init__()
+        self.layers = nn.ModuleList(Mixture(4, active, seed=i) for i in range(count))
+
+    def forward(self, x):
+        return sum(layer(x) for layer in self.layers)
+
+
+@pytest.mark.parametrize("active", [1, 2])
+def test_every_layer_may_send_its_rows(active):
+    """Rows between the products of each layer, forward and backward, may be where their experts are."""
+    (x,) = inputs()
+    captured = compiler.trace(Layers(3, active), (x,))
+    products = [n for n in captured.graph.nodes if n.target in GROUPED]
+    assert len(products) == 18 and all(has_rows(a) for n in products for a in (operand(n), operand(n, 2)))
+    plan = make_plan(captured, Mesh.parse("ep=2"), PlanOptions(toy(link=1e6), strategy="expert", baselines=False))
+    owned = [name for name, s in plan.sharding.nodes.items() if any(x.owned_axes for x in s.inputs)]
+    assert {n.name for n in products} <= {*owned}
 
 
 @pytest.mark.sampled(1)
