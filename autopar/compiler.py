@@ -50,6 +50,7 @@ from .passes.canonicalize.grad_regions import grad_regions
 from .passes.canonicalize.rewrite import canonicalize
 from .passes.canonicalize.upcast import upcast
 from .passes.distribute import defer
+from .passes.distribute.beside_exchange import beside_exchange
 from .passes.distribute.bucket import bucket
 from .passes.distribute.by_tier import by_tier
 from .passes.distribute.in_place import in_place
@@ -171,6 +172,8 @@ RANK = (
     Pass("loop", loop, lambda here: (here.plan.sharding.loops,), lambda here: bool(here.plan.sharding.loops),
          needs="--loops auto"),
     Pass("lower_ops", lower_ops),
+    Pass("beside_exchange", beside_exchange, lambda here: (here.plan.sharding.exchanges,),
+         lambda here: bool(here.plan.sharding.exchanges), needs="experts whose rows are sent beside shared ones"),
     Pass("bucket", bucket, lambda here: (here.plan.bucket_bytes, here.plan.overlaps)),
     Pass("by_tier", by_tier,
          lambda here: (here.plan.sharding.mesh, here.plan.sharding.hierarchy, here.plan.reduce_scatter),

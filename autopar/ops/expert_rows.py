@@ -67,10 +67,10 @@ def counts_on_host(sent: Tensor, received: Tensor) -> Tensor:
 
 @custom_op("autopar::exchange_rows", mutates_args=())
 def exchange_rows(x: Tensor, counts: Tensor, is_way_back: bool, expected: int, group_name: str) -> Tensor:
-    """Send counts[0] rows of x to each device of a group and receive counts[1], on the way back the reverse;
-    `expected` ones where a graph is made."""
+    """Start to send counts[0] rows of x to each device of a group and to receive counts[1], on the way back the
+    reverse; `expected` ones where a graph is made. What is returned is to be waited for by `wait_tensor`."""
     sent, received = sizes(counts, is_way_back)
-    return c10d.wait_tensor(c10d.all_to_all_single(x, received, sent, group_name))
+    return c10d.all_to_all_single(x, received, sent, group_name)
 
 
 def sizes(counts: Tensor, is_way_back: bool) -> tuple[list[int], list[int]]:

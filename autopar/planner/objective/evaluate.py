@@ -35,6 +35,21 @@ class Looped:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """What runs while an exchange of experts' rows, the op `vertex`, is on its way
+    (autopar/planner/objective/beside_exchange.py): `ops` in their order, among them the `products` for which the others
+    are there. One of its `copies` takes `seconds` of the `stream` of its links."""
+
+    vertex: int
+    phase: str
+    seconds: float
+    stream: int
+    ops: tuple[int, ...]
+    products: tuple[int, ...]
+    copies: int
+
+
+@dataclass(frozen=True)
 class Transfer:
     """A redistribution that the plan makes: of which tensor, in which phase, from and to which layout, and the price of
     one of its `copies`, on average over the passes of a step, in `times` of which it is made. What is hidden may run
@@ -84,7 +99,7 @@ class Evaluation:
     """Cost of one complete choice, of a pass if a step has several. Bytes are per device, for the device that holds
     most."""
 
-    compute: dict[str, float]  # seconds by phase
+    compute: dict[str, float]  # seconds by phase, those of exchanges of rows among them but for what is `beside`
     transfers: list[Transfer]
     resident_bytes: float
     gradient_bytes: float
@@ -105,6 +120,7 @@ class Evaluation:
     whole_gradient_bytes: float = 0.0  # what gradients that wait for one reduction take beyond their shards
     reduces_once: bool = False  # gradients of several passes wait for one reduction
     gathers_once: bool = False  # copies of parameters that are kept serve all passes of a step
+    beside: tuple[Beside, ...] = ()  # exchanges of rows that products run beside
     on_host: tuple[HostValue, ...] = ()  # values that wait there, of which no bytes are in `saved`
     transient_bytes: float = 0.0  # one recomputed block, alive again during its backward
     uncharged_bytes: float = (
@@ -131,7 +147,12 @@ class Evaluation:
     @property
     def communication_seconds(self) -> float:
         """Return the seconds of every transfer in all its copies, whether hidden or not."""
-        return sum(t.alone_seconds * t.copies for t in self.every_transfer)
+        return sum(t.alone_seconds * t.copies for t in self.every_transfer) + self.travelling_seconds
+
+    @property
+    def travelling_seconds(self) -> float:
+        """Return the seconds of exchanges of rows that products run beside."""
+        return sum(one.seconds * one.copies for one in self.beside)
 
     @property
     def beside_seconds(self) -> float:
@@ -174,6 +195,8 @@ class Evaluation:
             load = found[t.phase].once if t.times < self.micro_batches else found[t.phase].every
             seconds = t.seconds * t.copies * (self.micro_batches if t.times < self.micro_batches else 1)
             load.add(t.split, seconds, t.is_hidden)
+        for one in self.beside:
+            found[one.phase].every.hidden[one.stream] += one.seconds * one.copies
         for phase in PHASES if self.on_host else ():  # there in the forward, back in the backward
             found[phase].every = replace(found[phase].every, host=self.host_seconds / 2)
         return found
