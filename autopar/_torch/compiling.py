@@ -64,7 +64,7 @@ def dependencies(graph: fx.Graph, is_product: Callable[[fx.Node], bool]) -> dict
         if node.target is functional.wait_tensor.default:
             if before is not None:
                 found[node] = [before]
-        elif getattr(node.target, "namespace", "") == functional.name:
+        elif getattr(node.target, "namespace", "") == functional.name or _is_waited_for(node):
             started.append(node)
         elif is_product(node) and isinstance(node.meta.get("val"), torch.Tensor):
             others = started if before is None else [*started, before]
@@ -72,6 +72,11 @@ def dependencies(graph: fx.Graph, is_product: Callable[[fx.Node], bool]) -> dict
                 found[node] = others
             before, started = node, []
     return found
+
+
+def _is_waited_for(node: fx.Node) -> bool:
+    """Return whether a node starts a collective, of whatever library."""
+    return any(user.target is torch.ops._c10d_functional.wait_tensor.default for user in node.users)
 
 
 def compiler_errors() -> tuple[type[Exception], ...]:

@@ -22,6 +22,23 @@ def inductor_options(options: Mapping[str, object]) -> dict[str, Any]:
     return torch._TorchCompileInductorWrapper(None, dict(options), None).config
 
 
+def lower_as_collective(op: torch._ops.OpOverload) -> None:
+    """Let Inductor take an op, whose first argument is sent, for the start of a collective: until the wait it writes
+    nothing else to the memory of what is sent."""
+    from torch._inductor import ir
+    from torch._inductor.lowering import add_layout_constraint, constrain_to_fx_strides, lowerings, register_lowering
+
+    if op in lowerings:
+        return
+    add_layout_constraint(op, constrain_to_fx_strides)
+
+    def start(sent, *others):
+        sent = ir.ExternKernel.require_contiguous(sent)
+        return ir.TensorBox.create(ir._CollectiveKernel.create_out_of_place(op, sent, *others))
+
+    register_lowering(op, type_promotion_kind=None)(start)
+
+
 @dataclass(frozen=True)
 class Replay:
     """Says how a program is recorded as a CUDA graph and replayed, where torch finds nothing that forbids it. `fixed`:

@@ -15,7 +15,7 @@ short are waited for at once. Only where collectives run beside compute.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
@@ -33,7 +33,8 @@ from .memory_timeline import LiveBytes, live_bytes
 from .pricer import Pricer
 from .step_order import Execution, moved_beside, step_order
 
-MOST_GIVEN_UP = 8  # times that exchanges at the peak of memory are given up, before all are
+GivenUp = Callable[[Evaluation, LiveBytes], Collection[Beside]]
+MOST_GIVEN_UP = 8  # times that exchanges are given up for memory, before all are
 
 
 def beside_exchanges(
@@ -70,26 +71,27 @@ def with_beside(e: Evaluation, found: Sequence[Beside]) -> Evaluation:
 
 
 def fitted(
-    problem: Problem,
-    e: Evaluation,
-    found: Sequence[Beside],
-    pricer: Pricer,
-    full_at: Callable[[Evaluation, LiveBytes], int | None],
+    problem: Problem, e: Evaluation, found: Sequence[Beside], pricer: Pricer, given_up: GivenUp
 ) -> Evaluation | None:
-    """Return a plan with as much of `found` beside its exchanges as fits, None if nothing does. `full_at`: the position
-    of the run at which memory is too short under a plan, None if it is not."""
+    """Return a plan with as much of `found` beside its exchanges as fits, None if nothing does. `given_up`: what of it
+    a plan with such a memory gives up, nothing if it fits."""
     left = [*found]
     for _ in range(MOST_GIVEN_UP):
         if not left:
             break
         tried = with_beside(e, left)
         live = live_bytes(problem, tried, pricer)
-        if (at := full_at(tried, live)) is None:
+        if not (more := given_up(tried, live)):
             return replace(tried, uncharged_bytes=live.peak_bytes - tried.charged_bytes)
-        full = live.order.runs[at].vertex
-        given_up = {problem.vertices[one.vertex].cls for one in left if full in (one.vertex, *one.ops)}
-        left = [one for one in left if problem.vertices[one.vertex].cls not in given_up] if given_up else []
+        left = [one for one in left if one not in more]
     return None
+
+
+def like_those_at(problem: Problem, some: Sequence[Beside], full: int) -> list[Beside]:
+    """Return the exchanges that are of a class with one that is on its way while the op of a vertex runs; all if none
+    is."""
+    at_work = {problem.vertices[one.vertex].cls for one in some if full in (one.vertex, *one.ops)}
+    return [one for one in some if problem.vertices[one.vertex].cls in at_work] or [*some]
 
 
 def exchanges_of(problem: Problem, e: Evaluation) -> tuple[BesideExchange, ...]:
@@ -147,7 +149,7 @@ class _Layer:
             return
         self._read()
         candidates = [(one, self._nearest(one)) for one in self.exchanges]
-        for one, products in sorted(candidates, key=lambda pair: sum(map(self._seconds, pair[1]))):
+        for one, products in sorted(candidates, key=lambda pair: self._choice(*pair)):
             for product in products:
                 if one.covered < one.seconds and product not in self.moved:
                     self._take(one, product)
@@ -161,14 +163,18 @@ class _Layer:
 
     def _nearest(self, one: _Travelling) -> list[Execution]:
         """Return the products of the layer that neither make rows nor read them, the nearest first."""
-        place = {run: i for i, run in enumerate(self.runs)}
         around = _reached(one.run, self.reads) | _reached(one.run, self.readers)
         found = [run for run in self.runs if is_product(self.problem.vertices[run.vertex].node) and run not in around]
-        return sorted(found, key=lambda run: abs(place[run] - place[one.run]))
+        return sorted(found, key=lambda run: abs(self.place[run] - self.place[one.run]))
+
+    def _choice(self, one: _Travelling, products: Sequence[Execution]) -> tuple[float, int]:
+        """Return how much an exchange has to choose from, and of as much how far that is."""
+        apart = [abs(self.place[run] - self.place[one.run]) for run in products[:1]]
+        return sum(map(self._seconds, products)), sum(apart)
 
     def _read(self) -> None:
         """Find out which ops of the layer each one reads, and by which it is read."""
-        here = set(self.runs)
+        here = self.place = {run: i for i, run in enumerate(self.runs)}
         self.reads: dict[Execution, list[Execution]] = {run: [] for run in self.runs}
         self.readers: dict[Execution, list[Execution]] = {run: [] for run in self.runs}
         for run in self.runs:

@@ -25,8 +25,8 @@ from ...plans.plan import Plan
 from ...rules.register import suggestion
 from ...utils.gc_pause import paused_collector
 from ..objective import loops
-from ..objective.beside_exchange import beside_exchanges, choices_of, fitted
-from ..objective.evaluate import Evaluation
+from ..objective.beside_exchange import beside_exchanges, choices_of, fitted, like_those_at
+from ..objective.evaluate import Beside, Evaluation
 from ..objective.memory_timeline import LiveBytes
 from ..objective.pricer import Pricer
 from ..objective.tail_cost import NO_TAIL, tail_cost
@@ -249,12 +249,13 @@ def with_exchanges(chosen: Outcome, options: PlanOptions) -> Outcome:
         return chosen
     most_bytes = max(e.bytes_, options.memory_bytes or options.hardware.memory_bytes)
 
-    def full_at(_: Evaluation, live: LiveBytes) -> int | None:
-        return live.peak_at if live.peak_bytes > most_bytes else None
+    def given_up(tried: Evaluation, live: LiveBytes) -> list[Beside]:
+        full = live.order.runs[live.peak_at].vertex
+        return like_those_at(problem, tried.beside, full) if live.peak_bytes > most_bytes else []
 
     best = chosen
     for found in choices_of(beside_exchanges(problem, e, pricer, options.hardware)):
-        other = fitted(problem, e, found, pricer, full_at)
+        other = fitted(problem, e, found, pricer, given_up)
         if other is not None:
             one = replace(chosen, evaluation=other, searched=chosen.searched or chosen)
             best = one if one.seconds < best.seconds else best
