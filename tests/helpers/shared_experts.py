@@ -52,7 +52,13 @@ class SharedExperts(nn.Module):
     """Such layers between two linear ones, and a loss."""
 
     def __init__(
-        self, layers: int = 2, experts: int = 4, active: int = 2, first: bool = False, gated: bool = False, seed: int = 0
+        self,
+        layers: int = 2,
+        experts: int = 4,
+        active: int = 2,
+        first: bool = False,
+        gated: bool = False,
+        seed: int = 0,
     ):
         super().__init__()
         torch.manual_seed(seed)

@@ -28,17 +28,15 @@ from .pricer import Pricer
 
 @dataclass(frozen=True)
 class Looped:
-    """A transfer goes round beside products (autopar/planner/objective/loops.py), which takes it so many seconds less
-    than by itself."""
+    """A transfer goes round beside products (see loops.py), which takes it so many seconds less than by itself."""
 
     beside_seconds: float
 
 
 @dataclass(frozen=True)
 class Beside:
-    """What runs while an exchange of experts' rows, the op `vertex`, is on its way
-    (autopar/planner/objective/beside_exchange.py): `ops` in their order, among them the `products` for which the others
-    are there. One of its `copies` takes `seconds` of the `stream` of its links."""
+    """What runs while an exchange of experts' rows, the op `vertex`, is on its way (see beside_exchange.py): `ops` in
+    order, the `products` among them. One of its `copies` takes `seconds` of the `stream` of its links."""
 
     vertex: int
     phase: str
@@ -99,22 +97,20 @@ class Evaluation:
     """Cost of one complete choice, of a pass if a step has several. Bytes are per device, for the device that holds
     most."""
 
-    compute: dict[str, float]  # seconds by phase, those of exchanges of rows among them but for what is `beside`
+    compute: dict[str, float]  # seconds by phase, with exchanges of rows, but for what is `beside`
     transfers: list[Transfer]
     resident_bytes: float
     gradient_bytes: float
-    saved: dict[
-        tuple[int, int, Layout], float
-    ]  # saved for the backward: (vertex, output, layout) -> bytes of all copies
+    # saved for the backward: (vertex, output, layout) -> bytes of all copies
+    saved: dict[tuple[int, int, Layout], float]
     overlap: float = 0.0  # share of a second that is gained when hidden communication runs beside compute
     micro_batches: int = 1  # of a step
     streams: int = 1  # that compute, and classes of links
     retained: set[tuple[int, int, Layout]] = field(default_factory=set)  # copies for the backward
     choice: dict[int, int] = field(default_factory=dict)  # strategy of every vertex
     first: int = 0  # how the blocks that a compact graph leaves out decide, see Problem.copies
-    recomputed: dict[str, dict] = field(
-        default_factory=dict
-    )  # block -> level -> (step, copies that take it), see checkpoint_blocks.py
+    # block -> level -> (step, copies that take it), see checkpoint_blocks.py
+    recomputed: dict[str, dict] = field(default_factory=dict)
     recompute_seconds: float = 0.0  # of compute; what has to be moved again for it is in `recompute_transfers`
     parameter_seconds: float = 0.0  # of the optimizer, and of copies of parameters on the host
     whole_gradient_bytes: float = 0.0  # what gradients that wait for one reduction take beyond their shards
@@ -123,9 +119,8 @@ class Evaluation:
     beside: tuple[Beside, ...] = ()  # exchanges of rows that products run beside
     on_host: tuple[HostValue, ...] = ()  # values that wait there, of which no bytes are in `saved`
     transient_bytes: float = 0.0  # one recomputed block, alive again during its backward
-    uncharged_bytes: float = (
-        0.0  # what else is alive when memory peaks, less what of the rest is not (see memory_timeline.py)
-    )
+    # what else is alive when memory peaks, less what of the rest is not (see memory_timeline.py)
+    uncharged_bytes: float = 0.0
     peaks_early: bool = True  # whether memory peaks before most gradients are there
 
     @property

@@ -214,12 +214,8 @@ class _Lives:
         yield from self._collective_buffers()
         for v in self.problem.vertices:
             if v.kind == "input":
-                yield (
-                    TRANSIENT,
-                    0,
-                    len(self.order.runs),
-                    self._bytes(v.index, 0, self._layout(v.index, 0)) * self.copies[v.index],
-                )
+                bytes_ = self._bytes(v.index, 0, self._layout(v.index, 0)) * self.copies[v.index]
+                yield TRANSIENT, 0, len(self.order.runs), bytes_
         for travel in self.order.travels:
             if span := self._copy(travel):
                 yield span
