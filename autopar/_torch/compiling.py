@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from . import inductor
+
 
 def in_given_order(options: Mapping[str, Any], is_product: Callable[[fx.Node], bool]) -> dict[str, Any]:
     """Return arguments of torch.compile with which Inductor does not reorder the ops of a graph to save memory, and
@@ -46,7 +48,7 @@ def _ordered_pass(is_product: Callable[[fx.Node], bool]) -> object:
             preserve_node_ordering(graph, {node: OrderedSet(others) for node, others in behind.items()})
 
         def uuid(self) -> object:
-            return get_hash_for_files((__file__, inspect.getfile(is_product)))
+            return get_hash_for_files((__file__, inductor.__file__, inspect.getfile(is_product)))
 
     return InOrder()
 

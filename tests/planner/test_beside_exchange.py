@@ -67,8 +67,8 @@ def test_rows_hide_behind_nothing_but_what_runs_meanwhile():
 
 
 def test_order_of_ops():
-    """What is beside an exchange runs just before its rows are waited for, after what it reads, before what reads
-    it."""
+    """Ops beside an exchange run just before its rows are waited for, after those that they read, before those that
+    read them."""
     problem, e = planned().whole
     runs = step_order(problem, e).runs
     at = {(run.vertex, run.recomputed): i for i, run in enumerate(runs)}
@@ -82,7 +82,7 @@ def test_order_of_ops():
 
 
 def test_memory_is_that_of_the_order():
-    """Where everything does not fit, some exchanges are waited for; the plan holds what it says."""
+    """Some exchanges are waited for if everything does not fit; the plan holds what it says."""
     roomy = planned(3, recompute="none")
     problem, e = roomy.whole
     apart = live_bytes(problem, with_beside(e, ()), roomy.pricer).peak_bytes
@@ -102,7 +102,7 @@ def test_like_those_at():
 
 
 def test_latency_is_left_alone():
-    """Where a message takes as long without its bytes nothing is put beside it."""
+    """Nothing is put beside an exchange that takes as long without its bytes."""
     found = planned()
     slow = replace(found.options.hardware, links=(replace(found.options.hardware.links[0], latency_seconds=1.0),))
     assert not beside_exchanges(found.problem, with_beside(found.evaluation, ()), found.pricer, slow)

@@ -35,8 +35,8 @@ class Looped:
 
 @dataclass(frozen=True)
 class Beside:
-    """What runs while an exchange of experts' rows, the op `vertex`, is on its way (see beside_exchange.py): `ops` in
-    order, the `products` among them. One of its `copies` takes `seconds` of the `stream` of its links."""
+    """Ops that run while an exchange of experts' rows, that of `vertex`, is on its way (see beside_exchange.py): `ops`
+    in order, the `products` among them. One of its `copies` takes `seconds` of the `stream` of its links."""
 
     vertex: int
     phase: str
