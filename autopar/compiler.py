@@ -50,6 +50,7 @@ from .passes.canonicalize.grad_regions import grad_regions
 from .passes.canonicalize.rewrite import canonicalize
 from .passes.canonicalize.upcast import upcast
 from .passes.distribute import defer
+from .passes.distribute.beside_exchange import beside_exchange
 from .passes.distribute.bucket import bucket
 from .passes.distribute.by_tier import by_tier
 from .passes.distribute.in_place import in_place
@@ -97,11 +98,9 @@ class Local:
 
 
 def _export(model: nn.Module, call: ModelCall) -> Exported:
-    dtype = compute_dtype(call.precision)
+    how = call.loss_fn, call.forms, compute_dtype(call.precision), call.loss_alone, call.with_gradients
     with traced_as(call.device, call.around):
-        return export.export(
-            model, call.example_inputs, call.loss_fn, call.forms, dtype, call.loss_alone, call.with_gradients
-        )
+        return export.export(model, call.example_inputs, *how)
 
 
 def _explicit_casts(graph_module: fx.GraphModule, call: ModelCall) -> None:
@@ -171,6 +170,8 @@ RANK = (
     Pass("loop", loop, lambda here: (here.plan.sharding.loops,), lambda here: bool(here.plan.sharding.loops),
          needs="--loops auto"),
     Pass("lower_ops", lower_ops),
+    Pass("beside_exchange", beside_exchange, lambda here: (here.plan.sharding.exchanges,),
+         lambda here: bool(here.plan.sharding.exchanges), needs="rows of experts that are sent beside products"),
     Pass("bucket", bucket, lambda here: (here.plan.bucket_bytes, here.plan.overlaps)),
     Pass("by_tier", by_tier,
          lambda here: (here.plan.sharding.mesh, here.plan.sharding.hierarchy, here.plan.reduce_scatter),
@@ -382,9 +383,8 @@ def lower_stage(stage: Stage, micro: MicroBatched, plan: Plan, rank: int, check:
 def _shared(program: StageProgram) -> tuple:
     """Return what micro-batches of all sizes share: copies of parameters and gradients, by name, shape and layout."""
     made = output_node(program.copies.graph) if program.copies is not None else None
-    copies = (
-        [] if made is None else [(r.name, tuple(v.meta["val"].shape)) for v, r in zip(made.args[0], made.meta["roles"])]
-    )
+    leaving = () if made is None else zip(made.args[0], made.meta["roles"])
+    copies = [(role.name, tuple(value.meta["val"].shape)) for value, role in leaving]
     return copies, None if program.deferred is None else program.deferred.layouts
 
 

@@ -33,10 +33,10 @@ from .groups import (
     start_exchange,
     waited_for,
 )
-from .inductor import InductorProgram, Replay, inductor_options
+from .inductor import InductorProgram, Replay, inductor_options, lower_as_collective
 from .joint import joint_graph
 from .regions import no_autocast, without_dispatch_modes
-from .sizes import OpenSizes, export_open, open_mode, open_sizes, plain_size, run_open, size_of
+from .sizes import OpenSizes, export_open, open_mode, open_sizes, plain_size, run_open, size_of, traced_number
 from .tracing import (
     LATE_IMPORTS,
     as_if_eager,
@@ -55,14 +55,14 @@ from .tracing import (
 
 __all__ = [
     "total_norm_through", "unscale_through", "abort_groups", "broadcasts", "collectives_on_their_way",
-    "default_store", "group_of", "set_group_timeout", "start_all_to_all", "start_exchange",
-    "waited_for",
+    "default_store", "group_of", "set_group_timeout", "start_all_to_all", "start_exchange", "waited_for",
     "fake_mode", "fake_tensor", "fake_twin", "is_fake", "storage_key", "weak_storage", "joint_graph",
-    "compiler_errors", "in_given_order", "InductorProgram", "Replay", "inductor_options", "TorchDispatchMode",
-    "tree_flatten", "tree_map", "tree_unflatten", "no_autocast", "without_dispatch_modes", "OpenSizes", "export_open",
-    "open_mode", "open_sizes", "plain_size", "run_open", "size_of", "as_if_eager", "as_if_exported", "functionalized",
-    "hooks_of_all_modules", "lazy_code", "LATE_IMPORTS", "move_hooks", "moves_of_modules", "own_progress_lock",
-    "flex_attention_by", "plain_checkpoints", "transforms", "without_prints", "without_torch_functions",
+    "compiler_errors", "in_given_order", "InductorProgram", "Replay", "inductor_options", "lower_as_collective",
+    "TorchDispatchMode", "tree_flatten", "tree_map", "tree_unflatten", "no_autocast", "without_dispatch_modes",
+    "OpenSizes", "traced_number", "export_open", "open_mode", "open_sizes", "plain_size", "run_open", "size_of",
+    "as_if_eager", "as_if_exported", "functionalized", "hooks_of_all_modules", "lazy_code", "LATE_IMPORTS",
+    "move_hooks", "moves_of_modules", "own_progress_lock", "flex_attention_by", "plain_checkpoints", "transforms",
+    "without_prints", "without_torch_functions",
 ]  # fmt: skip
 
 aten = torch.ops.aten

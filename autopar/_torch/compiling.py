@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from . import inductor
+
 
 def in_given_order(options: Mapping[str, Any], is_product: Callable[[fx.Node], bool]) -> dict[str, Any]:
     """Return arguments of torch.compile with which Inductor does not reorder the ops of a graph to save memory, and
@@ -46,7 +48,7 @@ def _ordered_pass(is_product: Callable[[fx.Node], bool]) -> object:
             preserve_node_ordering(graph, {node: OrderedSet(others) for node, others in behind.items()})
 
         def uuid(self) -> object:
-            return get_hash_for_files((__file__, inspect.getfile(is_product)))
+            return get_hash_for_files((__file__, inductor.__file__, inspect.getfile(is_product)))
 
     return InOrder()
 
@@ -64,7 +66,7 @@ def dependencies(graph: fx.Graph, is_product: Callable[[fx.Node], bool]) -> dict
         if node.target is functional.wait_tensor.default:
             if before is not None:
                 found[node] = [before]
-        elif getattr(node.target, "namespace", "") == functional.name:
+        elif getattr(node.target, "namespace", "") == functional.name or _is_waited_for(node):
             started.append(node)
         elif is_product(node) and isinstance(node.meta.get("val"), torch.Tensor):
             others = started if before is None else [*started, before]
@@ -72,6 +74,11 @@ def dependencies(graph: fx.Graph, is_product: Callable[[fx.Node], bool]) -> dict
                 found[node] = others
             before, started = node, []
     return found
+
+
+def _is_waited_for(node: fx.Node) -> bool:
+    """Return whether a node starts a collective, of whatever library."""
+    return any(user.target is torch.ops._c10d_functional.wait_tensor.default for user in node.users)
 
 
 def compiler_errors() -> tuple[type[Exception], ...]:

@@ -22,6 +22,33 @@ def inductor_options(options: Mapping[str, object]) -> dict[str, Any]:
     return torch._TorchCompileInductorWrapper(None, dict(options), None).config
 
 
+def lower_as_collective(op: torch._ops.OpOverload) -> None:
+    """Let Inductor take an op, whose first argument is sent, for the start of a collective, of which only run time
+    knows how much comes: until the wait it writes nothing else to the memory of what is sent."""
+    from torch._inductor import ir
+    from torch._inductor.lowering import add_layout_constraint, constrain_to_fx_strides, lowerings, register_lowering
+    from torch._inductor.virtualized import V
+
+    if op in lowerings:
+        return
+
+    class Started(ir._CollectiveKernel):
+        def codegen_size_asserts(self, wrapper) -> None:
+            """Check nothing: sizes are read off the result."""
+
+    def start(sent, *others):
+        sent = ir.ExternKernel.require_contiguous(sent)
+        with V.graph.fake_mode:
+            value, tensors, constants, rebuild, symbols = Started.process_kernel(op, sent, *others)
+        for tensor in tensors:
+            tensor.realize()
+        layout = Started.tensor_to_layout(value)
+        return ir.TensorBox.create(Started(layout, op, tensors, constants, rebuild, unbacked_bindings=symbols))
+
+    add_layout_constraint(op, constrain_to_fx_strides)
+    register_lowering(op, type_promotion_kind=None)(start)
+
+
 @dataclass(frozen=True)
 class Replay:
     """Says how a program is recorded as a CUDA graph and replayed, where torch finds nothing that forbids it. `fixed`:

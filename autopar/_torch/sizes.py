@@ -169,3 +169,14 @@ def _numbers(value: Any) -> Iterable[torch.SymInt]:
     values = value if isinstance(value, (tuple, list)) else (value,)
     sizes = (size for v in values for size in (v.shape if isinstance(v, torch.Tensor) else (v,)))
     return (size for size in sizes if isinstance(size, torch.SymInt))
+
+
+def traced_number(expected: int) -> int:
+    """Return the number of rows that a custom op makes where only run time knows it: a symbol where a graph is traced
+    whose sizes may be symbols, else how many are expected. Call it in the fake kernel of the op."""
+    from torch._subclasses.fake_tensor import DynamicOutputShapeException
+
+    try:
+        return torch.library.get_ctx().new_dynamic_size()  # type: ignore[return-value]  # a SymInt
+    except DynamicOutputShapeException:
+        return expected

@@ -62,12 +62,31 @@ def exchange_seconds(node: fx.Node, strategy: Strategy, mesh: Mesh, hardware: Ha
     axes = exchange_axes(node, strategy, mesh)
     if not axes:
         return 0.0
-    links = [hardware.links_for(mesh)[axis] for axis in axes]
-    speed = min(link.all_to_all_bytes_per_second or link.bytes_per_second for link in links)
+    latency, travel = _on_links(node, strategy, mesh, hardware, axes)
     flags = goes_once(node, strategy.choice) and node.target not in BACK and node.meta["phase"] == "forward"
     messages = 1 + (node.meta["val"].dim() == 1) + flags
-    seconds = messages * max(l.latency_seconds for l in links) + exchange_bytes(node, strategy, mesh) / speed
-    return seconds + _through_memory_bytes(node, strategy, mesh, axes) / hardware.reached_memory_bytes_per_second
+    through_memory = _through_memory_bytes(node, strategy, mesh, axes) / hardware.reached_memory_bytes_per_second
+    return messages * latency + travel + through_memory
+
+
+def link_seconds(node: fx.Node, strategy: Strategy, mesh: Mesh, hardware: Hardware) -> float:
+    """Return those seconds of an exchange of rows in which the rows are on their way, and a device may compute."""
+    return sum(_on_links(node, strategy, mesh, hardware, exchange_axes(node, strategy, mesh)))
+
+
+def is_all_latency(node: fx.Node, strategy: Strategy, mesh: Mesh, hardware: Hardware) -> bool:
+    """Return whether a message without rows would take at least half as long as those of an exchange do."""
+    latency, travel = _on_links(node, strategy, mesh, hardware, exchange_axes(node, strategy, mesh))
+    return travel <= latency
+
+
+def _on_links(
+    node: fx.Node, strategy: Strategy, mesh: Mesh, hardware: Hardware, axes: tuple[str, ...]
+) -> tuple[float, float]:
+    """Return the seconds of a message over some axes without bytes, and of the bytes of an exchange of rows."""
+    links = [hardware.links_for(mesh)[axis] for axis in axes]
+    speed = min(link.all_to_all_bytes_per_second or link.bytes_per_second for link in links)
+    return max(link.latency_seconds for link in links), exchange_bytes(node, strategy, mesh) / speed
 
 
 def _through_memory_bytes(node: fx.Node, strategy: Strategy, mesh: Mesh, axes: tuple[str, ...]) -> float:

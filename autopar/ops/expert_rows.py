@@ -13,6 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.library import custom_op
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .._torch import traced_number as traced
 
 c10d = torch.ops._c10d_functional
 
@@ -67,10 +70,10 @@ def counts_on_host(sent: Tensor, received: Tensor) -> Tensor:
 
 @custom_op("autopar::exchange_rows", mutates_args=())
 def exchange_rows(x: Tensor, counts: Tensor, is_way_back: bool, expected: int, group_name: str) -> Tensor:
-    """Send counts[0] rows of x to each device of a group and receive counts[1], on the way back the reverse;
-    `expected` ones where a graph is made."""
+    """Start to send counts[0] rows of x to each device of a group and to receive counts[1], on the way back the
+    reverse; `expected` ones where a graph is made. What is returned is to be waited for by `wait_tensor`."""
     sent, received = sizes(counts, is_way_back)
-    return c10d.wait_tensor(c10d.all_to_all_single(x, received, sent, group_name))
+    return c10d.all_to_all_single(x, received, sent, group_name)
 
 
 def sizes(counts: Tensor, is_way_back: bool) -> tuple[list[int], list[int]]:
@@ -82,6 +85,17 @@ def sizes(counts: Tensor, is_way_back: bool) -> tuple[list[int], list[int]]:
 def owner_of(group: Tensor, firsts: list[int]) -> Tensor:
     """Return the device that has the expert of each row."""
     return torch.bucketize(group, torch.tensor(firsts, dtype=group.dtype, device=group.device), right=True)
+
+
+_rows: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of traced counts, by the way that they say
+
+
+def rows_by(counts: Tensor, is_way_back: bool, expected: int) -> int:
+    """Return how many rows counts say where an op is traced, always the same for the same ones."""
+    known = _rows.setdefault(counts, {})
+    if is_way_back not in known:
+        known[is_way_back] = traced(expected)
+    return known[is_way_back]
 
 
 dispatch.register_fake(lambda x, group, experts: torch.empty_like(x))
@@ -96,6 +110,10 @@ def _(group, firsts):
     return order, torch.empty_like(order), group.new_empty(len(firsts) + 1, dtype=torch.int64)
 
 
-own_rows.register_fake(lambda group, firsts, device, expected: group.new_empty(expected, dtype=torch.int64))
+own_rows.register_fake(lambda group, firsts, device, expected: group.new_empty(traced(expected), dtype=torch.int64))
 counts_on_host.register_fake(lambda sent, received: sent.new_empty(2, len(sent), device="cpu"))
-exchange_rows.register_fake(lambda x, counts, is_way_back, expected, group_name: x.new_empty(expected, *x.shape[1:]))
+
+
+@exchange_rows.register_fake
+def _(x, counts, is_way_back, expected, group_name):
+    return x.new_empty(rows_by(counts, is_way_back, expected), *x.shape[1:])

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from .expert_rows import owner_of
+from .._torch import traced_number as traced
+from .expert_rows import owner_of, rows_by
 
 
 @custom_op("autopar::route_tokens", mutates_args=())
@@ -24,7 +25,8 @@ def route_tokens(
     owner = owner_of(group, firsts).view(-1, active)
     is_sent = torch.zeros(len(owner), len(firsts) + 1, dtype=torch.bool, device=group.device).scatter_(1, owner, True)
     is_again = (owner.unsqueeze(2) == owner.unsqueeze(1)).tril(-1).any(2)  # (token, row): one before is on its device
-    return is_sent.t().nonzero()[:, 1], (~is_again).view(-1)[order].to(torch.int8), is_sent.sum(0)
+    sent = is_sent.t().nonzero()[:, 1].clone()  # compiled code takes no view that begins anywhere
+    return sent, (~is_again).view(-1)[order].to(torch.int8), is_sent.sum(0)
 
 
 @custom_op("autopar::token_counts", mutates_args=())
@@ -46,11 +48,15 @@ def sum_rows(y: Tensor, place: Tensor, counts: Tensor, expected: int) -> Tensor:
 @route_tokens.register_fake
 def _(group, order, firsts, active, ways):
     tokens, flags = (
-        group.new_empty(len(group) // active * ways, dtype=torch.int64),
+        group.new_empty(traced(len(group) // active * ways), dtype=torch.int64),
         order.new_empty(len(order), dtype=torch.int8),
     )
     return tokens, flags, group.new_empty(len(firsts) + 1, dtype=torch.int64)
 
 
 token_counts.register_fake(lambda sent, flags, counts: sent.new_empty(2, len(sent), device="cpu"))
-sum_rows.register_fake(lambda y, place, counts, expected: y.new_empty(expected, *y.shape[1:]))
+
+
+@sum_rows.register_fake
+def _(y, place, counts, expected):
+    return y.new_empty(rows_by(counts, True, expected), *y.shape[1:])

@@ -20,7 +20,7 @@ import numpy as np
 from ..cost.compute import FREE
 from ..errors import MemoryInfeasibleError, StrategyError
 from ..plans.loops import loop_lines
-from ..plans.text import routing_lines
+from ..plans.routing import routing_lines
 from ..rules import Strategy
 from .explain_text import explain_text
 from .objective.evaluate import Evaluation

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..plans.pipeline_text import pipeline_line
 from ..plans.plan import Plan
-from ..plans.text import routing_lines
+from ..plans.routing import routing_lines
 from ..utils.format import byte_column, column, ms, percent, size, table
 from .explain_text import explain_text
 

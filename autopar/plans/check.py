@@ -43,6 +43,7 @@ def check_decisions(graph: fx.Graph, sharding: Sharding) -> None:
         (sharding.recomputed, early, "op of the forward"),
         (sharding.on_host, parameters, "parameter"),
         ({name for one in sharding.loops for name in one.products}, ops, "op"),
+        ({name for one in sharding.exchanges for name in (one.exchange, *one.products)}, ops, "op"),
         ({name for name, _, _ in sharding.kept}, ops | leaves, "tensor"),
     ):
         if unknown := sorted(set(names) - known):

@@ -127,12 +127,16 @@ class Offloaded:
 class Routing:
     """Rows of experts that are where their experts are. `load`: rows that the busiest device is assumed to get over the
     mean of all; `worst_peak_bytes`: its peak if it gets all rows of every layer, 0 of stages. `sent_bytes`: of a step,
-    by a device under balanced routing; `gathered_bytes`: if all devices got all tokens instead."""
+    by a device under balanced routing; `gathered_bytes`: if all devices got all tokens instead. `beside_seconds`: in
+    which rows are on their way while products are computed, of a step, in stages of the mean rank; `gained_seconds`: by
+    which the step is shorter so than if they were waited for at once."""
 
     load: float
     worst_peak_bytes: float
     sent_bytes: float
     gathered_bytes: float
+    beside_seconds: float = 0.0
+    gained_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

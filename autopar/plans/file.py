@@ -253,9 +253,12 @@ SHARDING: Kind = {
     "hierarchy": [(by_tier, [text], [text], count, count)],
     "layouts": [(rank, text)],
     "loops": [(by_tier, text, count, text, [text])],
+    "exchanges": [(text, [text])],
 }
 # What a file may leave out, and what it could be.
 NO_FLOPS: Json = {"model": 0.0, "dtype": "fp32", "peak_per_second": 0.0, "published": 0.0}
+NO_ROUTING: Json = {"load": 1.0, "worst_peak_bytes": 0.0, "sent_bytes": 0.0, "gathered_bytes": 0.0,
+                    "beside_seconds": 0.0, "gained_seconds": 0.0}  # fmt: skip
 NO_PROGRAM: Json = {"choices": 0, "excluded": 0, "decided": 0, "variables": 0, "proved": False}
 OPTIONAL: Json = {
     "reduce_dtype": "bf16",
@@ -270,7 +273,7 @@ OPTIONAL: Json = {
     "fp8": "",
     "unmade_bytes": 0.0,
     "beside_seconds": 0.0,
-    "routing": {"load": 1.0, "worst_peak_bytes": 0.0, "sent_bytes": 0.0, "gathered_bytes": 0.0},
+    "routing": NO_ROUTING,
     "saved_on_host": {"values": [], "bytes_": 0.0, "seconds": 0.0, "exposed_seconds": 0.0},
     "update_seconds": 0.0,
     "flops": NO_FLOPS,
@@ -305,7 +308,8 @@ SCHEMA: Kind = {
     "flops": {"model": amount, "dtype": text, "peak_per_second": amount, "published": amount},
     "program": {"choices": count, "excluded": count, "decided": count, "variables": count, "proved": flag},
     "outputs": [{"name": text, "shape": [count], "layout": text, "wire_bytes": amount, "seconds": amount}],
-    "routing": {"load": amount, "worst_peak_bytes": amount, "sent_bytes": amount, "gathered_bytes": amount},
+    "routing": {"load": amount, "worst_peak_bytes": amount, "sent_bytes": amount, "gathered_bytes": amount,
+                "beside_seconds": amount, "gained_seconds": amount},
     "unmade_bytes": amount, "beside_seconds": amount, "packed": count, "fp8": text,
     "attentions": [{"name": text, "copies": size, "scheme": text, "pairs": amount, "balance": amount,
                     "sent_bytes": amount}],
@@ -331,10 +335,12 @@ SCHEMA: Kind = {
 
 
 def _in_full(body: Json) -> Json:
-    """Return a plan's data with what its alternatives and its sharding leave out."""
+    """Return a plan's data with what its alternatives, its sharding and its routing leave out."""
     rows, sharding = body.get("alternatives"), body.get("sharding")
     if isinstance(sharding, dict):
-        body = body | {"sharding": {"loops": []} | sharding}
+        body = body | {"sharding": {"loops": [], "exchanges": []} | sharding}
+    if isinstance(routing := body.get("routing"), dict):
+        body = body | {"routing": NO_ROUTING | routing}
     if not isinstance(rows, list):
         return body
     return body | {"alternatives": [OF_ALTERNATIVES | row if isinstance(row, dict) else row for row in rows]}

@@ -44,6 +44,15 @@ class Loop:
 
 
 @dataclass(frozen=True)
+class BesideExchange:
+    """An exchange of experts' rows and the products that are computed while they travel
+    (passes/distribute/beside_exchange.py): names of op nodes."""
+
+    exchange: str
+    products: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Sharding:
     """All decisions for one joint graph.
 
@@ -57,6 +66,7 @@ class Sharding:
     on_host: placeholders whose local value arrives in the host's memory; what is their gradient leaves to there.
     hierarchy: collectives that go one tier of links after the other.
     loops: collectives that go round beside products.
+    exchanges: exchanges of experts' rows that have products beside them.
     """
 
     mesh: Mesh
@@ -70,6 +80,7 @@ class Sharding:
     on_host: frozenset[str] = field(default_factory=frozenset)
     hierarchy: Hierarchy = field(default_factory=dict)
     loops: tuple[Loop, ...] = ()
+    exchanges: tuple[BesideExchange, ...] = ()
 
     @cached_property
     def redistributor(self) -> Redistributor:

@@ -9,7 +9,7 @@ from ..hardware.profile import Link
 from ..ir.layout import Layout
 from ..ir.mesh import Mesh
 from .file import Json
-from .sharding import Loop, NodeSharding, Sharding
+from .sharding import BesideExchange, Loop, NodeSharding, Sharding
 
 
 def sharding_to_json(sharding: Sharding) -> Json:
@@ -26,6 +26,7 @@ def sharding_to_json(sharding: Sharding) -> Json:
     leaves = {name: number(layout) for name, layout in sorted(sharding.leaves.items())}
     outputs = [number(x) for x in sharding.outputs]
     kept = sorted([name, index, number(layout)] for name, index, layout in sharding.kept)
+    exchanges = [[x.exchange, [*x.products]] for x in sharding.exchanges]
     loops = [[x.kind, x.tensor, number(x.layout), x.phase, [*x.products]] for x in sharding.loops]
     return {
         "links": {
@@ -40,7 +41,7 @@ def sharding_to_json(sharding: Sharding) -> Json:
         "on_host": sorted(sharding.on_host),
         "hierarchy": [[x.kind, [*x.outer], [*x.inner], x.from_bytes, x.to_bytes] for x in sharding.hierarchy.values()],
         "layouts": [[len(layout.dims), layout.text()] for layout in numbers],
-    } | ({"loops": loops} if loops else {})
+    } | {key: some for key, some in (("loops", loops), ("exchanges", exchanges)) if some}
 
 
 def sharding_from_json(data: Json, mesh: Mesh) -> Sharding:
@@ -79,6 +80,7 @@ def sharding_from_json(data: Json, mesh: Mesh) -> Sharding:
             Loop(kind, tensor, layouts[number], phase, tuple(products))
             for kind, tensor, number, phase, products in data.get("loops", ())
         ),
+        tuple(BesideExchange(exchange, tuple(products)) for exchange, products in data.get("exchanges", ())),
     )
 
 

@@ -13,6 +13,7 @@ from .entries import Alternative, Region
 from .file import MEMORY_KINDS
 from .loops import loop_lines
 from .pipeline_text import pipeline_lines
+from .routing import routing_lines
 from .wording import wording
 
 if TYPE_CHECKING:
@@ -124,20 +125,6 @@ def _packed(plan: Plan) -> list[str]:
     return [
         f"documents packed into rows: {readers} their numbers instead of a mask of all pairs; priced as if a row were "
         "one document"
-    ]
-
-
-def routing_lines(plan: Plan) -> list[str]:
-    """Return lines on how experts' rows are assumed to be routed, what that sends and what the worst would hold; none
-    if no rows are sent to experts."""
-    if plan.routing is None:
-        return []
-    r = plan.routing
-    held = f"; peak {size(plan.peak_bytes)} so, {size(r.worst_peak_bytes)} if one device got all rows of its group"
-    return [
-        f"experts: the busiest device is assumed to get {r.load:.2f} times the mean of the rows"
-        + (held if r.worst_peak_bytes else ""),
-        f"rows of experts: {size(r.sent_bytes)} sent by a device, {size(r.gathered_bytes)} if all tokens were gathered",
     ]
 
 

@@ -45,7 +45,13 @@ def wording(plan: Plan) -> Wording:
 def _bound_of_strategy(plan: Plan) -> str:
     of_these = "" if plan.strategy == "auto" else f" of {plan.strategy}"
     without = " without loops" if plan.sharding.loops else ""
-    return f"no plan{of_these}{without} takes less than {ms(plan.bound)}"
+    waiting = " that waits for its rows" if plan.sharding.exchanges else ""
+    return f"no plan{of_these}{without}{waiting} takes less than {ms(plan.bound)}"
+
+
+def _bound_of_stages(plan: Plan) -> str:
+    waiting = " where rows are waited for" if plan.sharding.exchanges else ""
+    return f"an even split without waiting takes {ms(plan.bound)} or more{waiting}"
 
 
 def _batches(plan: Plan) -> list[str]:
@@ -76,7 +82,7 @@ STAGED = Wording(
     bound_row="even and without waiting",
     sent="sent inside of stages, by one rank of each",
     called="collectives inside of stages, of one rank of each",
-    bound=lambda plan: f"an even split without waiting takes {ms(plan.bound)} or more",
+    bound=_bound_of_stages,
     schedule=lambda plan: f", {plan.pipeline.schedule} with {plan.micro_batches} micro-batches",
     batching=pipeline_line,
     progress=pipeline_line,

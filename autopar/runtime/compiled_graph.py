@@ -62,6 +62,7 @@ class _ByInductor:
     def __init__(self, module: fx.GraphModule, phase: str, options: Mapping[str, Any], open_dims: OpenDims) -> None:
         self.module, self.phase, self.open_dims = module, phase, open_dims
         self.options = _torch.inductor_options(options)
+        _torch.lower_as_collective(autopar.exchange_rows.default)
         self.replay = _replay(module, phase) if self.options.get(CUDA_GRAPHS) else None
         self.options[CUDA_GRAPHS] = self.replay is not None
         self.leaving = _leaving(module) if self.replay else ()

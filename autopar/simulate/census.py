@@ -1,33 +1,36 @@
 """Count the bytes that travel beside compute: in a plan, in a rank's graphs, in the programs that Inductor makes of
 them.
 
-What may be hidden are collectives of parameters, which wait for nothing else, and those of gradients, for which nothing
-waits before the step ends. A collective is overlapped if a product of matrices, an attention or a convolution runs
-between its start and its wait: of a plan, between the places of its script where it is issued and wanted. Bytes are
-what a device sends, by the ring formulas, on all links together. So a plan and a graph agree if both hide the same
-bytes; what a bucket does to its members shows as a difference.
+What may be hidden are collectives of parameters, which wait for nothing else, those of gradients, for which nothing
+waits before the step ends, and, counted by themselves, exchanges of experts' rows. A collective is overlapped if a
+product of matrices, an attention or a convolution runs between its start and its wait: of a plan, between the places of
+its script where it is issued and wanted. Bytes are what a device sends, by the ring formulas, on all links together. So
+a plan and a graph agree if both hide the same bytes; what a bucket does to its members shows as a difference.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from .._torch import c10d
 from ..codegen.rank_program import LoweredProgram
+from ..cost.exchange import exchange_axes, exchange_bytes
 from ..ir.graph import operand, outputs_of
+from ..ops import autopar
 from ..passes.distribute.heavy_ops import HEAVY, is_heavy
 from ..passes.distribute.overlap import gathers_of, leading_out
+from ..planner.objective.evaluate import Beside, Evaluation
 from ..planner.objective.script import Script, StreamOf, scripts_of
-from ..planner.objective.step_order import Execution
+from ..planner.objective.step_order import Execution, step_order
 from ..planner.problem.problem import Problem
 from ..planner.spmd.planned import Planned
 
 CALL = re.compile(r"(?:extern_kernels|torch\.ops\.\w+)\.(\w+)")
-STARTED = re.compile(r"(?:(\w+) = )?torch\.ops\._c10d_functional\.(\w+?)_?\.\w+\((\w+)")
+STARTED = re.compile(r"(?:(\w+) = )?torch\.ops\.(?:_c10d_functional|autopar(?=\.exchange_rows))\.(\w+?)_?\.\w+\((\w+)")
 WAITED = re.compile(r"_c10d_functional\.wait_tensor\.default\((\w+)")
 
 
@@ -43,30 +46,58 @@ class Census:
 
 
 def of_plan(planned: Planned) -> Census:
-    """Count the bytes of a plan of one program."""
+    """Count the bytes of parameters and gradients in a plan of one program."""
     problem, evaluation = planned.whole
     return sum((_of_script(problem, s) for s in scripts_of(problem, evaluation, StreamOf(planned.pricer))), Census())
 
 
-def _of_script(problem: Problem, script: Script) -> Census:
-    works = [isinstance(p.source, Execution) and is_heavy(problem.vertices[p.source.vertex].node) for p in script.main]
+def exchanges_of_plan(planned: Planned) -> Census:
+    """Count the bytes of rows of experts in a plan of one program."""
+    (problem, e), overlapped = planned.whole, 0.0
+    for script in scripts_of(problem, e, StreamOf(planned.pricer)):
+        before = _works_before(problem, script)
+        for one in script.overlapped:
+            source = one.pieces[0].source
+            if isinstance(source, Beside) and one.wanted is not None and before[one.wanted] > before[one.issued]:
+                overlapped += _sent_bytes(problem, e, source.vertex)
+    runs = step_order(problem, e).runs
+    return Census(sum(_sent_bytes(problem, e, run.vertex) for run in runs), overlapped)
+
+
+def _sent_bytes(problem: Problem, e: Evaluation, vertex: int) -> float:
+    """Return the bytes of rows that a device sends for an op."""
+    node, strategy = problem.vertices[vertex].node, problem.choices(vertex).strategies[e.choice[vertex]]
+    is_exchange = bool(exchange_axes(node, strategy, problem.mesh))
+    return exchange_bytes(node, strategy, problem.mesh) if is_exchange else 0.0
+
+
+def _works_before(problem: Problem, script: Script) -> list[int]:
+    """Return by piece of the compute stream, and at the end, how many heavy ops come before it."""
     before = [0]
-    for work in works:
-        before.append(before[-1] + work)
+    for piece in script.main:
+        source = piece.source
+        is_work = isinstance(source, Execution) and is_heavy(problem.vertices[source.vertex].node)
+        before.append(before[-1] + is_work)
+    return before
+
+
+def _of_script(problem: Problem, script: Script) -> Census:
+    before = _works_before(problem, script)
     total = Census()
     for one in script.overlapped:
         for piece in one.pieces:
             if isinstance(piece.source, tuple):
                 travel, step = piece.source
                 sent = travel.transfer.bytes_ * step.wire_fraction
-                end = len(works) if one.wanted is None else one.wanted
+                end = len(script.main) if one.wanted is None else one.wanted
                 total += Census(sent, sent if before[end] > before[min(one.issued, end)] else 0.0)
     return total
 
 
-def of_graphs(program: LoweredProgram) -> Census:
-    """Count the bytes of a rank's forward and backward, one op after the other."""
-    hideable, total = hideable_of(program), Census()
+def of_graphs(program: LoweredProgram, hideable: Mapping[str, float] | None = None) -> Census:
+    """Count the bytes of a rank's forward and backward, one op after the other; `hideable` as of `hideable_of`, if
+    that is not meant."""
+    hideable, total = hideable_of(program) if hideable is None else hideable, Census()
     for part in (program.parts.forward, program.parts.backward):
         steps: list[Step] = []
         for node in part.graph.nodes if part is not None else ():
@@ -92,10 +123,17 @@ def hideable_of(program: LoweredProgram) -> dict[str, float]:
     return {node.name: node.meta["collective"].wire_bytes for node in found}
 
 
+def exchanges_in(program: LoweredProgram) -> dict[str, float]:
+    """Return the names of a rank's exchanges of experts' rows, and the bytes that each sends; without flags of rows."""
+    starts = [n for n in program.local.graph.nodes if n.target is autopar.exchange_rows.default]
+    sent = {n.name: n.meta["collective"] for n in starts}
+    return {name: one.wire_bytes for name, one in sent.items() if not one.tensor.endswith("_flags")}
+
+
 Step = tuple[str, str]  # a "start" or "wait" of a collective by name, or "work"
 
 
-def _of_steps(steps: Sequence[Step], hideable: dict[str, float]) -> Census:
+def _of_steps(steps: Sequence[Step], hideable: Mapping[str, float]) -> Census:
     """Count the bytes of collectives that are started and waited for in this order."""
     done, begun, total = 0, {}, Census()
     for what, name in steps:
@@ -109,7 +147,7 @@ def _of_steps(steps: Sequence[Step], hideable: dict[str, float]) -> Census:
     return total
 
 
-def of_compiled(lines: Sequence[str], module: fx.GraphModule, hideable: dict[str, float]) -> Census:
+def of_compiled(lines: Sequence[str], module: fx.GraphModule, hideable: Mapping[str, float]) -> Census:
     """Count the bytes of the program that Inductor wrote for a graph. Its collectives are those of the graph, in the
     same order."""
     starts = iter([n for n in module.graph.nodes if is_start(n)])
@@ -129,5 +167,6 @@ def of_compiled(lines: Sequence[str], module: fx.GraphModule, hideable: dict[str
 
 
 def is_start(node: fx.Node) -> bool:
-    """Return whether a node starts a collective of torch."""
-    return "_c10d_functional" in str(node.target) and node.target is not c10d.wait_tensor.default
+    """Return whether a node starts a collective of torch, or an exchange of rows."""
+    is_torchs = "_c10d_functional" in str(node.target) and node.target is not c10d.wait_tensor.default
+    return is_torchs or node.target is autopar.exchange_rows.default

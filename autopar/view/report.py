@@ -13,6 +13,7 @@ from ..plans.attentions import attention_table
 from ..plans.entries import Region
 from ..plans.loops import loop_lines
 from ..plans.plan import Plan
+from ..plans.routing import routing_lines
 from ..plans.text import (
     alternatives_table,
     costed,
@@ -22,7 +23,6 @@ from ..plans.text import (
     meshes_table,
     offloaded_lines,
     recomputed_lines,
-    routing_lines,
     tiled_lines,
     without_price,
 )

@@ -25,6 +25,11 @@ from .emit import Builder, Collective
 aten = torch.ops.aten
 
 
+def started_by(name: str) -> str:
+    """Return the name of the node that starts to send the rows of an op."""
+    return f"{name}_exchange_start"
+
+
 class RowExchange:
     """Adds these ops to one device's graph. Routes are made once for each grouping and layout."""
 
@@ -105,9 +110,9 @@ class RowExchange:
         """Send rows and receive `expected` others. `moved_bytes`: of the rows of a device, those for itself among
         them."""
         arguments = (x, counts, is_way_back, expected, ",".join(axes))
-        y = self.builder.call(autopar.exchange_rows.default, *arguments, name=f"{node.name}_exchange")
-        self.mark(y, moved_bytes, axes, node.name)
-        return y
+        started = self.builder.call(autopar.exchange_rows.default, *arguments, name=started_by(node.name))
+        self.mark(started, moved_bytes, axes, node.name)
+        return self.builder.call(c10d.wait_tensor.default, started, name=f"{node.name}_exchange")
 
     def mark(self, started: fx.Node, moved_bytes: float, axes: tuple[str, ...], tensor: str) -> None:
         """Say what a collective sends if experts get equal numbers of rows."""

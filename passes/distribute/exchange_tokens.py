@@ -14,6 +14,7 @@ import operator
 import torch
 from torch import fx
 
+from ..._torch import c10d
 from ...cost.exchange import BACK, devices_of_token, goes_once, token_sizes
 from ...ir.graph import bytes_of
 from ...ir.layout import local_shape
@@ -117,6 +118,7 @@ class TokenExchange:
             rows = len(group.meta["val"])
             flags = helper(group, autopar.exchange_rows.default, flags, counts, False, rows, ",".join(axes))
             self.rows.mark(flags, rows, axes, f"{group.name}_flags")
+            flags = helper(group, c10d.wait_tensor.default, flags)
             place = helper(group, aten.sub.Tensor, helper(group, aten.cumsum.default, flags, 0), 1)
             self.routes[key] = token, place, helper(group, autopar.token_counts.default, sent, flags, counts)
         return self.routes[key]

@@ -53,9 +53,9 @@ def absent_ranks(count: int) -> Iterator[str]:
         dist.destroy_process_group()
 
 
-def compiled_census(program, options=()) -> Census:
-    """Count the bytes beside compute in what Inductor makes of a rank's graphs."""
-    hideable, total = census.hideable_of(program), Census()
+def compiled_census(program, options=(), hideable=None) -> Census:
+    """Count the bytes beside compute in what Inductor makes of a rank's graphs; `hideable` as in census.of_graphs."""
+    hideable, total = census.hideable_of(program) if hideable is None else hideable, Census()
     with absent_ranks(program.parts.forward.meta["mesh"].devices) as name:
         for part in (program.parts.forward, program.parts.backward):
             bound = bind_groups(part, dict.fromkeys(group_names(part), name))

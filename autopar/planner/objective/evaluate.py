@@ -28,10 +28,23 @@ from .pricer import Pricer
 
 @dataclass(frozen=True)
 class Looped:
-    """A transfer goes round beside products (autopar/planner/objective/loops.py), which takes it so many seconds less
-    than by itself."""
+    """A transfer goes round beside products (see loops.py), which takes it so many seconds less than by itself."""
 
     beside_seconds: float
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Ops that run while an exchange of experts' rows, that of `vertex`, is on its way (see beside_exchange.py): `ops`
+    in order, the `products` among them. One of its `copies` takes `seconds` of the `stream` of its links."""
+
+    vertex: int
+    phase: str
+    seconds: float
+    stream: int
+    ops: tuple[int, ...]
+    products: tuple[int, ...]
+    copies: int
 
 
 @dataclass(frozen=True)
@@ -84,32 +97,30 @@ class Evaluation:
     """Cost of one complete choice, of a pass if a step has several. Bytes are per device, for the device that holds
     most."""
 
-    compute: dict[str, float]  # seconds by phase
+    compute: dict[str, float]  # seconds by phase, with exchanges of rows, but for what is `beside`
     transfers: list[Transfer]
     resident_bytes: float
     gradient_bytes: float
-    saved: dict[
-        tuple[int, int, Layout], float
-    ]  # saved for the backward: (vertex, output, layout) -> bytes of all copies
+    # saved for the backward: (vertex, output, layout) -> bytes of all copies
+    saved: dict[tuple[int, int, Layout], float]
     overlap: float = 0.0  # share of a second that is gained when hidden communication runs beside compute
     micro_batches: int = 1  # of a step
     streams: int = 1  # that compute, and classes of links
     retained: set[tuple[int, int, Layout]] = field(default_factory=set)  # copies for the backward
     choice: dict[int, int] = field(default_factory=dict)  # strategy of every vertex
     first: int = 0  # how the blocks that a compact graph leaves out decide, see Problem.copies
-    recomputed: dict[str, dict] = field(
-        default_factory=dict
-    )  # block -> level -> (step, copies that take it), see checkpoint_blocks.py
+    # block -> level -> (step, copies that take it), see checkpoint_blocks.py
+    recomputed: dict[str, dict] = field(default_factory=dict)
     recompute_seconds: float = 0.0  # of compute; what has to be moved again for it is in `recompute_transfers`
     parameter_seconds: float = 0.0  # of the optimizer, and of copies of parameters on the host
     whole_gradient_bytes: float = 0.0  # what gradients that wait for one reduction take beyond their shards
     reduces_once: bool = False  # gradients of several passes wait for one reduction
     gathers_once: bool = False  # copies of parameters that are kept serve all passes of a step
+    beside: tuple[Beside, ...] = ()  # exchanges of rows that products run beside
     on_host: tuple[HostValue, ...] = ()  # values that wait there, of which no bytes are in `saved`
     transient_bytes: float = 0.0  # one recomputed block, alive again during its backward
-    uncharged_bytes: float = (
-        0.0  # what else is alive when memory peaks, less what of the rest is not (see memory_timeline.py)
-    )
+    # what else is alive when memory peaks, less what of the rest is not (see memory_timeline.py)
+    uncharged_bytes: float = 0.0
     peaks_early: bool = True  # whether memory peaks before most gradients are there
 
     @property
@@ -131,7 +142,12 @@ class Evaluation:
     @property
     def communication_seconds(self) -> float:
         """Return the seconds of every transfer in all its copies, whether hidden or not."""
-        return sum(t.alone_seconds * t.copies for t in self.every_transfer)
+        return sum(t.alone_seconds * t.copies for t in self.every_transfer) + self.travelling_seconds
+
+    @property
+    def travelling_seconds(self) -> float:
+        """Return the seconds of exchanges of rows that products run beside."""
+        return sum(one.seconds * one.copies for one in self.beside)
 
     @property
     def beside_seconds(self) -> float:
@@ -174,6 +190,8 @@ class Evaluation:
             load = found[t.phase].once if t.times < self.micro_batches else found[t.phase].every
             seconds = t.seconds * t.copies * (self.micro_batches if t.times < self.micro_batches else 1)
             load.add(t.split, seconds, t.is_hidden)
+        for one in self.beside:
+            found[one.phase].every.hidden[one.stream] += one.seconds * one.copies
         for phase in PHASES if self.on_host else ():  # there in the forward, back in the backward
             found[phase].every = replace(found[phase].every, host=self.host_seconds / 2)
         return found

@@ -16,7 +16,7 @@ from ..problem.tiled import regions_named
 from ..problem.vertices import STATE, vertices_of
 from .checkpoint_blocks import taking
 from .checkpoint_min_cut import FULL, SELECTIVE, Key, Recomputation
-from .evaluate import Evaluation
+from .evaluate import Beside, Evaluation
 from .host_values import saved_on_device, saved_on_host, written_out
 
 
@@ -143,7 +143,14 @@ class _Writer:
         transfers = [one for t in e.transfers for one in self._transfers(t, choice)]
         saved = {key: bytes_ for key, bytes_ in saved.items() if bytes_ > 0.5}
         return self.problem, replace(
-            e, transfers=transfers, saved=saved, retained=retained, choice=choice, first=0, recomputed=recomputed
+            e,
+            transfers=transfers,
+            saved=saved,
+            retained=retained,
+            choice=choice,
+            first=0,
+            recomputed=recomputed,
+            beside=tuple(self._beside()),
         )
 
     def _before_recomputation(self) -> tuple[dict[Key, float], set[Key]]:
@@ -171,6 +178,13 @@ class _Writer:
                 if wanted == transfer.target and use.phase == transfer.phase:
                     readers.append(use.consumer)
             yield replace(transfer, producer=copy, consumers=tuple(readers), copies=1)
+
+    def _beside(self) -> Iterator[Beside]:
+        """Iterate over the exchanges of all copies of a block that have ops beside them."""
+        for one in self.evaluation.beside:
+            for copy, vertex in enumerate(self.unrolled[one.vertex]):
+                ops, products = (tuple(self.unrolled[v][copy] for v in some) for some in (one.ops, one.products))
+                yield replace(one, vertex=vertex, ops=ops, products=products, copies=1)
 
     def _recomputed(self) -> Iterator[tuple[str, dict]]:
         for block, levels in self.evaluation.recomputed.items():

@@ -208,17 +208,14 @@ class _Lives:
         for value in host_travels(self.problem, e, self.order):  # of the copies of a block one at a time is on its way
             yield SAVED, value.made, value.end, value.value.bytes_
             yield SAVED, value.start, value.last, value.value.bytes_
+        yield from self._beside_exchanges()
         yield from self._computing_copies()
         yield from self._gradients()
         yield from self._collective_buffers()
         for v in self.problem.vertices:
             if v.kind == "input":
-                yield (
-                    TRANSIENT,
-                    0,
-                    len(self.order.runs),
-                    self._bytes(v.index, 0, self._layout(v.index, 0)) * self.copies[v.index],
-                )
+                bytes_ = self._bytes(v.index, 0, self._layout(v.index, 0)) * self.copies[v.index]
+                yield TRANSIENT, 0, len(self.order.runs), bytes_
         for travel in self.order.travels:
             if span := self._copy(travel):
                 yield span
@@ -248,6 +245,14 @@ class _Lives:
                 if not run.recomputed and covered[tensor] > NEARLY_ALL * bytes_:
                     bytes_ = max(0.0, bytes_ - covered[tensor])
                 yield kind, i if v in never_made else self.first[i], max(i, last), bytes_
+
+    def _beside_exchanges(self):
+        """Iterate over the spans of what exchanges of rows fill, and of what these need, while ops run beside them."""
+        for one in self.evaluation.beside:
+            v, wait = one.vertex, self.run_of[one.vertex, False]
+            filled = sum(self._made_bytes(v, o, layout) for o, layout in enumerate(self.strategies[v].outputs))
+            inside = self.pricer.inside_bytes(self.problem.vertices[v], self.evaluation.choice[v])
+            yield TRANSIENT, wait - len(one.ops), wait - 1, filled + inside
 
     def _saved_as_views(self, saved) -> dict[tuple[int, int], float]:
         """Return the bytes of each tensor that views of it save, which lie in its memory unless they are copied (see

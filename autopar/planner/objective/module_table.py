@@ -51,6 +51,7 @@ def regions_of(problem: Problem, e: Evaluation, among: Collection[int] | None = 
         )
     )
     row_names: dict[int, str] = {}
+    beside = {one.vertex: one.seconds for one in e.beside}
     for v in problem.vertices:
         if v.kind not in ("op", "parameter", "buffer") or among is not None and v.index not in among:
             continue
@@ -65,7 +66,8 @@ def regions_of(problem: Problem, e: Evaluation, among: Collection[int] | None = 
             row["weights"][strategy.outputs[0].text() + " on the host" * strategy.on_host] += 1
         elif v.kind == "op":
             row["ops"] += 1
-            row["compute"] += float(choices.seconds[k])
+            row["compute"] += float(choices.seconds[k]) - beside.get(v.index, 0.0)
+            row["communication"] += beside.get(v.index, 0.0)
             if v.phase == "forward" and len(strategy.outputs[0].dims) >= 2:
                 row["activations"][strategy.outputs[0].text()] += problem.tensor_bytes[v.index, 0]
     for key, bytes_ in e.saved.items():

@@ -3,7 +3,8 @@ collectives run beside it.
 
 The compute stream works in the order of the step (autopar/planner/objective/step_order.py): ops, local copies, and
 collectives that it waits for, each where its first reader is. What is hidden is issued at one place of that order and
-waited for at another. Blocks of a deep model that a compact graph leaves out are written down as often as they run.
+waited for at another, as is an exchange of rows that has ops beside it. Blocks of a deep model that a compact graph
+leaves out are written down as often as they run.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from itertools import groupby
 from ...cost.redistribute import MoveStep
 from ..problem.multipliers import PHASES
 from ..problem.problem import Problem
-from .evaluate import Evaluation, Transfer
+from .evaluate import Beside, Evaluation, Transfer
 from .host_travels import HostTravel, host_travels
 from .step_order import Execution, StepOrder, Travel, step_order
 
 COMPUTES, HOST = 0, -1  # streams: the link to the host is one; collectives are on their classes' of links, from 1 on
-Source = Execution | tuple[Travel, MoveStep] | HostTravel
+Source = Execution | tuple[Travel, MoveStep] | HostTravel | Beside
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,7 @@ class _Writer:
         self.copied: dict[int, list[HostTravel]] = defaultdict(list)  # by run that makes a value or reads it first
         for travel in host_travels(problem, e, order):
             self.copied[(travel.sent if phase == PHASES[0] else travel.back) - self.begin].append(travel)
+        self.beside = {one.vertex: one for one in e.beside if one.phase == phase}
         self.recomputed_copies = {v: self.copies[v] for v in problem.made_again} | {
             v: n for levels in e.recomputed.values() for step, n in levels.values() for v in step.recomputed
         }
@@ -157,8 +159,10 @@ class _Writer:
                 waited[first].append((travel, seconds))
         at: list[int] = []  # by run, the piece of its segment that it is
         read_at: list[int] = []  # and before which it reads what travels beside compute
+        begins: list[int] = []  # and before which nothing is done for it
         for i, run in enumerate(self.runs):
             segment = segments[of_run[i]]
+            begins.append(len(segment.main))
             for travel, seconds in waited.pop(i, ()):
                 segment.main += self._in_line(travel, seconds / segment.copies)
             read_at.append(len(segment.main))
@@ -169,6 +173,9 @@ class _Writer:
             copies = [self._host_piece(travel, segment.copies) for travel in self.copied.get(i, ())]
             in_line = [] if self.e.overlap else copies
             segment.main += in_line if self.phase != PHASES[0] else []
+            if one := self._beside(run):
+                piece = Piece(one.stream, one.seconds * one.copies / segment.copies, one)
+                segment.overlapped.append((False, begins[i - len(one.ops)], len(segment.main), (piece,)))
             if op_seconds := self._op_seconds(run):
                 segment.main.append(Piece(COMPUTES, op_seconds / segment.copies, run))
             segment.main += in_line if self.phase == PHASES[0] else []
@@ -199,6 +206,10 @@ class _Writer:
                     segments[own].overlapped.append((is_before, issued, wanted, pieces))
         return segments
 
+    def _beside(self, run: Execution) -> Beside | None:
+        """Return what runs beside an exchange of rows, None if nothing does."""
+        return None if run.recomputed else self.beside.get(run.vertex)
+
     def _host_piece(self, travel: HostTravel, copies: int) -> Piece:
         """Return the copy of a value one way, in the mean of so many copies of its block."""
         return Piece(HOST, travel.value.seconds * travel.value.count / copies, travel)
@@ -217,7 +228,8 @@ class _Writer:
     def _op_seconds(self, run: Execution) -> float:
         """Return the seconds of an op in all its copies."""
         times = self.recomputed_copies.get(run.vertex, 0) if run.recomputed else self.copies[run.vertex]
-        return float(self.problem.choices(run.vertex).seconds[self.e.choice[run.vertex]]) * times
+        seconds = float(self.problem.choices(run.vertex).seconds[self.e.choice[run.vertex]]) * times
+        return seconds - one.seconds * one.copies if (one := self._beside(run)) else seconds
 
     def _seconds(self, t: Transfer) -> float:
         """Return the seconds of a transfer in all its copies, in the pass that is written down."""

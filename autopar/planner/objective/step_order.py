@@ -1,7 +1,9 @@
 """The order of a training step: which op runs when, and from when to when each transfer may travel.
 
 Ops run in graph order, forward then backward; those of recomputed blocks run again just before the backward first reads
-them. A copy that both the backward and what runs again read travels once.
+them. A copy that both the backward and what runs again read travels once. What is computed while rows of experts travel
+(autopar/planner/objective/beside_exchange.py) runs just before the exchange, which stands where its rows are waited
+for.
 A transfer may start once its source is made, but at most one block ahead of its first reader: a block's gathered
 parameters arrive while the block before it computes, and never those of the whole model at once. Buckets of them are
 sent one after the other (passes/distribute/overlap.py), so that most copies of a backward are there later than that.
@@ -10,7 +12,7 @@ sent one after the other (passes/distribute/overlap.py), so that most copies of 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -60,8 +62,10 @@ def step_order(problem: Problem, evaluation: Evaluation) -> StepOrder:
     """Return the order of the step that an evaluation describes."""
     in_pieces = {v: f"region {number}" for v, number in problem.made_again.items()}
     recomputed = in_pieces | recomputed_vertices(evaluation)
-    runs = tuple(_runs(problem, recomputed))
+    beside = {Execution(one.vertex, one.phase): [Execution(v, one.phase) for v in one.ops] for one in evaluation.beside}
+    runs = tuple(moved_beside(list(_runs(problem, recomputed)), beside))
     index = {(run.vertex, run.recomputed): i for i, run in enumerate(runs)}
+    starts = {(run.vertex, False): index[ops[0].vertex, False] for run, ops in beside.items()}
     first_backward = next((i for i, run in enumerate(runs) if run.phase == "backward"), len(runs))
     modules = _modules(problem, runs)
     blocks = _blocks(runs, modules)
@@ -74,6 +78,7 @@ def step_order(problem: Problem, evaluation: Evaluation) -> StepOrder:
             made = first_backward - 1
         read = [index[r] for r in readers if r in index]
         first, last = (min(read), max(read)) if read else (len(runs), len(runs))
+        first = min([first, *(starts[r] for r in readers if r in starts)])  # before the rows are sent
         start, held = (max(made + 1, ahead[first] if read else 0) for ahead in (one_block_ahead, one_module_ahead))
         return Travel(transfer, phase, start, held, first, last, recomputed)
 
@@ -89,6 +94,14 @@ def step_order(problem: Problem, evaluation: Evaluation) -> StepOrder:
         readers = [(c, c in in_pieces) for c in _backward_readers(problem, evaluation, t)]
         travels.append(travel(t, second[key_of(t)] + readers, True))
     return StepOrder(runs, tuple(sorted(travels, key=lambda t: (t.start, t.first))), blocks)
+
+
+def moved_beside(runs: Sequence[Execution], beside: Mapping[Execution, Sequence[Execution]]) -> list[Execution]:
+    """Return runs with those `beside` an exchange just before it."""
+    if not beside:
+        return [*runs]
+    moved = {run for ops in beside.values() for run in ops}
+    return [one for run in runs if run not in moved for one in (*beside.get(run, ()), run)]
 
 
 def _backward_readers(problem: Problem, e: Evaluation, t: Transfer) -> Iterator[int]:

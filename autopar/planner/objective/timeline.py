@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ...cost.exchange import exchange_axes, exchange_bytes
 from ...cost.redistribute import MoveStep
 from ...ir.graph import op_base_name
 from ..problem.multipliers import PHASES
 from ..problem.problem import Problem
-from .evaluate import Evaluation
+from .evaluate import Beside, Evaluation
 from .host_travels import HostTravel
 from .module_table import module_of
 from .player import Player
@@ -74,7 +75,7 @@ def simulate(problem: Problem, e: Evaluation, pricer: Pricer, slowdown: float | 
         e = replace(e, overlap=max(0.0, NOTHING_GAINED - slowdown))
     events, now = [], 0.0
     for phase, script in zip(PHASES, scripts_of(problem, e, StreamOf(pricer))):
-        writer = _Writer(problem, pricer, phase, now)
+        writer = _Writer(problem, e, pricer, phase, now)
         now += Player(script, e.overlap, writer.tell).play()
         events += writer.events
     busy = dict.fromkeys((COMPUTE, *problem.mesh.names, *((HOST_LINK,) if e.on_host else ())), 0.0)
@@ -87,8 +88,9 @@ def simulate(problem: Problem, e: Evaluation, pricer: Pricer, slowdown: float | 
 class _Writer:
     """Writes down what a player does in a phase that begins at `begin`."""
 
-    def __init__(self, problem: Problem, pricer: Pricer, phase: str, begin: float):
+    def __init__(self, problem: Problem, e: Evaluation, pricer: Pricer, phase: str, begin: float):
         self.problem, self.class_of, self.phase, self.begin = problem, pricer.prices.class_of, phase, begin
+        self.choice = e.choice
         self.events: list[Event] = []
         self.last: dict[int, int] = {}  # by piece its last event
 
@@ -114,6 +116,12 @@ class _Writer:
             return Event(
                 (HOST_LINK,), v.name, way, module_of(v), self.phase, start, seconds, value.bytes_, *value.key[:2]
             )
+        if isinstance(piece.source, Beside):
+            v = self.problem.vertices[piece.source.vertex]
+            strategy = self.problem.choices(v.index).strategies[self.choice[v.index]]
+            axes = exchange_axes(v.node, strategy, self.problem.mesh)
+            sent = exchange_bytes(v.node, strategy, self.problem.mesh)
+            return Event(axes, v.name, "all_to_all", module_of(v), self.phase, start, seconds, sent, v.index)
         travel, step = piece.source
         t, v = travel.transfer, self.problem.vertices[travel.transfer.producer]
         if piece.stream == COMPUTES:

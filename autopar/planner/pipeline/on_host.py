@@ -25,7 +25,7 @@ from ...schedule.played import Played
 from ..objective.checkpoint_blocks import Blocks, recomputed_vertices
 from ..objective.evaluate import Evaluation
 from ..objective.host_values import HostValue, may_wait_on_host, saved_on_host, taken
-from ..objective.memory_timeline import live_bytes
+from ..objective.memory_timeline import LiveBytes, live_bytes
 from ..problem.offload import ACTIVATIONS, AUTO
 from ..problem.problem import Problem
 from ..spmd.values_on_host import names_of
@@ -235,10 +235,11 @@ class _Where:
                     yield from self._readers(use.consumer, other)
 
 
-def evaluated_with(one: Candidate, e: Evaluation) -> PipelineCost:
-    """Evaluate a pipeline under another evaluation of its plan of the whole graph."""
+def evaluated_with(one: Candidate, e: Evaluation, live: LiveBytes | None = None) -> PipelineCost:
+    """Evaluate a pipeline under another evaluation of its plan of the whole graph; `live`: its memory, if it is
+    known."""
     cost = one.evaluated
-    return one.search.judged(one.inner, e, cost.pipeline, not cost.unmade_bytes)
+    return one.search.judged(one.inner, e, cost.pipeline, not cost.unmade_bytes, live)
 
 
 def _held_there(cost: PipelineCost) -> Played:

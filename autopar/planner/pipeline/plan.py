@@ -35,6 +35,7 @@ from ..spmd.outputs import outputs_in
 from ..spmd.plan_options import PlanOptions
 from ..spmd.planned import Planned
 from .baselines import evaluated_if_faster, experts
+from .beside_exchange import gained_seconds, with_exchanges
 from .estimate import Estimate
 from .evaluate import PipelineCost
 from .mapping import evaluated_if_near, mapped
@@ -107,6 +108,7 @@ def plan_pipeline(
         name: evaluated_if_faster(one, candidates[0].evaluated.step_seconds) for name, one in others.items()
     }  # never worse than one
     candidates = by_seconds([*candidates, *(one for one in others.values() if isinstance(one, Candidate))])
+    candidates[0] = with_exchanges(candidates[0])
     return described(candidates[0], candidates, captured, mesh, warnings, batch, others)
 
 
@@ -303,7 +305,7 @@ def described(
         recompute_seconds=inner.recompute_seconds * best.search.plans.share / ranks,
         update_seconds=evaluated.parameter_seconds,
         attentions=tuple(replace(one, sent_bytes=one.sent_bytes / ranks) for one in inner.attentions),
-        routing=_routing(inner.routing, ranks),
+        routing=_routing(best),
         flops=replace(inner.flops, model=inner.flops.model * sum(pipeline.shares) / sum(inner.pipeline.shares)),
         outputs=outputs_in(inner.sharding, best.inner.whole[0], best.inner.pricer, captured),
         shardings=stage_shardings(*best.inner.whole, pipeline.cuts, best.of_stage),
@@ -353,12 +355,15 @@ def _collectives(best: Candidate) -> tuple[Collective, ...]:
     )
 
 
-def _routing(inner: Routing | None, ranks: int) -> Routing | None:
-    """Return what is assumed of routing where the layers are on so many ranks."""
+def _routing(best: Candidate) -> Routing | None:
+    """Return what is assumed of routing where the layers are on several ranks."""
+    inner, pipeline = best.inner.plan.routing, best.evaluated.pipeline
     if inner is None:
         return None
-    sent, gathered = (bytes_ / ranks for bytes_ in (inner.sent_bytes, inner.gathered_bytes))
-    return replace(inner, worst_peak_bytes=0.0, sent_bytes=sent, gathered_bytes=gathered)
+    sent, gathered = (bytes_ / pipeline.ranks for bytes_ in (inner.sent_bytes, inner.gathered_bytes))
+    beside = best.inner.whole[1].travelling_seconds * sum(pipeline.shares) / pipeline.ranks
+    gained = gained_seconds(best)
+    return Routing(inner.load, 0.0, sent, gathered, beside_seconds=beside, gained_seconds=gained)
 
 
 def _alternative(name: str, one: Estimate | Candidate | AutoparError) -> Alternative:

@@ -86,12 +86,13 @@ class Parts:
         self.placement = problem.placement(cuts)
         self.found = [Part(no_work(e.streams), e.overlap, stretch) for _ in range(self.placement.count)]
         self.tied: list[SharedParameter] = []
+        self.beside = {one.vertex: one for one in e.beside}
         self.where = parts_of_nodes(self.placement)
         waiting = [t for t in e.transfers if t.phase == "forward" and t.times < pricer.micro_batches]
         self.once = {
             key_of(t): parts_of_transfer(self.problem, self.where, t) for t in waiting
         }  # by copy that all micro-batches share, the parts that make it
-        self.gradient_of = _gradients(problem.graph)
+        self.gradient_of = gradients_of(problem.graph)
         self._vertices()
         self._transfers(e.transfers)
         self._passing()
@@ -165,11 +166,14 @@ class Parts:
                 self.tied.append(SharedParameter(parts, dict(kinds), gradient))
 
     def _op(self, v: Vertex, seconds: float, mask: int) -> None:
-        """Charge an op to the parts that run it."""
+        """Charge an op to the parts that run it; of an exchange of rows what ops are beside goes beside compute."""
         kind, module = self._kind(v.node), v.node.meta.get("module", "")
         is_named = module and v.phase != "backward" and v.node not in self.placement.free
+        beside = self.beside.get(v.index)
         for part in self._charged(mask):
-            part.work[kind].compute += seconds
+            part.work[kind].compute += seconds - (beside.seconds if beside else 0.0)
+            if beside:
+                part.work[kind].every.hidden[beside.stream] += beside.seconds
             if is_named:
                 part.modules.append(module)
 
@@ -316,7 +320,7 @@ def parts_of_nodes(placement: StagePlacement) -> dict[fx.Node, int]:
     return where
 
 
-def _gradients(graph: fx.Graph) -> dict[fx.Node, str]:
+def gradients_of(graph: fx.Graph) -> dict[fx.Node, str]:
     """Return by node of the backward the parameter whose gradient alone follows from it, or SEVERAL."""
     output = output_node(graph)
     found: dict[fx.Node, str] = {}

@@ -53,7 +53,7 @@ class Outcome:
     program: DecidedProgram = DecidedProgram()  # what the integer program decided at the end
     is_limited: bool = False  # whether the fastest plan of all did not fit
     proved_at: tuple[Prices, ...] = ()  # prices that the bound is of, one for each way to reduce gradients, if known
-    without_loops: Outcome | None = None  # the plan before some of its collectives went round beside products
+    searched: Outcome | None = None  # the plan that the search found, before what travels was put beside products
     ask: Callable[[], Outcome] | None = None  # the integer program, if it has not had the last word yet
 
     @cached_property
@@ -74,13 +74,13 @@ class Outcome:
     @property
     def gap(self) -> float:
         """Return the relative gap between the plan's seconds and the bound."""
-        seconds = self.unlooped_seconds
+        seconds = self.searched_seconds
         return max(0.0, 1.0 - self.bound_seconds / seconds) if seconds else 0.0  # a model may compute nothing
 
     @property
-    def unlooped_seconds(self) -> float:
-        """Return the seconds of an average pass without loops, which the bound is of."""
-        return self.seconds if self.without_loops is None else self.without_loops.seconds
+    def searched_seconds(self) -> float:
+        """Return the seconds of an average pass of the plan that the search found, which the bound is of."""
+        return self.seconds if self.searched is None else self.searched.seconds
 
 
 def asked(outcome: Outcome) -> Outcome:

@@ -22,6 +22,7 @@ from ...plans.entries import Alternative, Collective
 from ...plans.pipeline import Pipeline
 from ...plans.plan import Plan
 from ...plans.sharding import NodeSharding, Sharding
+from ..objective.beside_exchange import exchanges_of
 from ..objective.checkpoint_blocks import recomputed_vertices
 from ..objective.checkpoint_min_cut import FULL
 from ..objective.evaluate import Evaluation, Transfer
@@ -71,7 +72,7 @@ def describe_plan(planned: Planned) -> Plan:
         recompute_seconds=e.recompute_seconds,
         exposed_seconds=max(0.0, chosen.exposed_seconds - exposed_seconds(chosen)),
         beside_seconds=e.beside_seconds,
-        bound=max(0.0, min(chosen.bound_seconds, chosen.unlooped_seconds)),
+        bound=max(0.0, min(chosen.bound_seconds, chosen.searched_seconds)),
         gap=chosen.gap,
         program=chosen.program,
         peak_bytes=planned.live_bytes.peak_bytes,
@@ -291,6 +292,7 @@ def _sharding(problem: Problem, e: Evaluation, pricer: Pricer) -> Sharding:
         frozenset(v.name for v in problem.vertices if strategy(v.index).on_host),
         pricer.prices.hierarchy,
         loops_of(problem, e),
+        exchanges_of(problem, e),
     )
 
 

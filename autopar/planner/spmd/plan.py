@@ -25,6 +25,9 @@ from ...plans.plan import Plan
 from ...rules.register import suggestion
 from ...utils.gc_pause import paused_collector
 from ..objective import loops
+from ..objective.beside_exchange import beside_exchanges, choices_of, fitted, like_those_at
+from ..objective.evaluate import Beside, Evaluation
+from ..objective.memory_timeline import LiveBytes
 from ..objective.pricer import Pricer
 from ..objective.tail_cost import NO_TAIL, tail_cost
 from ..problem import offload
@@ -91,8 +94,8 @@ def search(
     if options.baselines == IN_DOUBT and chosen.gap > options.search.gap:
         others = expert_plans.rows(solvers, options.styles)
         solver, chosen = found(others)
-    chosen = with_loops(not_worse(chosen, others, options), options)
-    others = {name: with_loops(one, options) if isinstance(one, Outcome) else one for name, one in others.items()}
+    chosen = beside_products(not_worse(chosen, others, options), options)
+    others = {name: beside_products(one, options) if isinstance(one, Outcome) else one for name, one in others.items()}
     if options.refuses:
         offload.check_host(solver.problem, chosen.evaluation)
     report("done")
@@ -234,6 +237,33 @@ def _by_target(problem: Problem) -> dict[str, list[int]]:
     return found
 
 
+def beside_products(chosen: Outcome, options: PlanOptions) -> Outcome:
+    """Return a plan with products beside what it moves, where that gains."""
+    return with_exchanges(with_loops(chosen, options), options)
+
+
+def with_exchanges(chosen: Outcome, options: PlanOptions) -> Outcome:
+    """Return a plan with products beside its exchanges of experts' rows, as far as they fit, if all together gain; of
+    stages they are put there when these are known."""
+    pricer, e = chosen.pricer, chosen.evaluation
+    problem = pricer.problem
+    if options.within is not None:
+        return chosen
+    most_bytes = max(e.bytes_, options.memory_bytes or options.hardware.memory_bytes)
+
+    def given_up(tried: Evaluation, live: LiveBytes) -> list[Beside]:
+        full = live.order.runs[live.peak_at].vertex
+        return like_those_at(problem, tried.beside, full) if live.peak_bytes > most_bytes else []
+
+    best = chosen
+    for found in choices_of(beside_exchanges(problem, e, pricer, options.hardware)):
+        other = fitted(problem, e, found, pricer, given_up)
+        if other is not None:
+            one = replace(chosen, evaluation=other, searched=chosen.searched or chosen)
+            best = one if one.seconds < best.seconds else best
+    return best
+
+
 def with_loops(chosen: Outcome, options: PlanOptions) -> Outcome:
     """Return a plan with the loops that are asked for; "auto": with those that gain by themselves, if all together
     do."""
@@ -244,7 +274,7 @@ def with_loops(chosen: Outcome, options: PlanOptions) -> Outcome:
     looped = loops.looped(problem, e, options.loops, options.hardware, around, options.execution)
     if not any(t.looped for t in looped.transfers):
         return chosen
-    found = replace(chosen, evaluation=looped, without_loops=chosen)
+    found = replace(chosen, evaluation=looped, searched=chosen)
     return found if options.loops == loops.ALWAYS or found.seconds < chosen.seconds else chosen
 
 

@@ -13,15 +13,17 @@ from ...ir.graph import bytes_of
 from ...ir.layout import Layout, fraction
 from ...plans.entries import Routing
 from ...rules import Strategy
+from ..objective.beside_exchange import with_beside
 from ..objective.evaluate import Evaluation
 from ..objective.memory_timeline import live_bytes
+from ..objective.player import played_seconds
 from ..objective.pricer import Pricer
 from ..problem.problem import Problem
 
 
 def routing_of(problem: Problem, e: Evaluation, pricer: Pricer, is_staged: bool = False) -> Routing | None:
-    """Return what a plan assumes of routing, None if no device has rows by the owner of their expert; the worst peak is
-    not known of a plan that `is_staged`, whose stages hold more than one micro-batch."""
+    """Return what a plan assumes of routing, None if no device has rows by the owner of their expert; of a plan that
+    `is_staged`, whose stages hold more than one micro-batch, neither the worst peak is known nor what is gained."""
     chosen = [problem.choices(v.index).strategies[e.choice[v.index]] for v in problem.vertices]
     if not any(layout.owned_axes for strategy in chosen for layout in strategy.outputs):
         return None
@@ -31,8 +33,19 @@ def routing_of(problem: Problem, e: Evaluation, pricer: Pricer, is_staged: bool 
             sent += copies * exchange_bytes(v.node, strategy, problem.mesh)
             ways = math.prod(map(problem.mesh.size, axes))
             gathered += copies * (ways - 1) * _held_bytes(v.node, strategy, problem)
-    times, worst = pricer.micro_batches, 0.0 if is_staged else _worst_peak_bytes(problem, e, pricer)
-    return Routing(problem.expert_load, worst, sent * times, gathered * times)
+    times, worst, gained = pricer.micro_batches, 0.0, 0.0
+    if not is_staged:
+        worst, gained = _worst_peak_bytes(problem, e, pricer), _gained_seconds(problem, e, pricer)
+    parts = (sent, gathered, e.travelling_seconds, gained)
+    return Routing(problem.expert_load, worst, *(part * times for part in parts))
+
+
+def _gained_seconds(problem: Problem, e: Evaluation, pricer: Pricer) -> float:
+    """Return the seconds by which products beside exchanges make a pass faster."""
+    if not e.beside:
+        return 0.0
+    apart, beside = (played_seconds(problem, one, pricer) for one in (with_beside(e, ()), e))
+    return max(0.0, apart - beside)
 
 
 def _held_bytes(node: fx.Node, strategy: Strategy, problem: Problem) -> float:

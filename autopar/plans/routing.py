@@ -1,0 +1,26 @@
+"""Say in a plan's text how experts' rows are assumed to be routed, and how they travel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..utils.format import ms, size
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
+
+def routing_lines(plan: Plan) -> list[str]:
+    """Return lines on how experts' rows are assumed to be routed, what that sends and what the worst would hold; none
+    if no rows are sent to experts."""
+    if plan.routing is None:
+        return []
+    r = plan.routing
+    beside = f"; {ms(r.beside_seconds)} of their way have products beside them, which saves {ms(r.gained_seconds)}"
+    held = f"; peak {size(plan.peak_bytes)} so, {size(r.worst_peak_bytes)} if one device got all rows of its group"
+    return [
+        f"experts: the busiest device is assumed to get {r.load:.2f} times the mean of the rows"
+        + (held if r.worst_peak_bytes else ""),
+        f"rows of experts: {size(r.sent_bytes)} sent by a device, {size(r.gathered_bytes)} if all tokens were gathered"
+        + (beside if r.beside_seconds else ""),
+    ]
