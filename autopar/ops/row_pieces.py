@@ -13,7 +13,7 @@ import ast
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -53,12 +53,19 @@ def in_pieces(program: str, rows: Sequence[Tensor], whole: Sequence[Tensor]) -> 
         here = [x.narrow(dim, start, end - start).contiguous() for x in rows]  # else products copy the weights
         made = known(here, whole, found[len(known.rows) :])
         if not found:
+            types = [x.dtype for x in made]
             shapes = [(*x.shape[:dim], size, *x.shape[dim + 1 :]) for x in made[: len(known.rows)]]
-            found = [x.new_empty(shape) for x, shape in zip(made, shapes)] + made[len(known.rows) :]
+            found = [x.new_empty(shape) for x, shape in zip(made, shapes)]
+            found += [x if name in known.products else _wide(x) for name, x in zip(known.sums, made[len(found) :])]
         for x, piece in zip(found, made[: len(known.rows)]):
             aten.copy_(x.narrow(dim, start, end - start), piece)
         del here, made
-    return found
+    return [x.to(type_) for x, type_ in zip(found, types)]
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Return a sum in a type to which those of many pieces can be added."""
+    return x.float() if x.dtype.itemsize < 4 else x
 
 
 @in_pieces.register_fake
@@ -101,6 +108,11 @@ class Program:
     steps: tuple[_Step, ...]
     rows: tuple[str, ...]
     sums: tuple[str, ...]
+
+    @cached_property
+    def products(self) -> frozenset[str]:
+        """Return the names of what products of all rows give."""
+        return frozenset(step.name for step in self.steps if step.target is torch.ops.autopar.linear_dw.default)
 
     def __call__(self, rows: Sequence[Tensor], whole: Sequence[Tensor], sums: Sequence[Tensor] = ()) -> list[Tensor]:
         """Return the rows of a piece and its sums, or what those add to if `sums` are given, which change."""

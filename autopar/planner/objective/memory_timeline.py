@@ -247,7 +247,10 @@ class _Lives:
                 bytes_ = self._made_bytes(v, output, layout)
                 if not run.recomputed and covered[tensor] > NEARLY_ALL * bytes_:
                     bytes_ = max(0.0, bytes_ - covered[tensor])
-                yield kind, i if v in never_made else self.first[i], max(i, last), bytes_
+                if v in never_made:  # by one call of an op, which begins and ends with it
+                    yield kind, i, max(i, min(last, self.last[i])), bytes_
+                    continue
+                yield kind, self.first[i], max(i, last), bytes_
 
     def _saved_as_views(self, saved) -> dict[tuple[int, int], float]:
         """Return the bytes of each tensor that views of it save, which lie in its memory unless they are copied (see

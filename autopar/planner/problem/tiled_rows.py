@@ -20,7 +20,8 @@ from ...ir.layout import Layout, largest_local_numel, local_shape
 from ...ops.row_pieces import pieces_of, share_of
 from ...plans.tiled import TiledRegion
 from ...rules import Strategy
-from ...rules.row_regions import RowRegion, row_regions, rows_read
+from ...rules.row_regions import RowRegion, row_regions
+from ...rules.row_wise import rows_read
 from .problem import Problem
 
 if TYPE_CHECKING:
