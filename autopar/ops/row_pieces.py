@@ -4,13 +4,15 @@
 
 The program is text, so that a graph shows it and a file holds it: `r0`, `r1` are tensors of rows, which are cut, `w0`,
 `w1` what every piece reads whole. It returns tensors of rows, which stand side by side, and sums over rows, which add
-up over pieces. What is between exists for one piece. Nothing but ops, numbers and types can be written in it.
+up over pieces. What is between exists for one piece. Nothing but ops, their results by number (`t2 = t1[0]`), numbers
+and types can be written in it.
 """
 
 from __future__ import annotations
 
 import ast
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -152,8 +154,7 @@ def parsed(text: str) -> Program:
     for i, (name, call) in enumerate(calls):
         later = kept.union(*read[i + 1 :])
         last = sorted(({name} | {n for n in read[i] if n[0] == "t" and n[1:].isdigit()}) - later)
-        kwargs = {k.arg: _value(k.value) for k in call.keywords if k.arg}
-        steps.append(_Step(name, _op(call.func), tuple(map(_value, call.args)), kwargs, tuple(last)))
+        steps.append(_Step(name, *_called(call), tuple(last)))
     return Program(tuple(steps), rows, sums)
 
 
@@ -164,12 +165,21 @@ def _id(item: ast.expr) -> str:
     raise ValueError(f"{ast.unparse(item)} is no name")
 
 
-def _assigned(line: ast.stmt) -> tuple[str, ast.Call]:
-    """Return the name that a line gives to the result of a call, and the call."""
+def _assigned(line: ast.stmt) -> tuple[str, ast.Call | ast.Subscript]:
+    """Return the name that a line gives to the result of a call, or to one of several, and what stands for that."""
     match line:
         case ast.Assign([ast.Name(name)], ast.Call() as call) if all(k.arg for k in call.keywords):  # no **named
             return name, call
+        case ast.Assign([ast.Name(name)], ast.Subscript(ast.Name(), ast.Constant(int())) as item):
+            return name, item
     raise ValueError(f"{ast.unparse(line)} is no call of an op")
+
+
+def _called(item: ast.Call | ast.Subscript) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """Return an op with its arguments."""
+    if isinstance(item, ast.Subscript):
+        return operator.getitem, (_value(item.value), _value(item.slice)), {}
+    return _op(item.func), tuple(map(_value, item.args)), {k.arg: _value(k.value) for k in item.keywords if k.arg}
 
 
 def _op(path: ast.expr) -> Callable[..., Tensor]:

@@ -16,10 +16,22 @@ from dataclasses import dataclass
 from functools import cached_property
 from heapq import heapify, heappop, heappush
 
+import torch
 from torch import fx
 
 from ..ir.graph import is_op
-from .row_wise import PRODUCTS, is_row_wise, reduces_each_row, rows_read, sums_rows, whole_read, width_bytes
+from .row_wise import (
+    PRODUCTS,
+    is_row_wise,
+    readers,
+    reduces_each_row,
+    results_of,
+    rows_read,
+    sums_rows,
+    whole_read,
+    width_bytes,
+    with_ops,
+)
 
 MOST_NODES = 64  # of the forward of a region
 
@@ -49,6 +61,11 @@ class RowRegion:
         return ".".join(shared)
 
     @cached_property
+    def ops(self) -> tuple[fx.Node, ...]:
+        """Return the ops of both phases, without the names of what those with several results give."""
+        return tuple(node for node in (*self.forward, *self.backward) if is_op(node))
+
+    @cached_property
     def sums(self) -> tuple[fx.Node, ...]:
         """Return the ops of the backward that add up rows: gradients of weights."""
         return tuple(node for node in self.backward if sums_rows(node))
@@ -61,8 +78,8 @@ class RowRegion:
     @cached_property
     def never_made(self) -> tuple[fx.Node, ...]:
         """Return the tensors of which some rows are there at a time, where the region is computed in pieces."""
-        leaves = (*self.sums, *self.results)
-        return (*self.forward[:-1], *(node for node in self.backward if node not in leaves))
+        inside = (*self.forward[:-1], *(node for node in self.backward if node not in (*self.sums, *self.results)))
+        return tuple(node for node in inside if isinstance(node.meta["val"], torch.Tensor))
 
     @cached_property
     def again(self) -> tuple[fx.Node, ...]:
@@ -84,7 +101,7 @@ def row_regions(graph: fx.Graph) -> tuple[RowRegion, ...]:
     that has all of it inside and is narrow where that ends wide."""
     finder = _Finder(graph)
     for node in graph.nodes:
-        if node.meta.get("phase") == "forward" and node not in finder.found and is_row_wise(node):
+        if is_op(node) and node.meta.get("phase") == "forward" and node not in finder.found and is_row_wise(node):
             finder.add_region(node)
     return tuple(region for node, region in finder.found.items() if region.node is node)
 
@@ -119,7 +136,7 @@ class _Finder:
                     return
 
     def _sorted(self, nodes: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
-        return tuple(sorted(nodes, key=self.position.__getitem__))
+        return tuple(sorted(with_ops(nodes), key=self.position.__getitem__))
 
     def _followed(self, end: fx.Node) -> list[fx.Node]:
         """Return an op and those behind it that each read the one before, as it alone is read in the forward, and no
@@ -127,12 +144,12 @@ class _Finder:
         so that none is followed."""
         ends = [end]
         while ends[-1].target not in PRODUCTS:
-            readers = [user for user in ends[-1].users if user.meta.get("phase") != "backward"]
-            if len(readers) != 1 or not is_row_wise(readers[0]) or readers[0].target in PRODUCTS:
+            next_ = [user for user in readers(ends[-1]) if user.meta.get("phase") != "backward"]
+            if len(next_) != 1 or not is_row_wise(next_[0]) or next_[0].target in PRODUCTS:
                 break
-            if rows_read(readers[0]) != ends[-1:] or width_bytes(readers[0]) != width_bytes(end):
+            if rows_read(next_[0]) != ends[-1:] or width_bytes(next_[0]) != width_bytes(end):
                 break
-            ends += readers
+            ends += next_
         return ends
 
     def _forward(self, end: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]] | None:
@@ -147,9 +164,9 @@ class _Finder:
             latest = max(read, key=self.position.__getitem__, default=None)
             if latest is None or not self._is_free(latest, most) or len(inside) > MOST_NODES:
                 return None
-            inside.add(latest)
-        readers = {user for node in inside - {end} for user in node.users} - inside
-        if not is_worth_it or any(user.meta.get("phase") != "backward" for user in readers):
+            inside.update(results_of(latest))
+        outside = {user for node in inside - {end} for user in readers(node)} - inside
+        if not is_worth_it or any(user.meta.get("phase") != "backward" for user in outside):
             return None
         return read.pop(), self._sorted(inside)
 
@@ -162,7 +179,7 @@ class _Finder:
     def _backward(self, source: fx.Node, forward: tuple[fx.Node, ...]) -> tuple[fx.Node, tuple[fx.Node, ...]] | None:
         """Return the gradient that a region's backward starts from, and its ops."""
         *inner, end = forward
-        inside = {user for node in inner for user in node.users if user not in forward}
+        inside = {user for node in inner for user in readers(node) if user not in forward}
         if not inside or not all(is_row_wise(node) or sums_rows(node) for node in inside):
             return None
         sources = {a for node in inside for a in rows_read(node) if _key(a) == _key(source)}
@@ -171,7 +188,7 @@ class _Finder:
             latest = max(read, key=self.position.__getitem__, default=end)
             if latest.meta.get("phase") != "backward" or not is_row_wise(latest) or len(inside) > MOST_NODES:
                 return None
-            inside.add(latest)
+            inside.update(results_of(latest))
         gradient = read.pop()
         closed = Closure({_key(a) for a in (*known, gradient)}, self.position).of(inside, width_bytes(source), most)
         return None if closed is None else (gradient, self._sorted(closed))
@@ -193,7 +210,7 @@ class Closure:
     def __init__(self, names: set[str], position: dict[fx.Node, int]):
         self.names, self.position, self.inside = names, position, set[fx.Node]()
 
-    def of(self, asked: Collection[fx.Node], width: int, most: int) -> set[fx.Node] | None:
+    def of(self, asked: set[fx.Node], width: int, most: int) -> set[fx.Node] | None:
         """Return the first ops, with all that are asked for, whose rows leave as one tensor of `width` bytes a row; or,
         if they leave as several, all that can be made of what is there. None if one that leaves has more than `most`
         bytes a row."""
@@ -203,23 +220,24 @@ class Closure:
             _, node = heappop(waiting)
             if node not in self.inside and self._is_made(node):
                 self.inside.add(node)
-                later = () if sums_rows(node) else node.users
+                later = () if sums_rows(node) else readers(node)
                 for user in later:
                     heappush(waiting, (self.position[user], user))
         leaving = self._leaving()  # whose sums are of what lies before the region
-        self.inside |= {u for node in self.inside.difference(leaving) for u in node.users if self._is_sum(u)}
+        self.inside |= {u for node in self.inside.difference(leaving) for u in readers(node) if self._is_sum(u)}
         is_narrow = all(width_bytes(node) <= most for node in leaving)
         return self.inside if is_narrow and asked <= self.inside else None
 
     def _is_made(self, node: fx.Node) -> bool:
         """Return whether an op makes rows, or adds them up, of what is inside or there; what it needs besides, and
         nobody else reads, comes inside with it."""
-        if not is_op(node) or node.meta.get("phase") != "backward" or not (is_row_wise(node) or sums_rows(node)):
+        if node.meta.get("phase") != "backward" or not (is_row_wise(node) or sums_rows(node)):
             return False
         more = [a for a in rows_read(node) if a not in self.inside and _key(a) not in self.names]
-        if not all(list(a.users) == [node] and self._is_made(a) for a in more):
+        if not all(readers(a) == [node] and self._is_made(a) for a in more):
             return False
         self.inside.update(more)
+        self.inside.update(results_of(node))
         return True
 
     def _is_sum(self, node: fx.Node) -> bool:
@@ -228,4 +246,4 @@ class Closure:
     def _leaving(self) -> list[fx.Node]:
         """Return the ops whose rows are read outside, but by sums of them."""
         rows = [node for node in self.inside if not sums_rows(node)]
-        return [node for node in rows if any(u not in self.inside and not self._is_sum(u) for u in node.users)]
+        return [node for node in rows if any(u not in self.inside and not self._is_sum(u) for u in readers(node))]

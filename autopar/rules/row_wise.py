@@ -3,12 +3,16 @@
     pointwise         relu, add, a cast                 tensors that broadcast over all rows are read whole
     products          rows with a matrix                which is read whole
     along a row       a sum over the last dim           as in a norm, with the dim kept; an expand undoes it
+    layer_norm        its outputs, each by itself       backward gradients of weights beside rows
     sums over rows    gradients of weights
 
 A row is all but the last dim of a tensor, and its width the bytes of that.
 """
 
 from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
 
 import torch
 from torch import fx
@@ -26,10 +30,14 @@ POINTWISE = frozenset(map(full_name, f"{UNARY} {ACTIVATIONS} {BINARY} {POINTWISE
 PRODUCTS = (autopar.linear.default, autopar.linear_dx.default)  # of rows with a matrix
 REDUCTIONS = frozenset(map(full_name, "sum.dim_IntList mean.dim amax amin var.correction".split()))
 EXPAND = aten.expand.default
+NORMS = {aten.native_layer_norm.default: (0,), aten.native_layer_norm_backward.default: (0, 1, 3, 4)}  # rows they read
 
 
 def is_row_wise(node: fx.Node) -> bool:
-    """Return whether each row of an op's result is made of the same row of its arguments."""
+    """Return whether each row of an op's result is made of the same row of its arguments. Of an op with several
+    results each of these is asked for."""
+    if _norm_of(node) is not None:
+        return not sums_rows(node)
     if not is_op(node) or not isinstance(node.meta.get("val"), torch.Tensor) or node.meta["val"].dim() < 2:
         return False
     if node.target not in PRODUCTS and str(node.target) not in POINTWISE and not _is_along_rows(node):
@@ -48,6 +56,8 @@ def reduces_each_row(node: fx.Node) -> bool:
 
 def sums_rows(node: fx.Node) -> bool:
     """Return whether an op adds up all rows of its arguments."""
+    if (norm := _norm_of(node)) is not None:
+        return len(NORMS[norm.target]) > 1 and node.args[1] != 0
     if node.target is autopar.linear_dw.default:
         return True
     if node.target is not aten.sum.dim_IntList:
@@ -57,6 +67,8 @@ def sums_rows(node: fx.Node) -> bool:
 
 def rows_read(node: fx.Node) -> list[fx.Node]:
     """Return the arguments of an op of which a row gives the row of the result."""
+    if (norm := _norm_of(node)) is not None or node.target in NORMS:
+        return rows_of_norm(norm or node)
     arguments = tensor_arguments(node)
     if node.target in PRODUCTS:
         return arguments[:1]
@@ -68,19 +80,49 @@ def rows_read(node: fx.Node) -> list[fx.Node]:
 def whole_read(node: fx.Node) -> list[fx.Node]:
     """Return the other arguments of an op, of which each row reads all."""
     rows = rows_read(node)
-    return [a for a in tensor_arguments(node) if a not in rows]
+    return [a for a in tensor_arguments(_norm_of(node) or node) if a not in rows]
+
+
+def rows_of_norm(norm: fx.Node) -> list[fx.Node]:
+    """Return the arguments of a layer norm, or of its backward, that are rows."""
+    return [norm.args[i] for i in NORMS[norm.target]]
+
+
+def readers(node: fx.Node) -> list[fx.Node]:
+    """Return what reads a tensor, in the place of a layer norm its results."""
+    return [r for user in node.users for r in (user.users if user.target in NORMS else (user,))]
+
+
+def results_of(node: fx.Node) -> list[fx.Node]:
+    """Return all results of the op that makes a tensor."""
+    norm = _norm_of(node)
+    return [node] if norm is None else list(norm.users)
+
+
+def with_ops(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return tensors and the ops with several results that make some of them."""
+    nodes = set(nodes)
+    return nodes | {norm for node in nodes if (norm := _norm_of(node)) is not None}
+
+
+def _norm_of(node: fx.Node) -> fx.Node | None:
+    """Return the layer norm over the last dim that a tensor is a result of, None if it is of another op."""
+    if node.op != "call_function" or node.target is not operator.getitem or node.args[0].target not in NORMS:
+        return None
+    norm = node.args[0]
+    return norm if len(bound(norm)["normalized_shape"]) == 1 and norm.args[0].meta["val"].dim() > 1 else None
 
 
 def width_bytes(node: fx.Node) -> int:
     """Return the bytes of a row of a tensor, in all its global width."""
     value = node.meta.get("global", node.meta["val"])
-    return int(value.shape[-1]) * value.element_size()
+    return int(value.shape[-1] * value.element_size())
 
 
 def _is_along_rows(node: fx.Node) -> bool:
     if node.target is EXPAND:  # of one number a row
         (argument,) = tensor_arguments(node)
-        return argument.meta["val"].dim() == node.meta["val"].dim()
+        return bool(argument.meta["val"].dim() == node.meta["val"].dim())
     return reduces_each_row(node)
 
 

@@ -101,6 +101,9 @@ def _text(ops: Nodes, reads: tuple[Nodes, Nodes], gives: tuple[Nodes, Nodes]) ->
 
     lines = []
     for node in ops:
+        if node.target is operator.getitem:
+            lines.append(f"{names[node]} = {written(node.args[0])}[{node.args[1]}]")
+            continue
         kept = KEPT.get(node.target, tuple(node.kwargs))
         given = (node.args[0], _widened(node)) if node.target is aten.expand.default else node.args
         arguments = [*map(written, given), *(f"{k}={written(node.kwargs[k])}" for k in kept if k in node.kwargs)]

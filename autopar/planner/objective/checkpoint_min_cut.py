@@ -152,7 +152,7 @@ class Rematerialization:
         if is_there or maker is None and key in self.e.saved:
             return
         if key not in self.values:
-            is_never_made = p in self.problem.never_made  # so that whoever reads it makes it
+            is_never_made = (p, o) in self.problem.never_made  # so that whoever reads it makes it
             bytes_ = NEVER_BYTES if is_never_made else self.blocks.pricer.saved_bytes(*key)
             self.values[key] = _Value(bytes_, maker, False)
         self.values[key].readers.append(reader)

@@ -103,7 +103,9 @@ def _may_be_copied(problem: Problem, e: Evaluation, v: Vertex, output: int, layo
     """Return whether a value is an op's own, as one call makes it, and no integers."""
     strategy = problem.choices(v.index).strategies[e.choice[v.index]]
     cuts_sequence = v.node.target in ATTENTION and bool(strategy.outputs[0].dims[ROWS])  # then it is several calls
-    in_pieces = v.index in problem.never_made or any(v.node in region.forward for region in problem.tiled_rows)
+    in_pieces = (v.index, output) in problem.never_made or any(
+        v.node in region.forward for region in problem.tiled_rows
+    )
     return (
         v.node.target not in WAYS
         and layout == strategy.outputs[output]
@@ -111,7 +113,8 @@ def _may_be_copied(problem: Problem, e: Evaluation, v: Vertex, output: int, layo
         and not layout.owned_axes
         and v.values[output].is_floating_point()
         and not cuts_sequence
-        and not in_pieces
+        and not in_region
+        and (v.index, output) not in problem.never_made
     )
 
 
