@@ -11,13 +11,12 @@ A row is all but the last dim of a tensor, and its width the bytes of that.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable
 
 import torch
 from torch import fx
 
-from ..ir.graph import is_op, tensor_arguments
+from ..ir.graph import is_op, tensor_arguments, tensor_of
 from ..ops import autopar
 from .reading import bound
 from .register import full_name
@@ -30,7 +29,8 @@ POINTWISE = frozenset(map(full_name, f"{UNARY} {ACTIVATIONS} {BINARY} {POINTWISE
 PRODUCTS = (autopar.linear.default, autopar.linear_dx.default)  # of rows with a matrix
 REDUCTIONS = frozenset(map(full_name, "sum.dim_IntList mean.dim amax amin var.correction".split()))
 EXPAND = aten.expand.default
-NORMS = {aten.native_layer_norm.default: (0,), aten.native_layer_norm_backward.default: (0, 1, 3, 4)}  # rows they read
+LAYER_NORM, LAYER_NORM_BACKWARD = aten.native_layer_norm.default, aten.native_layer_norm_backward.default
+NORMS = {LAYER_NORM: 1, LAYER_NORM_BACKWARD: 4}  # how many of the first tensors that they read are rows
 
 
 def is_row_wise(node: fx.Node) -> bool:
@@ -57,7 +57,7 @@ def reduces_each_row(node: fx.Node) -> bool:
 def sums_rows(node: fx.Node) -> bool:
     """Return whether an op adds up all rows of its arguments."""
     if (norm := _norm_of(node)) is not None:
-        return len(NORMS[norm.target]) > 1 and node.args[1] != 0
+        return norm.target is LAYER_NORM_BACKWARD and tensor_of(node)[1] > 0
     if node.target is autopar.linear_dw.default:
         return True
     if node.target is not aten.sum.dim_IntList:
@@ -67,9 +67,10 @@ def sums_rows(node: fx.Node) -> bool:
 
 def rows_read(node: fx.Node) -> list[fx.Node]:
     """Return the arguments of an op of which a row gives the row of the result."""
-    if (norm := _norm_of(node)) is not None or node.target in NORMS:
-        return rows_of_norm(norm or node)
-    arguments = tensor_arguments(node)
+    norm = _norm_of(node) or node
+    arguments = tensor_arguments(norm)
+    if norm.target in NORMS:
+        return arguments[: NORMS[norm.target]]
     if node.target in PRODUCTS:
         return arguments[:1]
     if sums_rows(node) or reduces_each_row(node):
@@ -81,11 +82,6 @@ def whole_read(node: fx.Node) -> list[fx.Node]:
     """Return the other arguments of an op, of which each row reads all."""
     rows = rows_read(node)
     return [a for a in tensor_arguments(_norm_of(node) or node) if a not in rows]
-
-
-def rows_of_norm(norm: fx.Node) -> list[fx.Node]:
-    """Return the arguments of a layer norm, or of its backward, that are rows."""
-    return [norm.args[i] for i in NORMS[norm.target]]
 
 
 def readers(node: fx.Node) -> list[fx.Node]:
@@ -107,10 +103,11 @@ def with_ops(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 def _norm_of(node: fx.Node) -> fx.Node | None:
     """Return the layer norm over the last dim that a tensor is a result of, None if it is of another op."""
-    if node.op != "call_function" or node.target is not operator.getitem or node.args[0].target not in NORMS:
+    norm, _ = tensor_of(node)
+    if norm is node or norm.target not in NORMS:
         return None
-    norm = node.args[0]
-    return norm if len(bound(norm)["normalized_shape"]) == 1 and norm.args[0].meta["val"].dim() > 1 else None
+    rows = tensor_arguments(norm)[0].meta["val"]
+    return norm if len(bound(norm)["normalized_shape"]) == 1 and rows.dim() > 1 else None
 
 
 def width_bytes(node: fx.Node) -> int:

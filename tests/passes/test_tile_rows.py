@@ -136,7 +136,8 @@ def pieces_in(program) -> int:
 
 def assert_like_eager(model, inputs, mesh, strategy, **options) -> Plan:
     plan, captured = plan_and_capture(model, mesh, inputs, strategy=strategy, tile="mlp", **CPU | options)
-    assert plan.tiled and pieces_in(lower(captured, plan, 0, check=True)) == 2 * len(plan.tiled)
+    again = sum(region.node in plan.sharding.recomputed for region in plan.tiled)
+    assert plan.tiled and 0 <= pieces_in(lower(captured, plan, 0, check=True)) - 2 * len(plan.tiled) <= again
     step = simulate_step(captured, plan, global_values(captured, model, inputs))
     found = model(**inputs) if isinstance(inputs, dict) else model(*inputs)
     loss = getattr(found, "loss", found)
