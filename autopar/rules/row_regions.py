@@ -33,6 +33,7 @@ from .row_wise import (
     with_ops,
 )
 
+aten = torch.ops.aten
 MOST_NODES = 64  # of the forward of a region
 
 
@@ -218,7 +219,7 @@ class Closure:
         heapify(waiting)
         while waiting and not (asked <= self.inside and [width] == [width_bytes(node) for node in self._leaving()]):
             _, node = heappop(waiting)
-            if node not in self.inside and self._is_made(node):
+            if node not in self.inside and (node in asked or self._is_own(node)) and self._is_made(node):
                 self.inside.add(node)
                 later = () if sums_rows(node) else readers(node)
                 for user in later:
@@ -227,6 +228,11 @@ class Closure:
         self.inside |= {u for node in self.inside.difference(leaving) for u in readers(node) if self._is_sum(u)}
         is_narrow = all(width_bytes(node) <= most for node in leaving)
         return self.inside if is_narrow and asked <= self.inside else None
+
+    def _is_own(self, node: fx.Node) -> bool:
+        """Return whether an op adds none of its tensors to others: what a product gives may be a sum's term on each
+        device, which the gradient of a residual beside the region is not."""
+        return node.target is not aten.add.Tensor or all(a in self.inside for a in rows_read(node))
 
     def _is_made(self, node: fx.Node) -> bool:
         """Return whether an op makes rows, or adds them up, of what is inside or there; what it needs besides, and
