@@ -113,7 +113,7 @@ def test_what_fits_on_the_device_alone_goes_nowhere():
 
 
 def test_no_more_waits_on_the_host_than_that_has():
-    """What is best there, but has no room, is computed again."""
+    """Values for which it has no room are computed again."""
     free = found("llama", "tp=2", 0.7, "activations", strategy="megatron").plan
     small = replace(HOST, memory_bytes=0.8 * free.saved_on_host.bytes_)
     less = {"strategy": "megatron", "hardware": replace(MACHINE, host=small)}
