@@ -4,16 +4,18 @@
 
 The program is text, so that a graph shows it and a file holds it: `r0`, `r1` are tensors of rows, which are cut, `w0`,
 `w1` what every piece reads whole. It returns tensors of rows, which stand side by side, and sums over rows, which add
-up over pieces. What is between exists for one piece. Nothing but ops, numbers and types can be written in it.
+up over pieces. What is between exists for one piece. Nothing but ops, their results by number (`t2 = t1[0]`), numbers
+and types can be written in it.
 """
 
 from __future__ import annotations
 
 import ast
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -53,12 +55,19 @@ def in_pieces(program: str, rows: Sequence[Tensor], whole: Sequence[Tensor]) -> 
         here = [x.narrow(dim, start, end - start).contiguous() for x in rows]  # else products copy the weights
         made = known(here, whole, found[len(known.rows) :])
         if not found:
+            types = [x.dtype for x in made]
             shapes = [(*x.shape[:dim], size, *x.shape[dim + 1 :]) for x in made[: len(known.rows)]]
-            found = [x.new_empty(shape) for x, shape in zip(made, shapes)] + made[len(known.rows) :]
+            found = [x.new_empty(shape) for x, shape in zip(made, shapes)]
+            found += [x if name in known.products else _wide(x) for name, x in zip(known.sums, made[len(found) :])]
         for x, piece in zip(found, made[: len(known.rows)]):
             aten.copy_(x.narrow(dim, start, end - start), piece)
         del here, made
-    return found
+    return [x.to(type_) for x, type_ in zip(found, types)]
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Return a sum in a type to which those of many pieces can be added."""
+    return x.float() if x.dtype.itemsize < 4 else x
 
 
 @in_pieces.register_fake
@@ -102,6 +111,11 @@ class Program:
     rows: tuple[str, ...]
     sums: tuple[str, ...]
 
+    @cached_property
+    def products(self) -> frozenset[str]:
+        """Return the names of what products of all rows give."""
+        return frozenset(step.name for step in self.steps if step.target is torch.ops.autopar.linear_dw.default)
+
     def __call__(self, rows: Sequence[Tensor], whole: Sequence[Tensor], sums: Sequence[Tensor] = ()) -> list[Tensor]:
         """Return the rows of a piece and its sums, or what those add to if `sums` are given, which change."""
         tensors = {f"r{i}": x for i, x in enumerate(rows)} | {f"w{i}": x for i, x in enumerate(whole)}
@@ -140,8 +154,7 @@ def parsed(text: str) -> Program:
     for i, (name, call) in enumerate(calls):
         later = kept.union(*read[i + 1 :])
         last = sorted(({name} | {n for n in read[i] if n[0] == "t" and n[1:].isdigit()}) - later)
-        kwargs = {k.arg: _value(k.value) for k in call.keywords if k.arg}
-        steps.append(_Step(name, _op(call.func), tuple(map(_value, call.args)), kwargs, tuple(last)))
+        steps.append(_Step(name, *_called(call), tuple(last)))
     return Program(tuple(steps), rows, sums)
 
 
@@ -152,12 +165,21 @@ def _id(item: ast.expr) -> str:
     raise ValueError(f"{ast.unparse(item)} is no name")
 
 
-def _assigned(line: ast.stmt) -> tuple[str, ast.Call]:
-    """Return the name that a line gives to the result of a call, and the call."""
+def _assigned(line: ast.stmt) -> tuple[str, ast.Call | ast.Subscript]:
+    """Return the name that a line gives to the result of a call, or to one of several, and what stands for that."""
     match line:
         case ast.Assign([ast.Name(name)], ast.Call() as call) if all(k.arg for k in call.keywords):  # no **named
             return name, call
+        case ast.Assign([ast.Name(name)], ast.Subscript(ast.Name(), ast.Constant(int())) as item):
+            return name, item
     raise ValueError(f"{ast.unparse(line)} is no call of an op")
+
+
+def _called(item: ast.Call | ast.Subscript) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """Return an op with its arguments."""
+    if isinstance(item, ast.Subscript):
+        return operator.getitem, (_value(item.value), _value(item.slice)), {}
+    return _op(item.func), tuple(map(_value, item.args)), {k.arg: _value(k.value) for k in item.keywords if k.arg}
 
 
 def _op(path: ast.expr) -> Callable[..., Tensor]:

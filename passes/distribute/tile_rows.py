@@ -17,7 +17,8 @@ from torch import fx
 from ...errors import VerifyError
 from ...ir.graph import describe
 from ...ops import autopar
-from ...rules.row_regions import RowRegion, row_regions, rows_read
+from ...rules.row_regions import RowRegion, row_regions
+from ...rules.row_wise import rows_read
 from .emit import Builder
 from .replace import move_before, origin, replace
 
@@ -66,7 +67,9 @@ def _put(builder: Builder, ops: Nodes, reads: tuple[Nodes, Nodes], gives: tuple[
     )
     for i, node in enumerate((*gives[0], *gives[1])):
         builder.meta = {}
-        replace(node, builder.call(operator.getitem, made, i))
+        given = builder.call(operator.getitem, made, i)
+        replace(node, given)
+        given.meta["part_of"] = of.name  # which is what a plan computes again, or not
 
 
 def _read(ops: Nodes) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -81,6 +84,12 @@ def _read(ops: Nodes) -> tuple[list[fx.Node], list[fx.Node]]:
     return list(rows), list(whole)
 
 
+def _widened(node: fx.Node) -> list[int]:
+    """Return the sizes of an expand of rows, for any number of rows."""
+    *rows, columns = node.meta["val"].shape
+    return [-1 for _ in rows] + [columns]
+
+
 def _text(ops: Nodes, reads: tuple[Nodes, Nodes], gives: tuple[Nodes, Nodes]) -> str:
     """Return the program of `ops`, whose arguments and results have the names of their places."""
     names = {node: f"{kind}{i}" for kind, nodes in zip("rwt", (*reads, ops)) for i, node in enumerate(nodes)}
@@ -92,8 +101,12 @@ def _text(ops: Nodes, reads: tuple[Nodes, Nodes], gives: tuple[Nodes, Nodes]) ->
 
     lines = []
     for node in ops:
+        if node.target is operator.getitem:
+            lines.append(f"{names[node]} = {written(node.args[0])}[{node.args[1]}]")
+            continue
         kept = KEPT.get(node.target, tuple(node.kwargs))
-        arguments = [*map(written, node.args), *(f"{k}={written(node.kwargs[k])}" for k in kept if k in node.kwargs)]
+        given = (node.args[0], _widened(node)) if node.target is aten.expand.default else node.args
+        arguments = [*map(written, given), *(f"{k}={written(node.kwargs[k])}" for k in kept if k in node.kwargs)]
         lines.append(f"{names[node]} = {node.target}({', '.join(arguments)})")
     rows, sums = ("".join(f"{names[node]}, " for node in nodes) for nodes in gives)
     return "; ".join([*lines, f"return ({rows}), ({sums})"])

@@ -112,6 +112,16 @@ def test_what_fits_on_the_device_alone_goes_nowhere():
     assert plans[0].to_json() == plans[1].to_json()
 
 
+def test_no_more_waits_on_the_host_than_that_has():
+    """Values for which it has no room are computed again."""
+    free = found("llama", "tp=2", 0.7, "activations", strategy="megatron").plan
+    small = replace(HOST, memory_bytes=0.8 * free.saved_on_host.bytes_)
+    less = {"strategy": "megatron", "hardware": replace(MACHINE, host=small)}
+    plan = found("llama", "tp=2", 0.7, "activations", **less).plan
+    assert 0 < plan.saved_on_host.bytes_ <= small.memory_bytes < free.saved_on_host.bytes_
+    assert plan.peak_bytes <= plan.memory_limit_bytes and plan.recompute_seconds > free.recompute_seconds
+
+
 def on_host(planned: Planned, speed: float = HOST.link_bytes_per_second, overlap: float = 0.0):
     """A plan with all values on the host that may be there."""
     e = replace(planned.evaluation, overlap=overlap)

@@ -21,6 +21,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from ..problem.multipliers import Prices
+from ..problem.tiled import NEVER_BYTES
 from .evaluate import Evaluation, Transfer
 from .modes import RESIDENT_LEAVES
 
@@ -151,7 +152,9 @@ class Rematerialization:
         if is_there or maker is None and key in self.e.saved:
             return
         if key not in self.values:
-            self.values[key] = _Value(self.blocks.pricer.saved_bytes(*key), maker, False)
+            is_never_made = (p, o) in self.problem.never_made  # so that whoever reads it makes it
+            bytes_ = NEVER_BYTES if is_never_made else self.blocks.pricer.saved_bytes(*key)
+            self.values[key] = _Value(bytes_, maker, False)
         self.values[key].readers.append(reader)
         self.reads[reader].append(key)
 

@@ -343,7 +343,7 @@ def serve(
     def saved(layout: Layout) -> tuple[tuple[int, int, Layout], float]:
         return (producer, output, layout), bytes_in(layout) * copies
 
-    saves, has_base = waits(vertex) and producer not in problem.never_made, vertex.kind != "parameter"
+    saves, has_base = waits(vertex) and (producer, output) not in problem.never_made, vertex.kind != "parameter"
     targets = dict.fromkeys((*readers["forward"], *readers["backward"]))
     if not targets:
         return Served((), (), (saved(source),) if saves and has_base and reads_base else ())

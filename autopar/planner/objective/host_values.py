@@ -8,6 +8,7 @@ host's. The values of the last block stay where they are: they are read again at
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -103,7 +104,7 @@ def _may_be_copied(problem: Problem, e: Evaluation, v: Vertex, output: int, layo
     """Return whether a value is an op's own, as one call makes it, and no integers."""
     strategy = problem.choices(v.index).strategies[e.choice[v.index]]
     cuts_sequence = v.node.target in ATTENTION and bool(strategy.outputs[0].dims[ROWS])  # then it is several calls
-    in_pieces = v.index in problem.never_made or any(v.node in region.forward for region in problem.tiled_rows)
+    in_region = any(v.node in region.forward for region in problem.tiled_rows)
     return (
         v.node.target not in WAYS
         and layout == strategy.outputs[output]
@@ -111,20 +112,23 @@ def _may_be_copied(problem: Problem, e: Evaluation, v: Vertex, output: int, layo
         and not layout.owned_axes
         and v.values[output].is_floating_point()
         and not cuts_sequence
-        and not in_pieces
+        and not in_region
+        and (v.index, output) not in problem.never_made
     )
 
 
-def taken(values: Sequence[HostValue], bytes_: float) -> list[HostValue]:
+def taken(values: Sequence[HostValue], bytes_: float, room: float = math.inf) -> list[HostValue]:
     """Return the first of these values that together are so many bytes, the last one in as few copies as that takes;
-    fewer bytes if there are not so many."""
+    fewer bytes if there are not so many, or no more `room`."""
     found = []
     for value in values:
         if bytes_ <= 0:
             break
-        count = min(value.count, -int(-bytes_ // value.bytes_))
-        found.append(replace(value, count=count))
-        bytes_ -= count * value.bytes_
+        count = int(min(value.count, -(-bytes_ // value.bytes_), room // value.bytes_))
+        if count:
+            found.append(replace(value, count=count))
+            bytes_ -= count * value.bytes_
+            room -= count * value.bytes_
     return found
 
 

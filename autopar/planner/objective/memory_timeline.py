@@ -137,7 +137,7 @@ class _Lives:
         self.views = problem.views
         self._bases: dict[tuple[int, int], tuple[int, int]] = {}
         self._made: dict[tuple[int, int, int], float] = {}  # bytes by class, strategy and output
-        inside = {node for region in problem.tiled_rows for node in region.never_made}
+        inside = {node for region in problem.tiled_rows for node in region.ops}
         self.in_pieces = {v.index for v in problem.vertices if v.node in inside} if inside else set()
         self.copies = problem.copies(evaluation.first)
         self.run_of = {(run.vertex, run.recomputed): i for i, run in enumerate(order.runs)}
@@ -161,7 +161,7 @@ class _Lives:
         reads, base = self.reads[phase], self._base(*tensor)
         for key in (tensor,) if tensor == base else (tensor, base):
             at = position
-            if self.problem.tiled and key[0] not in self.problem.never_made and at < len(self.last):
+            if self.problem.tiled and key not in self.problem.never_made and at < len(self.last):
                 at = self.last[at]
             if at > reads.get(key, -1):
                 reads[key] = at
@@ -171,9 +171,9 @@ class _Lives:
 
     def _bytes(self, vertex: int, output: int, layout) -> float:
         whole = self.pricer.bytes_of(self.problem.vertices[vertex].values[output], layout)
-        if vertex not in self.problem.never_made:
+        if (vertex, output) not in self.problem.never_made:
             return whole
-        return whole * share_of_piece(self.problem, vertex, layout) if vertex in self.in_pieces else 0.0
+        return whole * share_of_piece(self.problem, vertex, output, layout) if vertex in self.in_pieces else 0.0
 
     def _base(self, vertex: int, output: int) -> tuple[int, int]:
         """Return the tensor whose memory this one lies in."""
@@ -244,7 +244,10 @@ class _Lives:
                 bytes_ = self._made_bytes(v, output, layout)
                 if not run.recomputed and covered[tensor] > NEARLY_ALL * bytes_:
                     bytes_ = max(0.0, bytes_ - covered[tensor])
-                yield kind, i if v in never_made else self.first[i], max(i, last), bytes_
+                if tensor in never_made:  # by one call of an op, which begins and ends with it
+                    yield kind, i, max(i, min(last, self.last[i])), bytes_
+                    continue
+                yield kind, self.first[i], max(i, last), bytes_
 
     def _beside_exchanges(self):
         """Iterate over the spans of what exchanges of rows fill, and of what these need, while ops run beside them."""
@@ -266,7 +269,7 @@ class _Lives:
 
     def _made_bytes(self, vertex: int, output: int, layout) -> float:
         """Return the bytes of a tensor as its producer makes it, which are those of all of its class."""
-        if vertex in self.problem.never_made:
+        if (vertex, output) in self.problem.never_made:
             return self._bytes(vertex, output, layout)
         key = self.problem.vertices[vertex].cls, self.evaluation.choice[vertex], output
         if key not in self._made:

@@ -179,7 +179,7 @@ class Pricer:
 
     def local_bytes(self, producer: int, output: int, layout: Layout) -> float:
         """Return the bytes on the device that holds most of a tensor in this layout."""
-        if producer in self.problem.never_made:
+        if (producer, output) in self.problem.never_made:
             return 0.0
         return self.bytes_of(self.problem.vertices[producer].values[output], layout)
 

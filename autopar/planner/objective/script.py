@@ -116,7 +116,7 @@ class _Writer:
         for travel in host_travels(problem, e, order):
             self.copied[(travel.sent if phase == PHASES[0] else travel.back) - self.begin].append(travel)
         self.beside = {one.vertex: one for one in e.beside if one.phase == phase}
-        self.recomputed_copies = {v: self.copies[v] for v in problem.made_again} | {
+        self.recomputed_copies = {
             v: n for levels in e.recomputed.values() for step, n in levels.values() for v in step.recomputed
         }
 
@@ -227,7 +227,8 @@ class _Writer:
 
     def _op_seconds(self, run: Execution) -> float:
         """Return the seconds of an op in all its copies."""
-        times = self.recomputed_copies.get(run.vertex, 0) if run.recomputed else self.copies[run.vertex]
+        of_block = run.recomputed and not run.in_pieces
+        times = self.recomputed_copies.get(run.vertex, 0) if of_block else self.copies[run.vertex]
         seconds = float(self.problem.choices(run.vertex).seconds[self.e.choice[run.vertex]]) * times
         return seconds - one.seconds * one.copies if (one := self._beside(run)) else seconds
 

@@ -27,11 +27,13 @@ from .module_table import module_of
 
 @dataclass(frozen=True)
 class Execution:
-    """One execution of an op; `recomputed`: of a recomputed block, in the backward."""
+    """One execution of an op; `recomputed`: of a recomputed block, in the backward, or of the backward of a row-wise
+    region, which runs `in_pieces`."""
 
     vertex: int
     phase: str
     recomputed: bool = False
+    in_pieces: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,10 +62,10 @@ class StepOrder:
 
 def step_order(problem: Problem, evaluation: Evaluation) -> StepOrder:
     """Return the order of the step that an evaluation describes."""
-    in_pieces = {v: f"region {number}" for v, number in problem.made_again.items()}
-    recomputed = in_pieces | recomputed_vertices(evaluation)
+    in_pieces, blocks_again = problem.made_again, recomputed_vertices(evaluation)
+    recomputed = {**in_pieces, **blocks_again}
     beside = {Execution(one.vertex, one.phase): [Execution(v, one.phase) for v in one.ops] for one in evaluation.beside}
-    runs = tuple(moved_beside(list(_runs(problem, recomputed)), beside))
+    runs = tuple(moved_beside(list(_runs(problem, blocks_again)), beside))
     index = {(run.vertex, run.recomputed): i for i, run in enumerate(runs)}
     starts = {(run.vertex, False): index[ops[0].vertex, False] for run, ops in beside.items()}
     first_backward = next((i for i, run in enumerate(runs) if run.phase == "backward"), len(runs))
@@ -116,21 +118,26 @@ def _backward_readers(problem: Problem, e: Evaluation, t: Transfer) -> Iterator[
 def _runs(problem: Problem, recomputed: dict[int, str]) -> Iterator[Execution]:
     ops = [v for v in problem.vertices if v.kind == "op"]
     yield from (Execution(v.index, "forward") for v in ops if v.phase == "forward")
-    waiting: dict[str, list[int]] = {}
-    for vertex, block in recomputed.items():
-        waiting.setdefault(block, []).append(vertex)
+    regions = problem.made_again
+    waiting: dict[str | int, list[int]] = {}  # by block, and by number of a region
+    for label in (recomputed, regions):
+        for vertex, own in label.items():
+            waiting.setdefault(own, []).append(vertex)
 
-    def made_for(vertex: int) -> Iterator[Execution]:
-        """Run blocks again that a vertex reads, behind those which they read themselves."""
-        for block in dict.fromkeys(recomputed[p] for p, _ in problem.vertices[vertex].inputs if p in recomputed):
-            again = sorted(waiting.pop(block, ()))
+    def made_for(vertex: int, of_block: bool) -> Iterator[Execution]:
+        """Run again what a vertex reads, of blocks and of regions in pieces, behind what that reads itself. `of_block`:
+        the vertex is of a block that runs again, which makes what is inside of a region by itself."""
+        inputs = [p for p, _ in problem.vertices[vertex].inputs]
+        labels = [recomputed.get(p) if of_block else regions.get(p, recomputed.get(p)) for p in inputs]
+        for label in dict.fromkeys(label for label in labels if label is not None):
+            again, is_block = sorted(waiting.pop(label, ())), isinstance(label, str)
             for one in again:
-                yield from made_for(one)
-            yield from (Execution(one, "backward", True) for one in again)
+                yield from made_for(one, is_block)
+            yield from (Execution(one, "backward", True, not is_block) for one in again)
 
     for v in ops:
         if v.phase == "backward":
-            yield from made_for(v.index)
+            yield from made_for(v.index, False)
             yield Execution(v.index, "backward")
 
 
@@ -162,15 +169,15 @@ def _one_ahead(runs: tuple[Execution, ...], names: tuple[str, ...]) -> list[int]
 
 def one_op_a_region(problem: Problem, order: StepOrder) -> tuple[list[int], list[int]]:
     """Return, for each run, the first and the last of the op that it is a part of: itself, or all of a row-wise region
-    in pieces, which holds what it reads and gives from its start to its end."""
+    in pieces, which holds what it reads and gives from its start to its end. Its forward may run again with a block."""
     number = {node: i for i, region in enumerate(problem.tiled_rows) for node in (*region.forward, *region.backward)}
     first, last = list(range(len(order.runs))), list(range(len(order.runs)))
     if not number:
         return first, last
-    parts: dict[tuple[int, str], list[int]] = defaultdict(list)
+    parts: dict[tuple[int, str, bool], list[int]] = defaultdict(list)
     for i, run in enumerate(order.runs):
         if (region := number.get(problem.vertices[run.vertex].node)) is not None:
-            parts[region, run.phase].append(i)
+            parts[region, run.phase, run.recomputed and not run.in_pieces].append(i)
     for runs in parts.values():
         for i in runs:
             first[i], last[i] = runs[0], runs[-1]

@@ -119,6 +119,12 @@ def update_seconds(problem: Problem, e: Evaluation) -> float:
     )
 
 
+def room_on_host(problem: Problem, e: Evaluation) -> float:
+    """Return the bytes of a device's share of the host that parameters leave there for values."""
+    cost = problem.offload.cost
+    return float("inf") if cost is None else max(0.0, cost.host.memory_bytes - offloaded(problem, e).host_bytes)
+
+
 def check_host(problem: Problem, e: Evaluation) -> None:
     """Raise MemoryInfeasibleError if a plan puts more on the host than the host has."""
     cost, need = problem.offload.cost, offloaded(problem, e).host_bytes + e.host_bytes

@@ -22,7 +22,7 @@ from ...cost.orthogonalize import OrthogonalizeCost
 from ...cost.update import UpdateCost
 from ...frontend.export import Captured
 from ...frontend.repeated_blocks import Compact
-from ...ir.graph import bytes_of, output_node, values_of
+from ...ir.graph import bytes_of, output_node, tensor_of, values_of
 from ...ir.layout import Layout
 from ...ir.mesh import Mesh
 from ...ir.stage_placement import StagePlacement
@@ -110,10 +110,11 @@ class Problem:
         return frozenset(v.index for v in self.vertices if v.kind == "op" and v.node.target in FREE)
 
     @cached_property
-    def never_made(self) -> frozenset[int]:
-        """Return the vertices whose tensor is never whole, as the region around it is computed in pieces."""
-        nodes = {node for region in self.tiled for node in region.never_made}
-        return frozenset(v.index for v in self.vertices if v.node in nodes and v.kind == "op")
+    def never_made(self) -> frozenset[tuple[int, int]]:
+        """Return the tensors that are never whole, as the region around them is computed in pieces."""
+        vertex_of = {v.node: v.index for v in self.vertices if v.kind == "op"} if self.tiled else {}
+        tensors = (tensor_of(node) for region in self.tiled for node in region.never_made)
+        return frozenset((vertex_of[producer], output) for producer, output in tensors)
 
     @cached_property
     def in_blocks(self) -> frozenset[int]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from torch import fx
 
 from ...hardware.profile import Hardware
+from ...ir.graph import tensor_of
 from ...plans.tiled import TiledRegion
 from ...rules.loss_regions import LossRegion, loss_regions
 from ...rules.row_regions import RowRegion, row_regions
@@ -43,7 +44,11 @@ def with_tiles(
             return None
         found += some
     vertex_of = {v.node: v.index for v in problem.vertices if v.kind == "op"}
-    never = {(vertex_of[node], 0): NEVER_BYTES for region in found for node in region.never_made}
+    never = {
+        (vertex_of[producer], output): NEVER_BYTES
+        for region in found
+        for producer, output in map(tensor_of, region.never_made)
+    }
     tiled = replace(problem, tensor_bytes=problem.tensor_bytes | never, tiled=found)
     tiled.uses = [*problem.uses, *tiled.read_again()]
     tiled.classes, tiled.fits = dict(problem.classes), dict(problem.fits)
@@ -78,7 +83,6 @@ def may_save(problem: Problem, hardware: Hardware, prices: Prices) -> bool:
 
 def moves_none(problem: Problem, evaluation: Evaluation) -> bool:
     """Return whether a plan moves nothing inside of a region, and all of one reads its rows in one layout."""
-    never = {v.index for v in problem.vertices for region in problem.tiled if v.node in region.never_made}
-    if any(t.producer in never for t in evaluation.every_transfer):
+    if any((t.producer, t.output) in problem.never_made for t in evaluation.every_transfer):
         return False
     return tiled_rows.reads_alike(problem, evaluation)

@@ -12,15 +12,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from torch import fx
 
 from ...hardware.profile import Hardware
-from ...ir.graph import bytes_of, tensor_arguments
+from ...ir.graph import bytes_of, tensor_arguments, tensor_of, values_of
 from ...ir.layout import Layout, largest_local_numel, local_shape
 from ...ops.row_pieces import pieces_of, share_of
 from ...plans.tiled import TiledRegion
 from ...rules import Strategy
-from ...rules.row_regions import RowRegion, row_regions, rows_read
+from ...rules.row_regions import RowRegion, row_regions
+from ...rules.row_wise import rows_read
 from .problem import Problem
 
 if TYPE_CHECKING:
@@ -37,10 +39,10 @@ def regions(problem: Problem) -> tuple[RowRegion, ...]:
     found = long_regions(problem.graph)
     where = {v.node: v for v in problem.vertices if v.kind == "op"}
     while True:
-        inside = {where[n].index for region in found for n in (*region.forward, *region.backward)}
+        inside = {where[n].index for region in found for n in region.ops}
 
         def stands_alone(region: RowRegion) -> bool:
-            members = (problem.classes[where[n].cls].members for n in (*region.forward, *region.backward))
+            members = (problem.classes[where[n].cls].members for n in region.ops)
             return all(inside.issuperset(some) for some in members)  # noqa: B023
 
         left = tuple(region for region in found if stands_alone(region))
@@ -56,7 +58,7 @@ def price(problem: Problem, hardware: Hardware) -> None:
     where = {v.node: v for v in problem.vertices if v.kind == "op"}
     priced = set()
     for region in problem.tiled_rows:
-        for node in (*region.forward, *region.backward):
+        for node in region.ops:
             cls = where[node].cls
             if cls not in priced:
                 priced.add(cls)
@@ -72,44 +74,47 @@ def _more_seconds(problem: Problem, hardware: Hardware, region: RowRegion, node:
     """Return the seconds that an op of a region takes more under a strategy for running piece by piece."""
     argument = rows_read(node)[0]
     layout = strategy.inputs[tensor_arguments(node).index(argument)]
-    _, count = pieces_of(_rows(problem, argument, layout))
-    value = node.meta["val"]
+    _, count = pieces_of(_rows(problem, argument.meta["val"], layout))
+    value = values_of(node)[0]
     held = largest_local_numel(value.shape, strategy.outputs[0], problem.mesh) * value.element_size()
     passes = 2 * (count - 1) if node in region.sums else 2 if node in (region.node, *region.results) else 0
     moved = held * passes if count > 1 else 0
     return (count - 1) * hardware.launch_seconds + moved / hardware.reached_memory_bytes_per_second
 
 
-def _rows(problem: Problem, node: fx.Node, layout: Layout) -> tuple[int, ...]:
+def _rows(problem: Problem, value: torch.Tensor, layout: Layout) -> tuple[int, ...]:
     """Return the leading sizes of a tensor on the device that holds most of it."""
     first = dict.fromkeys(problem.mesh.names, 0)
-    return local_shape(tuple(node.meta["val"].shape), layout, problem.mesh, first)[:-1]
+    return local_shape(tuple(value.shape), layout, problem.mesh, first)[:-1]
 
 
-def share_of_piece(problem: Problem, vertex: int, layout: Layout) -> float:
+def share_of_piece(problem: Problem, vertex: int, output: int, layout: Layout) -> float:
     """Return the part of a tensor inside of a region that is there at a time."""
-    return share_of(_rows(problem, problem.vertices[vertex].node, layout))
+    return share_of(_rows(problem, problem.vertices[vertex].values[output], layout))
 
 
 def described(problem: Problem, evaluation: Evaluation) -> tuple[TiledRegion, ...]:
     """Return what a plan says of each region: `bytes_` of what of the forward would wait for its backward."""
     where, found = {v.node: v.index for v in problem.vertices if v.kind == "op"}, []
 
-    def chosen(node: fx.Node) -> Strategy:
-        return problem.choices(where[node]).strategies[evaluation.choice[where[node]]]
+    def chosen(node: fx.Node) -> Layout:
+        producer, output = tensor_of(node)
+        vertex = where[producer]
+        return problem.choices(vertex).strategies[evaluation.choice[vertex]].outputs[output]
 
     for region in problem.tiled_rows:
         read = [n for n in region.again if any(user in region.backward for user in n.users)]
         bytes_ = [bytes_of(n.meta["val"]) * _fraction(problem, n, chosen(n)) for n in read]
-        seconds = sum(float(problem.choices(where[n]).seconds[evaluation.choice[where[n]]]) for n in region.again)
-        _, count = pieces_of(_rows(problem, region.node, chosen(region.node).outputs[0]))
+        again = [where[n] for n in region.again if n in where]
+        seconds = sum(float(problem.choices(v).seconds[evaluation.choice[v]]) for v in again)
+        _, count = pieces_of(_rows(problem, region.node.meta["val"], chosen(region.node)))
         found.append(TiledRegion(region.node.name, region.module, sum(bytes_), seconds, count))
     return tuple(found)
 
 
-def _fraction(problem: Problem, node: fx.Node, strategy: Strategy) -> float:
+def _fraction(problem: Problem, node: fx.Node, layout: Layout) -> float:
     shape = node.meta["val"].shape
-    return largest_local_numel(shape, strategy.outputs[0], problem.mesh) / max(1, math.prod(shape))
+    return largest_local_numel(shape, layout, problem.mesh) / max(1, math.prod(shape))
 
 
 def reads_alike(problem: Problem, evaluation: Evaluation) -> bool:
@@ -118,7 +123,7 @@ def reads_alike(problem: Problem, evaluation: Evaluation) -> bool:
     where = {v.node: v.index for v in problem.vertices if v.kind == "op"}
 
     def layouts(region: RowRegion, tensor: fx.Node) -> Iterator[Layout]:
-        for node in (*region.forward, *region.backward):
+        for node in region.ops:
             strategy = problem.choices(where[node]).strategies[evaluation.choice[where[node]]]
             for argument, layout in zip(tensor_arguments(node), strategy.inputs):
                 if argument is tensor:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from ..objective.evaluate import Evaluation, evaluate
 from ..objective.host_values import may_wait_on_host, saved_on_host, taken
 from ..problem.multipliers import PHASES, Prices
-from ..problem.offload import on_device
+from ..problem.offload import on_device, room_on_host
 
 if TYPE_CHECKING:
     from .search import Outcome
@@ -90,7 +90,8 @@ def _mixtures(solver: Solver, e: Evaluation, prices: Prices) -> list[Evaluation]
         return []
     hidden = solver.host_bytes_per_second * min(e.loads[phase].every.seconds(e.overlap) for phase in PHASES)
     least = solver.blocks.least_bytes(e) - solver.limit_bytes  # that no recomputation frees
-    amounts = {min(missing, max(MARGIN * least, share * min(missing, hidden))) for share in (*SHARES, 0.0)}
+    most = min(missing, room_on_host(solver.problem, e))
+    amounts = {min(most, max(MARGIN * least, share * min(missing, hidden))) for share in (*SHARES, 0.0)}
     fitted = (_fitted(solver, e, prices, bytes_) for bytes_ in sorted(amounts) if bytes_ > 0)
     return [one for one in fitted if one is not None]
 
@@ -112,10 +113,10 @@ def _fitted(solver: Solver, e: Evaluation, prices: Prices, bytes_: float) -> Eva
 def _as_few_as_fit(solver: Solver, e: Evaluation, bytes_: float) -> tuple[Evaluation | None, float]:
     """Return a plan with as many values on the host as it takes to fit, about so many bytes, or None if all that may
     are too few; and the bytes that it is then too large."""
-    able = may_wait_on_host(solver.blocks, e, solver.host_bytes_per_second)
+    able, room = may_wait_on_host(solver.blocks, e, solver.host_bytes_per_second), room_on_host(solver.problem, e)
     most, low, best, excess = sum(value.bytes_ * value.count for value in able), 0.0, None, 0.0
     for turn in range(MOST_TURNS):
-        found = solver.with_peak(saved_on_host(e, taken(able, bytes_)))
+        found = solver.with_peak(saved_on_host(e, taken(able, bytes_, room)))
         excess = found.bytes_ - solver.limit_bytes
         if excess <= 0:
             best = found if best is None or found.host_bytes < best.host_bytes else best
