@@ -55,6 +55,17 @@ def beside_exchanges(
     return tuple(found)
 
 
+def exchanged_seconds(problem: Problem, e: Evaluation, pricer: Pricer, hardware: Hardware) -> float:
+    """Return the seconds that rows of experts are on their way in a pass, if anything can be beside them."""
+    total, mesh = 0.0, problem.mesh
+    for v, copies in zip(problem.vertices, problem.copies(e.first)):
+        strategy = problem.choices(v.index).strategies[e.choice[v.index]]
+        if v.kind == "op" and e.overlap and exchange_axes(v.node, strategy, mesh):
+            load = load_of(v.node, strategy, mesh, pricer.expert_load)
+            total += load * link_seconds(v.node, strategy, mesh, hardware) * copies
+    return total
+
+
 def choices_of(found: Sequence[Beside]) -> list[list[Beside]]:
     """Return what of it may be taken: all, or that of one phase alone."""
     by_phase = [[one for one in found if one.phase == phase] for phase in PHASES]

@@ -12,29 +12,49 @@ from dataclasses import replace
 import numpy as np
 from torch import fx
 
-from ..objective.beside_exchange import beside_exchanges, choices_of, fitted, like_those_at, with_beside
+from ..objective.beside_exchange import beside_exchanges, choices_of, exchanged_seconds, fitted, like_those_at
 from ..objective.evaluate import Beside, Evaluation
 from ..objective.memory_timeline import LiveBytes
+from ..spmd.planned import Planned
 from .evaluate import PipelineCost
 from .on_host import evaluated_with
-from .search import Candidate
+from .search import Candidate, PipelineSearch
 from .stage_costs import COMING_AND_GOING, SEVERAL, gradients_of, parts_of_nodes
+
+MOST_OTHERS = 2  # pipelines that are given products beside exchanges as well as the best without
+
+
+def fastest_with_exchanges(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return pipelines, the best first, with products beside the exchanges of the first of some, and of the few others
+    that may be faster with theirs."""
+    best, *others = candidates
+    best = with_exchanges(best)
+    limit = best.evaluated.step_seconds
+    near = sorted((one for one in others if one.fits and _least_seconds(one) < limit), key=_least_seconds)
+    made = [with_exchanges(one) for one in (near[:MOST_OTHERS] if best.fits else ())]
+    best, *rest = sorted([best, *made], key=lambda one: one.evaluated.step_seconds)
+    return [best, *rest, *(one for one in others if one not in near[:MOST_OTHERS] or not made)]
+
+
+def _least_seconds(one: Candidate) -> float:
+    return one.evaluated.step_seconds - most_gained_seconds(one.search, one.base)
+
+
+def most_gained_seconds(search: PipelineSearch, inner: Planned) -> float:
+    """Return the seconds of a step that products beside exchanges save at most: all of their way, on every rank."""
+    on_the_way = exchanged_seconds(inner.problem, inner.evaluation, inner.pricer, inner.options.hardware)
+    return on_the_way * search.plans.share * search.micro_batches / search.ranks
 
 
 def with_exchanges(one: Candidate) -> Candidate:
     """Return a pipeline with products beside its exchanges, as far as they fit, if all together gain."""
     (problem, e), hardware, stages = one.inner.whole, one.inner.options.hardware, _Stages(one)
     found = beside_exchanges(problem, e, one.inner.pricer, hardware, stages.may_move)
-    made = (stages.taking(some) for some in choices_of(found))
-    return next((other for other in made if other and other.evaluated.step_seconds < one.evaluated.step_seconds), one)
-
-
-def gained_seconds(one: Candidate) -> float:
-    """Return the seconds of a step by which products beside its exchanges make a pipeline faster."""
-    e = one.inner.whole[1]
-    if not e.beside:
-        return 0.0
-    return evaluated_with(one, with_beside(e, ())).step_seconds - one.evaluated.step_seconds
+    for other in filter(None, (stages.taking(some) for some in choices_of(found))):
+        gained_seconds = one.evaluated.step_seconds - other.evaluated.step_seconds
+        if gained_seconds > 0:
+            return replace(other, gained_seconds=gained_seconds)
+    return one
 
 
 class _Stages:

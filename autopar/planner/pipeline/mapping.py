@@ -14,6 +14,7 @@ from dataclasses import replace
 from ..objective.evaluate import Evaluation
 from ..problem.recipes import FREELY, mapping_of_experts
 from ..spmd.fixed_recompute import AUTO
+from .beside_exchange import most_gained_seconds
 from .estimate import Estimate, estimate, even_seconds
 from .search import Candidate
 
@@ -48,8 +49,16 @@ def _is_below(one: Evaluation, other: Evaluation) -> bool:
     return one.seconds <= other.seconds and one.bytes_ <= other.bytes_
 
 
+def _least_seconds(one: Estimate) -> float:
+    return one.step_seconds - most_gained_seconds(one.search, one.inner)
+
+
 def evaluated_if_near(estimates: Sequence[Estimate], seconds: float) -> list[Candidate]:
-    """Evaluate pipelines that may take less than `seconds`, as those that are planned for the mapping alone are."""
+    """Evaluate pipelines that may take less than `seconds`, as those that are planned for the mapping alone are; where
+    they may with products beside their exchanges alone, the most promising one."""
     near = [one for one in estimates if one.fits and one.step_seconds * (1 - DOUBT) < seconds]
+    if not near and (fitting := [one for one in estimates if one.fits]):
+        least = min(fitting, key=_least_seconds)
+        near = [least] if _least_seconds(least) * (1 - DOUBT) < seconds else []
     found = [one.search.evaluated(one) for one in near]
     return [each for one in found for each in (one, *one.search.from_elsewhere(one))]

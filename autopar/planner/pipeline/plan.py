@@ -35,7 +35,7 @@ from ..spmd.outputs import outputs_in
 from ..spmd.plan_options import PlanOptions
 from ..spmd.planned import Planned
 from .baselines import evaluated_if_faster, experts
-from .beside_exchange import gained_seconds, with_exchanges
+from .beside_exchange import fastest_with_exchanges
 from .estimate import Estimate
 from .evaluate import PipelineCost
 from .mapping import evaluated_if_near, mapped
@@ -108,7 +108,7 @@ def plan_pipeline(
         name: evaluated_if_faster(one, candidates[0].evaluated.step_seconds) for name, one in others.items()
     }  # never worse than one
     candidates = by_seconds([*candidates, *(one for one in others.values() if isinstance(one, Candidate))])
-    candidates[0] = with_exchanges(candidates[0])
+    candidates = fastest_with_exchanges(candidates)
     return described(candidates[0], candidates, captured, mesh, warnings, batch, others)
 
 
@@ -362,7 +362,7 @@ def _routing(best: Candidate) -> Routing | None:
         return None
     sent, gathered = (bytes_ / pipeline.ranks for bytes_ in (inner.sent_bytes, inner.gathered_bytes))
     beside = best.inner.whole[1].travelling_seconds * sum(pipeline.shares) / pipeline.ranks
-    gained = gained_seconds(best)
+    gained = best.gained_seconds
     return Routing(inner.load, 0.0, sent, gathered, beside_seconds=beside, gained_seconds=gained)
 
 
