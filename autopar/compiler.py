@@ -50,6 +50,7 @@ from .passes.canonicalize.grad_regions import grad_regions
 from .passes.canonicalize.rewrite import canonicalize
 from .passes.canonicalize.upcast import upcast
 from .passes.distribute import defer
+from .passes.distribute.add_rounds import add_rounds
 from .passes.distribute.bucket import bucket
 from .passes.distribute.by_tier import by_tier
 from .passes.distribute.in_place import in_place
@@ -139,7 +140,8 @@ def _model(call: ModelCall) -> tuple[nn.Module]:
 
 def _localized(here: Local) -> tuple:
     lowering = "native" if here.plan.sharding.hierarchy else here.plan.reduce_scatter  # else by_tier lowers it
-    return here.plan.sharding, here.rank, lowering, None, reduce_type(here.plan.reduce_dtype)
+    dtype = reduce_type(here.plan.reduce_dtype)
+    return here.plan.sharding, here.rank, lowering, None, dtype, here.plan.expert_capacity
 
 
 MODEL = (
@@ -164,6 +166,8 @@ MICRO_BATCHES = (
 STAGES = (Pass("cut", cut, lambda pipeline: (pipeline.cuts,), takes=CAPTURE, needs="an axis pp: --mesh pp=2,dp=2"),)
 RANK = (
     Pass("localize", localize, _localized),
+    Pass("add_rounds", add_rounds, when=lambda here: here.plan.expert_capacity is not None,
+         needs="--expert-capacity 1.25"),
     Pass("tile", tile, lambda here: (here.plan.tiled,), lambda here: bool(here.plan.tiled), needs="--tile loss+mlp"),
     Pass("recompute", recompute, lambda here: (here.plan.sharding.recomputed, bool(here.plan.tiled))),
     Pass("save_on_host", save_on_host, lambda here: (here.plan.saved_on_host,),

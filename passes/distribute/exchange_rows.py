@@ -89,8 +89,12 @@ class RowExchange:
             x = self.builder.call(aten.index_select.default, x, 0, order, name=f"{node.name}_sorted")
         y = self.exchange(node, x, counts, axes, is_way_back, rows, bytes_of(x.meta["val"]))
         if is_way_back:
-            y = self.builder.call(aten.index_select.default, y, 0, inverse, name=node.name)
+            y = self.in_order(y, inverse, rows, node.name)
         return y
+
+    def in_order(self, y: fx.Node, inverse: fx.Node, rows: int, name: str | None = None) -> fx.Node:
+        """Return rows that came back in the order of the `rows` of a device."""
+        return self.builder.call(aten.index_select.default, y, 0, inverse, name=name)
 
     def exchange(
         self,
