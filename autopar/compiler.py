@@ -122,10 +122,6 @@ def _differentiate(exported: Exported, call: ModelCall) -> Captured:
     return captured
 
 
-def _clean(graph_module: fx.GraphModule) -> fx.GraphModule:
-    return dispatch(clean(graph_module))
-
-
 def _adapts(name: str, call: ModelCall) -> bool:
     return any(adaptation.name == name for adaptation in call.adapt)
 
@@ -139,9 +135,9 @@ def _model(call: ModelCall) -> tuple[nn.Module]:
 
 
 def _localized(here: Local) -> tuple:
-    lowering = "native" if here.plan.sharding.hierarchy else here.plan.reduce_scatter  # else by_tier lowers it
-    dtype = reduce_type(here.plan.reduce_dtype)
-    return here.plan.sharding, here.rank, lowering, None, dtype, here.plan.expert_capacity
+    plan = here.plan
+    lowering = "native" if plan.sharding.hierarchy else plan.reduce_scatter  # else by_tier lowers it
+    return plan.sharding, here.rank, lowering, None, reduce_type(plan.reduce_dtype), plan.expert_capacity
 
 
 MODEL = (
@@ -155,7 +151,7 @@ MODEL = (
     Pass("fp8", fp8, _model, partial(_adapts, "fp8"), CAPTURE, needs="--fp8"),
     Pass("differentiate", _differentiate, _itself, takes=CAPTURE),
     Pass("upcast", upcast, when=lambda call: compute_dtype(call.precision) is not None, needs="--precision bf16"),
-    Pass("clean", _clean),
+    Pass("clean", lambda graph_module: dispatch(clean(graph_module))),
 )
 FORWARD, JOINT = MODEL[:-3], MODEL[-3:]
 UNROLL = Pass("unroll", unroll, takes=CAPTURE, needs="a model of many equal blocks")  # of a capture with few of them
@@ -166,8 +162,7 @@ MICRO_BATCHES = (
 STAGES = (Pass("cut", cut, lambda pipeline: (pipeline.cuts,), takes=CAPTURE, needs="an axis pp: --mesh pp=2,dp=2"),)
 RANK = (
     Pass("localize", localize, _localized),
-    Pass("add_rounds", add_rounds, when=lambda here: here.plan.expert_capacity is not None,
-         needs="--expert-capacity 1.25"),
+    Pass("add_rounds", add_rounds, when=lambda here: bool(here.plan.expert_capacity), needs="--expert-capacity 1.25"),
     Pass("tile", tile, lambda here: (here.plan.tiled,), lambda here: bool(here.plan.tiled), needs="--tile loss+mlp"),
     Pass("recompute", recompute, lambda here: (here.plan.sharding.recomputed, bool(here.plan.tiled))),
     Pass("save_on_host", save_on_host, lambda here: (here.plan.saved_on_host,),

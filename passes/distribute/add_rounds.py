@@ -156,9 +156,7 @@ def _add(local: fx.GraphModule, family: _Family, results: tuple[fx.Node, ...]) -
     group, *others = program.groups or ("",)
     with graph.inserting_before(first):
         arguments = list(results), list(program.inputs), list(family.tables), ";".join(others), group
-        made = builder.call(
-            autopar.in_rounds.default, program.text, *arguments, name=f"{results[0].name}_in_rounds"
-        )
+        made = builder.call(autopar.in_rounds.default, program.text, *arguments, name=f"{results[0].name}_in_rounds")
         if group:
             what = f"rows of {results[0].name} beyond the capacity"
             made.meta["collective"] = Collective("all_to_all", tuple(group.split(",")), 0.0, what, phase_of(made))

@@ -47,6 +47,7 @@ def bucket(local: fx.GraphModule, bucket_bytes: float, overlaps: bool = False) -
     local.recompile()
     return local
 
+
 PACKED = (
     c10d.all_gather_into_tensor.default, c10d.all_reduce.default, c10d.all_to_all_single.default,
     c10d.reduce_scatter_tensor.default,

@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from torch import fx
 
 from ..._torch import c10d
-from ...ir.graph import bytes_of
+from ...cost.exchange import goes_once
+from ...errors import VerifyError
+from ...ir.graph import bytes_of, describe
 from ...ir.layout import Layout, largest_local_numel, local_offset, local_shape
 from ...ir.mesh import Mesh
 from ...ops import autopar
@@ -60,6 +62,17 @@ class CappedExchange(RowExchange):
             first = self.helper(group, autopar.round_rows.default, order, table, 0, len(group.meta["val"]))
             self.routes[key] = first, first, self.helper(group, autopar.round_counts.default, table, 0)
         return self.routes[key]
+
+    def check(self, node: fx.Node, choice: tuple[str, ...]) -> None:
+        """Raise VerifyError if tokens are to be sent once for several of their experts: rows are counted, not them."""
+        if goes_once(node, choice):
+            raise VerifyError(
+                f"{node.name} sends tokens once to a device with several of their experts, which has no capacity",
+                node=describe(node),
+                source=node.meta.get("source"),
+                mesh=self.mesh,
+                fix="plan with expert_capacity, or leave it out",
+            )
 
     def in_order(self, y: fx.Node, inverse: fx.Node, rows: int, name: str | None = None) -> fx.Node:
         """Return the rows of the first round that came back at their places among all, between zeros."""

@@ -48,6 +48,9 @@ class RowExchange:
         zeros = self.builder.call(aten.new_zeros.default, x, list(shape), name=f"{node.name}_zeros")
         return self.builder.call(aten.index_copy.default, zeros, 0, picked, x, name=node.name)
 
+    def check(self, node: fx.Node, choice: tuple[str, ...]) -> None:
+        """Raise VerifyError for an exchange that cannot be made so; any can."""
+
     def owned_axes(self, layout: Layout) -> tuple[str, ...]:
         """Return the axes of several devices over which rows are where their experts are."""
         return tuple(a for a in self.mesh.names if a in layout.owned_axes and self.mesh.size(a) > 1)

@@ -224,6 +224,7 @@ class _Localizer:
     def _exchange(self, node: fx.Node, sharding, args) -> None:
         """Send rows to their experts or back."""
         self.builder.meta = _origin(node)
+        self.exchange.check(node, sharding.choice)
         exchange = self.exchange if node.target in IDENTITIES else self.exchange_tokens
         local = exchange(node, sharding, *args)
         self._check(node, values_of(local), sharding)
