@@ -115,8 +115,8 @@ def plan(
     the devices of the profile, compiled on GPUs, unless values may wait on the host. `expert_load`: rows of experts
     that the busiest device is assumed to get, over the mean of all (cost/expert_load.py). `expert_capacity`: times the
     mean, the most that a device holds at a time whatever the routing: more go in further rounds, exactly (None: no
-    limit; docs/planning.md). `adapt`: LoRA, QLoRA, FakeQuant, FP8 (autopar/adapt), planned with the rest. `passes`: autopar.Pass values of your own, each run after the
-    compiler's pass that it names (docs/extending.md).
+    limit; docs/planning.md). `adapt`: LoRA, QLoRA, FakeQuant, FP8 (autopar/adapt), planned with the rest. `passes`:
+    autopar.Pass values of your own, each run after the compiler's pass that it names (docs/extending.md).
     `baselines=False` leaves the expert strategies out, "pipelines" adds experts' pipelines on the devices of a mesh
     without stages, which takes longer. `example_inputs` are the whole batch of a step, which is cut
     into `micro_batches`, whose gradients add up; the plan says whether they are reduced once a step or each ("auto":

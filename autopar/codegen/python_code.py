@@ -25,7 +25,8 @@ GATHERS_OF_BUCKETS = {  # by what gathers one tensor
 }
 COLLECTIVES = frozenset((
     autopar.exchange_rows.default, autopar.exchange_by_sends.default, autopar.gather_by_broadcasts.default,
-    autopar.gather_by_sends.default, autopar.exchange_reached.default, autopar.in_rounds.default, *GATHERS_OF_BUCKETS.values(),
+    autopar.gather_by_sends.default, autopar.exchange_reached.default, autopar.in_rounds.default,
+    *GATHERS_OF_BUCKETS.values(),
 ))  # fmt: skip
 ON_GLOO = {  # within a machine, and between machines
     c10d.all_gather_into_tensor.default: (autopar.gather_by_broadcasts.default, autopar.gather_by_sends.default),

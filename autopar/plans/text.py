@@ -133,10 +133,14 @@ def routing_lines(plan: Plan) -> list[str]:
     if plan.routing is None:
         return []
     r = plan.routing
+    assumed = f"the busiest device is assumed to get {r.load:.2f} times the mean of the rows"
     held = f"; peak {size(plan.peak_bytes)} so, {size(r.worst_peak_bytes)} if one device got all rows of its group"
+    if plan.expert_capacity:
+        most = f"{plan.expert_capacity:.2f} times the mean of the rows"
+        assumed = f"a device takes at most {most} at a time, more in further rounds; {assumed}"
+        held = f"{held} at once"
     return [
-        f"experts: the busiest device is assumed to get {r.load:.2f} times the mean of the rows"
-        + (held if r.worst_peak_bytes else ""),
+        f"experts: {assumed}" + (held if r.worst_peak_bytes else ""),
         f"rows of experts: {size(r.sent_bytes)} sent by a device, {size(r.gathered_bytes)} if all tokens were gathered",
     ]
 

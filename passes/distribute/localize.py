@@ -44,8 +44,8 @@ from ...ir.casts import own_casts
 from ...ir.graph import OutputRole, describe, is_tensor, operand, outputs_of, tensor_arguments, tensor_of, values_of
 from ...ir.layout import Layout, is_partial_sum, local_part, local_shape
 from ...plans.sharding import NodeSharding, Sharding
-from .emit import Builder, Emitter
 from .capped_rows import CappedExchange
+from .emit import Builder, Emitter
 from .exchange_rows import RowExchange
 from .exchange_tokens import TokenExchange
 from .ring_attention import RingAttention
@@ -70,8 +70,8 @@ def localize(
     """Build the graph that `rank` runs. `reduce_scatter` is "native" or "all_to_all" (see
     passes.distribute.emit.Emitter). `coordinate`: instead of the rank's, one that may span several places along an axis
     whose shards never move: the graph of all of them as one. `reduce_dtype`: in which gradients are added up over
-    devices, if it is narrower than they are. `expert_capacity`: as in `Plan`; of what is beyond it the graph has nothing
-    (see add_rounds.py)."""
+    devices, if it is narrower than they are. `expert_capacity`: as in `Plan`; rows beyond it are left out (see
+    add_rounds.py)."""
     localizer = _Localizer(joint, sharding, rank, reduce_scatter, coordinate, reduce_dtype, expert_capacity)
     for node in joint.graph.nodes:
         if node.op == "placeholder":

@@ -20,6 +20,7 @@ from ...ir.layout import Layout, largest_local_numel
 from ..problem.problem import Problem
 from ..problem.vertices import STATE, Vertex
 from ..problem.weight_codes import is_gathered_ahead
+from .round_bytes import round_bytes
 from .tail_cost import NO_TAIL, TailCost
 from .workspace import inside_bytes
 
@@ -69,8 +70,13 @@ class Pricer:
 
     @property
     def expert_load(self) -> float:
-        """Return the rows that the busiest device gets over the mean of all."""
-        return self.problem.expert_load if self.other_load is None else self.other_load
+        """Return the rows that the busiest device holds at once over the mean of all."""
+        return self.held_load if self.other_load is None else self.other_load
+
+    @property
+    def held_load(self) -> float:
+        """Return that which is planned for: the capacity, if devices have one."""
+        return self.problem.expert_capacity or self.problem.expert_load
 
     @property
     def exchanges(self) -> bool:
@@ -207,4 +213,6 @@ class Pricer:
             strategy = self.problem.classes[vertex.cls].strategies[k]
             load = load_of(vertex.node, strategy, self.problem.mesh, self.expert_load)
             self._inside[key] = load * inside_bytes(self.problem, vertex, strategy)
+            if self.other_load is None:
+                self._inside[key] += round_bytes(self.problem, vertex, strategy)
         return self._inside[key]

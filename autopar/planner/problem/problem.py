@@ -187,8 +187,8 @@ def build(
 ) -> Problem:
     """Return the problem of a captured joint graph, of a step of so many `micro_batches`. `fixed` gives layouts by
     placeholder name; `orthogonalize`: the price of Muon's updates of matrices; `execution`: how the graph runs;
-    `zigzag`: whether sequences may be cut so; `expert_load` and `expert_capacity` as in `ComputeCost`. `fold` gives the classes; leaves that
-    different `pins` name do not share one."""
+    `zigzag`: whether sequences may be cut so; `expert_load` and `expert_capacity` as in `ComputeCost`. `fold` gives the
+    classes; leaves that different `pins` name do not share one."""
     compact = captured.compact
     graph = compact.graph if compact else captured.graph
     vertices, uses = vertices_of(graph)
