@@ -22,6 +22,7 @@ from autopar.planner.spmd.plan import make_plan
 from autopar.planner.spmd.plan_options import PlanOptions
 from autopar.rules import rule_of, strategies
 from autopar.rules.experts import ONCE
+from autopar.rules.lookup import has_rows
 from autopar.simulate import step
 from autopar.simulate.compare import verify_plan
 from autopar.simulate.oracle import global_values, one_device_step, relative_error
@@ -146,6 +147,15 @@ def test_families_that_loop_over_experts(name, mesh, strategy):
     if name in ("dbrx", "jetmoe"):  # stacked
         assert all("ep:S(0)" in layout for key, layout in plan.layouts.items() if "experts.mlp" in key
                    or "_linear.weight" in key), plan.layouts  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_rows_of_every_layer_may_be_with_their_experts(name):
+    """Layers are dispatched one after the other, and rules are asked for meanwhile."""
+    captured = compiler.trace(*FAMILIES[name](4, 5))
+    products = [node for node in captured.graph.nodes if node.target is autopar.grouped_mm.default]
+    assert len(products) >= 8 or name == "mixtral" and len(products) == 4
+    assert all(map(has_rows, products))
 
 
 def test_fewer_rows_than_devices():
