@@ -9,6 +9,7 @@ from random import Random
 
 import pytest
 import torch
+from torch import nn
 
 from autopar import LoRA, compiler
 from autopar.adapt import order
@@ -16,7 +17,6 @@ from autopar.errors import StrategyError, VerifyError
 from autopar.frontend.fake_parameters import forms_of
 from autopar.ir.layout import chunk
 from autopar.ir.mesh import Mesh
-from autopar.models import build
 from autopar.ops import autopar
 from autopar.ops.capped_rows import limit_of
 from autopar.planner.spmd.plan import make_plan
@@ -28,7 +28,7 @@ from autopar.simulate.oracle import global_values, one_device_step, relative_err
 from tests.helpers import mixture
 from tests.planner.planning import toy
 
-from .test_experts import EXACT, ROUTINGS, Mixture, check, inputs
+from .test_experts import EXACT, HIDDEN, ROUTINGS, Mixture, check, inputs
 
 SENDS, PICKS, MIXED = {"link": 1e8}, {"link": 1e9, "memory": 1e6}, {"link": 1e7, "memory": 1e8}
 
@@ -142,21 +142,42 @@ def test_layers_of_transformers(kind, bias):
         assert relative_error(found.gradients[name], gradient) < EXACT, name
 
 
+class Blocks(nn.Module):
+    """Several mixtures one after the other, with a loss that has a term for balanced routing in each."""
+
+    def __init__(self, experts: int, active: int, routing: str):
+        super().__init__()
+        self.layers = nn.ModuleList(Block(experts, active, routing, seed) for seed in range(3))
+
+    def forward(self, x):
+        balance = 0.0
+        for layer in self.layers:
+            x, more = layer(x)
+            balance = balance + more
+        return x.square().mean() + 0.1 * balance
+
+
+class Block(Mixture):
+    def forward(self, x):
+        tokens = self.first(x).reshape(-1, HIDDEN)
+        probabilities = self.router(tokens).softmax(-1)
+        weights, which = probabilities.topk(self.active)
+        y = self.experts(tokens.repeat_interleave(self.active, 0), which.reshape(-1))
+        y = (y * weights.reshape(-1, 1)).view(len(tokens), self.active, HIDDEN).sum(1)
+        chosen = nn.functional.one_hot(which, probabilities.shape[-1]).sum(1).double()
+        return x + y.view_as(x), (chosen.mean(0) * probabilities.mean(0)).sum()
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_recomputed_blocks_with_a_balance_loss(recompute):
-    """Whole models of several layers, whose loss has a term for balanced routing."""
-    model, given = build(
-        "moe:hidden=16,layers=2,heads=2,kv_heads=2,ffn=8,experts=4,vocab=32,seq=8", batch=4, seq=8, device="cpu"
-    )
-    model.double()
-    plan, captured = step.plan_and_capture(
-        model, "ep=4", given, hardware=toy(link=1e6), baselines=False, strategy="expert", recompute=recompute,
-        expert_capacity=1.0,
-    )  # fmt: skip
-    assert len(plan.recomputed) == (2 if recompute == "full" else 0)
+def test_recomputed_blocks_with_a_balance_loss(recompute, routing):
+    model, given = Blocks(4, 2, routing), inputs()
+    plan, captured = planned(model, "ep=4", given, 1.0, recompute=recompute)
+    assert len(plan.recomputed) == (3 if recompute == "full" else 0)
     report = verify_plan(captured, plan, model, given)
     assert max(report.errors.values()) <= EXACT, (report.errors, report.diverging)
-    assert len(programs(plan, captured)) == 4
+    assert len(programs(plan, captured)) == 6
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
