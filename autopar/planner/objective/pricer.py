@@ -17,10 +17,11 @@ from ...cost.redistribute import Redistribution, Redistributor
 from ...cost.transfer_prices import TransferPrices
 from ...ir.graph import operand
 from ...ir.layout import Layout, largest_local_numel
+from ...rules import Strategy
 from ..problem.problem import Problem
 from ..problem.vertices import STATE, Vertex
 from ..problem.weight_codes import is_gathered_ahead
-from .round_bytes import round_bytes
+from .round_bytes import round_bytes, saved_bytes
 from .tail_cost import NO_TAIL, TailCost
 from .workspace import inside_bytes
 
@@ -206,6 +207,11 @@ class Pricer:
     def with_load(self, expert_load: float) -> Pricer:
         """Return a pricer under which the busiest device of experts has so many times the mean of their rows."""
         return replace(self, other_load=expert_load)
+
+    def saved_for_rounds(self, vertex: Vertex, strategy: Strategy) -> float:
+        """Return the bytes that an op keeps for further rounds of rows in the backward, of all micro-batches in
+        flight."""
+        return self.in_flight * saved_bytes(self.problem, vertex, strategy) if self.other_load is None else 0.0
 
     def inside_bytes(self, vertex: Vertex, k: int) -> float:
         """Return the bytes that an op allocates while it runs under the strategy `k` of its class."""

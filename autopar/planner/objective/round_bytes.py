@@ -4,7 +4,8 @@ a capacity.
 A round is one program for all that ends it in a phase: the rows that go back, and sums over rows. It runs once what
 the forward does between the rows' way there and back, or in the backward that again and the gradients of it, for as
 many rows as the capacity lets a device have at once, and adds each sum up beside the one that is there. A tensor lives
-to its last reader. Rows are copied where they are sent, and where a product sorts them.
+to its last reader. Rows are copied where they are sent, and on GPUs where a product sorts them. It runs behind the last
+op of the first round, when what that reads is gone in the backward, and may be saved in the forward.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from ...rules.lookup import has_rows
 from ..problem.problem import Problem
 from ..problem.vertices import Vertex
 
+SAVED_OF_ROW = 24  # bytes
 ENDS = (*BACK, autopar.grouped_mm_dw.default)
 
 
 def round_bytes(problem: Problem, vertex: Vertex, strategy: Strategy) -> float:
-    """Return the bytes of a round on a device, of an op that ends one under a strategy; 0 of others."""
+    """Return the bytes of a round on a device beside those of the op behind which it runs, under a strategy of that; 0
+    of other ops."""
     capacity, node = problem.expert_capacity, vertex.node
     if capacity is None or node.target not in ENDS or not strategy.inputs[0].owned_axes:
         return 0.0
@@ -34,7 +37,24 @@ def round_bytes(problem: Problem, vertex: Vertex, strategy: Strategy) -> float:
     devices, owners = (math.prod(map(mesh.size, axes)) for axes in (rows.dims[0], rows.owned_axes))
     if capacity >= owners:  # all rows go in the first round
         return 0.0
-    return _peak_bytes(_program(node), problem, capacity / devices, 1 / owners)
+    ops = _program(node)
+    if node is not next(op for op in reversed(ops) if op.target in ENDS):
+        return 0.0
+    gone = [_bytes(_op(a)) for a in tensor_arguments(node) if has_rows(a) and vertex.phase == "backward"]
+    return max(0.0, _peak_bytes(ops, problem, capacity / devices, 1 / owners) - sum(gone) * capacity / devices)
+
+
+def saved_bytes(problem: Problem, vertex: Vertex, strategy: Strategy) -> float:
+    """Return the bytes that an op of the forward that ends a round has the device keep for the rounds of its backward,
+    beside what the first round saves: of each row which it is, its expert's number and its weight."""
+    capacity, rows = problem.expert_capacity, strategy.inputs[0] if strategy.inputs else None
+    if capacity is None or vertex.phase != "forward" or vertex.node.target not in BACK or not rows.owned_axes:
+        return 0.0
+    return (
+        SAVED_OF_ROW
+        * len(tensor_arguments(vertex.node)[1].meta["val"])
+        / math.prod(map(problem.mesh.size, rows.dims[0]))
+    )
 
 
 def _program(end: fx.Node) -> list[fx.Node]:
@@ -89,7 +109,7 @@ def _peak_bytes(ops: list[fx.Node], problem: Problem, of_rows: float, of_experts
         own = _bytes(node) * (of_rows if has_rows(node) or node.target in BACK else of_experts)
         alive += own if base[node] is node else 0.0
         copied = own if node.target in WAYS else 0.0
-        if node.target in GROUPED:
+        if node.target in GROUPED and problem.is_for_gpus:
             copied = sum(_bytes(_op(a)) for a in tensor_arguments(node) if has_rows(a)) * of_rows
             copied += own if has_rows(node) else 0.0
         most = max(most, alive + copied)
