@@ -115,6 +115,42 @@ def test_sums_over_other_axes_between_products(down, routing):
     assert all("all_reduce" in program for program in programs(plan, captured))
 
 
+class Centred(Mixture):
+    """Takes the mean of all rows off between the products of experts."""
+
+    def forward(self, x):
+        tokens = self.first(x).reshape(-1, HIDDEN)
+        weights, which = self.router(tokens).softmax(-1).topk(1)
+        rows, expert = tokens, which.reshape(-1)
+        rows = torch.bmm(rows.unsqueeze(1), self.experts.gate_up[expert]).squeeze(1)
+        rows = rows - rows.mean(0, keepdim=True)
+        rows = torch.bmm(rows[:, :6].unsqueeze(1), self.experts.down[expert]).squeeze(1)
+        return self.last(x + (rows * weights).view_as(x)).square().mean()
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_rows_that_come_back_between_products(routing):
+    """What needs all rows stands between two programs, each of which has rounds of its own."""
+    model, given = Centred(4, 1, routing), inputs(16)
+    plan, captured = planned(model, "ep=4", given, 1.0)
+    report = verify_plan(captured, plan, model, given)
+    assert max(report.errors.values()) <= EXACT, (report.errors, report.diverging)
+    assert len(programs(plan, captured)) == 4
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,ep=2", "ep=2,tp=2"])
+def test_gradients_are_still_added_up_in_place(mesh):
+    """Rounds leave the memory of a gradient to the all-reduce over other devices, as nothing else reads it."""
+    strategy = "expert+megatron_sp" if "tp" in mesh else "expert"
+    found = []
+    for capacity in (None, 1.0):
+        plan, captured = planned(Mixture(4, 1), mesh, inputs(), capacity, strategy=strategy)
+        graph = compiler.lower(captured, replace(plan, bucket_bytes=0.0), 0).local.graph
+        reduced = [n for n in graph.nodes if "all_reduce" in str(n.target)]
+        found.append(sorted(str(n.target) for n in reduced))
+    assert found[0] == found[1] and any("all_reduce_" in target for target in found[0])
+
+
 def test_fewer_rows_than_devices():
     check(Mixture(4, 1, "all to one"), "ep=4", "expert", 4, 1, expert_capacity=1.0)
 
