@@ -50,6 +50,7 @@ from .passes.canonicalize.grad_regions import grad_regions
 from .passes.canonicalize.rewrite import canonicalize
 from .passes.canonicalize.upcast import upcast
 from .passes.distribute import defer
+from .passes.distribute.add_rounds import add_rounds
 from .passes.distribute.beside_exchange import beside_exchange
 from .passes.distribute.bucket import bucket
 from .passes.distribute.by_tier import by_tier
@@ -120,10 +121,6 @@ def _differentiate(exported: Exported, call: ModelCall) -> Captured:
     return captured
 
 
-def _clean(graph_module: fx.GraphModule) -> fx.GraphModule:
-    return dispatch(clean(graph_module))
-
-
 def _adapts(name: str, call: ModelCall) -> bool:
     return any(adaptation.name == name for adaptation in call.adapt)
 
@@ -137,8 +134,9 @@ def _model(call: ModelCall) -> tuple[nn.Module]:
 
 
 def _localized(here: Local) -> tuple:
-    lowering = "native" if here.plan.sharding.hierarchy else here.plan.reduce_scatter  # else by_tier lowers it
-    return here.plan.sharding, here.rank, lowering, None, reduce_type(here.plan.reduce_dtype)
+    plan = here.plan
+    lowering = "native" if plan.sharding.hierarchy else plan.reduce_scatter  # else by_tier lowers it
+    return plan.sharding, here.rank, lowering, None, reduce_type(plan.reduce_dtype), plan.expert_capacity
 
 
 MODEL = (
@@ -152,7 +150,7 @@ MODEL = (
     Pass("fp8", fp8, _model, partial(_adapts, "fp8"), CAPTURE, needs="--fp8"),
     Pass("differentiate", _differentiate, _itself, takes=CAPTURE),
     Pass("upcast", upcast, when=lambda call: compute_dtype(call.precision) is not None, needs="--precision bf16"),
-    Pass("clean", _clean),
+    Pass("clean", lambda graph_module: dispatch(clean(graph_module))),
 )
 FORWARD, JOINT = MODEL[:-3], MODEL[-3:]
 UNROLL = Pass("unroll", unroll, takes=CAPTURE, needs="a model of many equal blocks")  # of a capture with few of them
@@ -163,6 +161,7 @@ MICRO_BATCHES = (
 STAGES = (Pass("cut", cut, lambda pipeline: (pipeline.cuts,), takes=CAPTURE, needs="an axis pp: --mesh pp=2,dp=2"),)
 RANK = (
     Pass("localize", localize, _localized),
+    Pass("add_rounds", add_rounds, when=lambda here: bool(here.plan.expert_capacity), needs="--expert-capacity 1.25"),
     Pass("tile", tile, lambda here: (here.plan.tiled,), lambda here: bool(here.plan.tiled), needs="--tile loss+mlp"),
     Pass("recompute", recompute, lambda here: (here.plan.sharding.recomputed, bool(here.plan.tiled))),
     Pass("save_on_host", save_on_host, lambda here: (here.plan.saved_on_host,),

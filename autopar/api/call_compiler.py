@@ -260,6 +260,7 @@ class CallCompiler:
             baselines=False,
             reduce_dtype=first.reduce_dtype,
             state_dtype=first.state_dtype,
+            expert_capacity=first.expert_capacity,
         )
         tile = with_regions(self.options["tile"], captured.graph)
         return replace(asked_again, tile=tile, loops=self.options["loops"])

@@ -79,6 +79,7 @@ def plan(
     state_dtype: str | torch.dtype | None = None,
     execution: words.Execution | None = None,
     expert_load: float = 1.0,
+    expert_capacity: float | None = None,
     pin: Mapping[str, str] | None = None,
     forbid: Mapping[str, str | Sequence[str]] | None = None,
     adapt: Sequence[Adaptation] = (),
@@ -112,9 +113,10 @@ def plan(
     in which the optimizer's tensors are kept from step to step (runtime/narrow_state.py). `execution`: "eager", op by
     op, or "compiled", through torch.compile, pointwise ops fused and launches hidden; None: as `compile` runs graphs on
     the devices of the profile, compiled on GPUs, unless values may wait on the host. `expert_load`: rows of experts
-    that the busiest device is assumed to get, over the mean of all (cost/expert_load.py). `adapt`: LoRA, QLoRA,
-    FakeQuant, FP8 (autopar/adapt), planned with the rest. `passes`: autopar.Pass values of your own, each run after the
-    compiler's pass that it names (docs/extending.md).
+    that the busiest device is assumed to get, over the mean of all (cost/expert_load.py). `expert_capacity`: times the
+    mean, the most that a device holds at a time whatever the routing: more go in further rounds, exactly (None: no
+    limit; docs/planning.md). `adapt`: LoRA, QLoRA, FakeQuant, FP8 (autopar/adapt), planned with the rest. `passes`:
+    autopar.Pass values of your own, each run after the compiler's pass that it names (docs/extending.md).
     `baselines=False` leaves the expert strategies out, "pipelines" adds experts' pipelines on the devices of a mesh
     without stages, which takes longer. `example_inputs` are the whole batch of a step, which is cut
     into `micro_batches`, whose gradients add up; the plan says whether they are reduced once a step or each ("auto":
@@ -135,7 +137,7 @@ def plan(
     return search(
         model, mesh, example_inputs, hardware=hardware, memory=memory, optimizer=optimizer, precision=precision,
         reduce_dtype=reduce_dtype, state_dtype=state_dtype, execution=execution, expert_load=expert_load,
-        strategy=strategy, pin=pin,
+        expert_capacity=expert_capacity, strategy=strategy, pin=pin,
         forbid=forbid, adapt=adapt, passes=passes, loss_fn=loss_fn, strict=strict, baselines=baselines,
         micro_batches=micro_batches, schedule=schedule, stages_per_rank=stages_per_rank, recompute=recompute,
         tile=tile, loops=loops, offload=offload, fixes=fixes, solver=solver,
@@ -147,7 +149,7 @@ def search(
     model: nn.Module, mesh, example_inputs, *, adapt=(), passes=(), loss_fn=None, fixes=True, name=None,
     report=lambda text: None, hardware=None, memory=None, optimizer="adamw", precision="auto", strategy=None, pin=None,
     strict=False, baselines=True, forbid=None, offload="none", reduce_dtype=None, state_dtype=None,
-    execution=None, expert_load=1.0, tokens_per_second=False, cache=NO_CACHE, **staged,
+    execution=None, expert_load=1.0, expert_capacity=None, tokens_per_second=False, cache=NO_CACHE, **staged,
 ) -> Planned:  # fmt: skip
     """Plan as `plan` does, and return all that the search knows beside the plan. `cache`: a CompileCache, in which
     captures are looked for and kept. `staged`: micro_batches, schedule, stages_per_rank, recompute, tile, loops,
@@ -158,6 +160,7 @@ def search(
     execution = execution_on(device_type, execution, offload)
     asked = dict(hardware=hardware, memory=memory, optimizer=optimizer, precision=precision, strategy=strategy, pin=pin)
     asked |= dict(strict=strict, fixed={}, baselines=baselines, forbid=forbid, offload=offload, expert_load=expert_load)
+    asked |= dict(expert_capacity=expert_capacity)
     asked |= dict(reduce_dtype=reduce_dtype, state_dtype=state_dtype, execution=execution, styles=styles_of(model))
     request = PlanRequest.of(mesh, name or type(model).__name__, **asked, **staged)
     adaptations, added = order.checked(adapt), pass_manager.check_added(passes, PASSES)
@@ -236,6 +239,7 @@ def compile(
     state_dtype: str | torch.dtype | None = None,
     execution: words.Execution | None = None,
     expert_load: float = 1.0,
+    expert_capacity: float | None = None,
     pin: Mapping[str, str] | None = None,
     adapt: Sequence[Adaptation] = (),
     passes: Sequence[Pass] = (),
@@ -315,6 +319,7 @@ def compile(
         state_dtype=state_dtype,
         execution=execution,
         expert_load=expert_load,
+        expert_capacity=expert_capacity,
         strategy=strategy,
         pin=pin,
         loss_fn=loss_fn,

@@ -57,8 +57,8 @@ def add_model(parser, batch: int | None = 8, seq: int | None = 64, searches: boo
 
 
 def add_planning(parser, hardware: str | None) -> None:
-    """Add --hardware, --precision, --reduce-dtype, --state-dtype, --execution, --strategy, --memory, --offload and
-    --pin. `hardware`: the default, None for that of the devices here."""
+    """Add --hardware, --precision, --reduce-dtype, --state-dtype, --execution, --expert-load, --expert-capacity,
+    --strategy, --memory, --offload and --pin. `hardware`: the default, None for that of the devices here."""
     profiles = f"{', '.join(profile.names())}, or a TOML file (default {hardware or 'that of this machine'})"
     parser.add_argument("--hardware", default=hardware, help=profiles)
     precision = (
@@ -75,6 +75,8 @@ def add_planning(parser, hardware: str | None) -> None:
     parser.add_argument("--execution", choices=("eager", "compiled"), help=execution)
     load = "rows of experts that the busiest device is assumed to get, over the mean (default 1.0: balanced routing)"
     parser.add_argument("--expert-load", type=float, default=1.0, metavar="X", help=load)
+    capacity = "times the mean of rows of experts, the most that a device holds at a time; more go in further rounds"
+    parser.add_argument("--expert-capacity", type=float, metavar="X", help=f"{capacity} (default: no limit)")
     known = f"{', '.join(RECIPES)}, or one that --model FILE.py:FUNCTION registers (default: whatever is fastest)"
     parser.add_argument("--strategy", help=known)
     parser.add_argument("--memory", help="memory limit of a device, such as 40GiB or 80GB (default: the hardware's)")
@@ -276,6 +278,7 @@ def planning(args: argparse.Namespace) -> dict:
         state_dtype=args.state_dtype,
         execution=args.execution,
         expert_load=args.expert_load,
+        expert_capacity=args.expert_capacity,
         strategy=args.strategy,
         memory=args.memory,
         offload=args.offload,

@@ -25,7 +25,8 @@ GATHERS_OF_BUCKETS = {  # by what gathers one tensor
 }
 COLLECTIVES = frozenset((
     autopar.exchange_rows.default, autopar.exchange_by_sends.default, autopar.gather_by_broadcasts.default,
-    autopar.gather_by_sends.default, autopar.exchange_reached.default, *GATHERS_OF_BUCKETS.values(),
+    autopar.gather_by_sends.default, autopar.exchange_reached.default, autopar.in_rounds.default,
+    *GATHERS_OF_BUCKETS.values(),
 ))  # fmt: skip
 ON_GLOO = {  # within a machine, and between machines
     c10d.all_gather_into_tensor.default: (autopar.gather_by_broadcasts.default, autopar.gather_by_sends.default),
@@ -41,7 +42,7 @@ REDUCTIONS = frozenset((
 
 def group_names(module: fx.GraphModule) -> list[str]:
     """Return the logical groups ("dp", "dp,tp") that a graph's collectives name, in order of first use."""
-    return list(dict.fromkeys(n.args[-1] for n in module.graph.nodes if is_collective(n)))
+    return list(dict.fromkeys(g for n in module.graph.nodes if is_collective(n) for g in (n.args[-1], *_others(n))))
 
 
 def reductions_beside(module: fx.GraphModule) -> list[fx.Node]:
@@ -65,6 +66,8 @@ def bind_groups(
                     fix=f"make one for each of {', '.join(group_names(module))}",
                 )
             node.args = (*node.args[:-1], names[node.args[-1]])
+            if others := _others(node):
+                node.args = (*node.args[:-2], ";".join(names[group] for group in others), node.args[-1])
     module.recompile()
     return module
 
@@ -101,8 +104,13 @@ def is_collective(node: fx.Node) -> bool:
     """Return whether the node starts a collective; the wait that follows does not."""
     target = node.target
     if target in COLLECTIVES:
-        return True
+        return bool(node.args[-1])  # rounds that a device makes by itself have no group
     return getattr(target, "namespace", "") == "_c10d_functional" and "wait_tensor" not in str(target)
+
+
+def _others(node: fx.Node) -> list[str]:
+    """Return the groups that a node names beside its own."""
+    return [g for g in cast(str, node.args[-2]).split(";") if g] if node.target is autopar.in_rounds.default else []
 
 
 def emit_text(module: fx.GraphModule, name: str = "forward") -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from typing import Any
 
 from torch import Tensor, fx
 
@@ -16,17 +17,19 @@ from .._torch import op_handle
 from ..ops import autopar
 
 SENT, PICKED = autopar.counts_on_host.default, autopar.own_rows.default
+SENT_IN_ROUNDS, PICKED_BY_BLOCK = autopar.counts_in_rounds.default, autopar.own_rows_by_block.default
+COUNTING = SENT, PICKED, SENT_IN_ROUNDS, PICKED_BY_BLOCK
 LATEST = 64  # forwards whose rows are remembered
 
 
 def layers_of(graph: fx.Graph) -> dict[fx.Node, str]:
     """Return the nodes of a local graph that count rows, in order, with the layer that each does it for."""
-    return {node: node.meta.get("module") or "model" for node in graph.nodes if node.target in (SENT, PICKED)}
+    return {node: node.meta.get("module") or "model" for node in graph.nodes if node.target in COUNTING}
 
 
-def rows_in(value: Tensor, is_picked: bool) -> int:
-    """Return the rows of a device: those that it picks, or those of counts (2, devices) that it is sent."""
-    return len(value) if is_picked else int(value[1].sum())
+def rows_in(counts: Tensor) -> int:
+    """Return the rows of a device of what a node says on the host, by device: first what is sent, then what comes."""
+    return int(counts[1].sum())
 
 
 def by_layer(layers: Iterable[str], rows: Iterable[list[int]]) -> dict[str, list[int]]:
@@ -52,15 +55,15 @@ class RowCounter:
 
     def functions(self) -> Mapping[object, Callable]:
         """Return what is called in the place of the ops that count."""
-        return {op: partial(self._count, op_handle(op), op is PICKED) for op in (SENT, PICKED)}
+        return {op: partial(self._count, op_handle(op), op) for op in COUNTING}
 
-    def _count(self, function: Callable, is_picked: bool, *arguments) -> Tensor:
-        result: Tensor = function(*arguments)
-        self.results[self.next].append(len(result) if is_picked else result)
+    def _count(self, function: Callable, op: object, *arguments) -> Any:
+        result = function(*arguments)
+        self.results[self.next].append(len(result) if op is PICKED else result[1] if op is PICKED_BY_BLOCK else result)
         self.next += 1
         return result
 
     def rows(self) -> dict[str, list[int]]:
         """Return by layer the rows of each of the latest forwards."""
-        counts = ([x if isinstance(x, int) else rows_in(x, False) for x in results] for results in self.results)
+        counts = ([x if isinstance(x, int) else rows_in(x) for x in results] for results in self.results)
         return by_layer(self.layers, counts)

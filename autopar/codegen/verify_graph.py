@@ -37,6 +37,8 @@ OUTPUT_ROLES = (
     "output", "joined", "gradient", "input_gradient", "mutation", "input_mutation", "activation", "returned"
 )  # fmt: skip
 
+OWN_ROWS = autopar.exchange_rows.default, autopar.exchange_reached.default, autopar.in_rounds.default
+
 
 def check_global(joint: fx.GraphModule) -> None:
     """Raise VerifyError if the joint graph breaks a promise of autopar/ir/graph.py."""
@@ -211,7 +213,7 @@ def sends_own_rows(node: fx.Node) -> bool:
         received, sent = cast(Sequence[Sequence[int]], node.args[1:3])
         counts = {*received, *sent}
         return len(counts) > 1 or 0 in counts
-    return node.target in (autopar.exchange_rows.default, autopar.exchange_reached.default)
+    return node.target in OWN_ROWS
 
 
 def _starts(local: fx.GraphModule) -> Iterable[fx.Node]:

@@ -161,10 +161,18 @@ class _Work:
 
 class ComputeCost:
     """Prices ops on one device of a Hardware. It remembers nodes: their `meta` must not change while it is in use.
-    `expert_load`: rows of the device whose experts get most of them over those of a device on average."""
+    `expert_load`: rows of the device whose experts get most of them over those of a device on average, of which it
+    takes `expert_capacity` times the average at a time, if that is given."""
 
-    def __init__(self, hardware: Hardware, execution: str = EAGER, expert_load: float = 1.0):
+    def __init__(
+        self,
+        hardware: Hardware,
+        execution: str = EAGER,
+        expert_load: float = 1.0,
+        expert_capacity: float | None = None,
+    ):
         self.hardware, self.fuses, self.expert_load = hardware, execution == COMPILED, expert_load
+        self.expert_capacity = expert_capacity
         self.launch_seconds = min(hardware.launch_seconds, GAP_SECONDS) if self.fuses else hardware.launch_seconds
         self._product_seconds = ProductSeconds(hardware)
         self._works: dict[fx.Node, _Work | None] = {}

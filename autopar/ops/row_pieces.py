@@ -25,6 +25,7 @@ from torch.library import custom_op
 aten = torch.ops.aten
 MOST_ROWS = 2**12  # of a piece
 NUMBERS = {"inf": math.inf, "nan": math.nan}
+TYPES = (torch.dtype, torch.memory_format)
 
 
 def pieces_of(rows: Sequence[int]) -> tuple[int, int]:
@@ -86,7 +87,7 @@ def _cuts(size: int, count: int) -> Iterator[tuple[int, int]]:
 
 
 @dataclass(frozen=True)
-class _Name:
+class Name:
     """A place in a program's arguments that a tensor takes."""
 
     name: str
@@ -121,7 +122,7 @@ class Program:
         tensors = {f"r{i}": x for i, x in enumerate(rows)} | {f"w{i}": x for i, x in enumerate(whole)}
         into = dict(zip(self.sums, sums))
         for step in self.steps:
-            args = [tensors[a.name] if isinstance(a, _Name) else a for a in step.args]
+            args = [tensors[a.name] if isinstance(a, Name) else a for a in step.args]
             if step.name in into:
                 tensors[step.name] = _added(into[step.name], step.target, args, step.kwargs)
             else:
@@ -184,8 +185,10 @@ def _called(item: ast.Call | ast.Subscript) -> tuple[Callable[..., Any], tuple[A
 
 def _op(path: ast.expr) -> Callable[..., Tensor]:
     """Return the op that a path such as `aten.add.Tensor` names."""
+    if ast.unparse(path) == "operator.getitem":
+        return operator.getitem
     namespace, name, overload = ast.unparse(path).split(".")
-    if namespace not in ("aten", "autopar"):
+    if namespace not in ("aten", "autopar", "_c10d_functional"):
         raise ValueError(f"{ast.unparse(path)} is no op of rows")
     return getattr(getattr(getattr(torch.ops, namespace), name), overload)
 
@@ -193,11 +196,11 @@ def _op(path: ast.expr) -> Callable[..., Tensor]:
 def _value(item: ast.expr) -> Any:
     """Return a name of a tensor, a number, a list of numbers or a type, as an argument says."""
     if isinstance(item, ast.Name):
-        return NUMBERS.get(item.id) or _Name(item.id)
+        return NUMBERS.get(item.id) or Name(item.id)
     if isinstance(item, ast.UnaryOp) and isinstance(item.op, ast.USub):
         return -_value(item.operand)
     if isinstance(item, ast.List):
         return [_value(x) for x in item.elts]
-    if isinstance(item, ast.Attribute) and isinstance(dtype := getattr(torch, item.attr, None), torch.dtype):
-        return dtype
+    if isinstance(item, ast.Attribute) and isinstance(found := getattr(torch, item.attr, None), TYPES):
+        return found
     return ast.literal_eval(item)

@@ -40,6 +40,7 @@ def options_of(
     state_dtype=None,
     execution=EAGER,
     expert_load=1.0,
+    expert_capacity=None,
 ) -> PlanOptions:
     """Read the arguments of `autopar.plan` and `compile` as PlanOptions, checked as far as they can be without a model.
     Raise StrategyError or HardwareError for what cannot be right."""
@@ -66,8 +67,13 @@ def options_of(
         raise StrategyError(
             f"cannot read {forbid!r:.80} as what is forbidden", fix='map globs to layouts, such as {"*.bias": "R"}'
         )
-    if isinstance(expert_load, bool) or not isinstance(expert_load, (int, float)):
-        raise StrategyError(f"expert_load is {expert_load!r:.80}", fix="give a number, 1.0 for balanced routing")
+    for what, value in (("expert_load", expert_load), ("expert_capacity", expert_capacity)):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            and (what, value) != ("expert_capacity", None)
+        ):
+            raise StrategyError(f"{what} is {value!r:.80}", fix="give a number, 1.0 for balanced routing")
     profile = hardware_of(mesh, hardware)
     return PlanOptions(
         profile,
@@ -87,6 +93,7 @@ def options_of(
         state_dtype=None if state_dtype is None else precision_name(state_dtype),
         execution=execution,
         expert_load=expert_load,
+        expert_capacity=expert_capacity,
     )
 
 

@@ -181,6 +181,11 @@ def speed(value: object) -> bool:
     return number(value) and value > 0
 
 
+def capacity(value: object) -> bool:
+    """Return whether a value is a number of 1 or more."""
+    return number(value) and value >= 1
+
+
 def count(value: object) -> TypeGuard[int]:
     """Return whether a value is an integer of 0 or more."""
     return isinstance(value, int) and type(value) is int and value >= 0
@@ -231,6 +236,7 @@ IN_WORDS: dict[Callable[[object], bool], str] = {
     number: "a number",
     amount: "a number of 0 or more",
     speed: "a number above 0",
+    capacity: "a number of 1 or more",
     count: "an integer of 0 or more",
     size: "an integer from 1 to 65536",
     flag: "true or false",
@@ -274,6 +280,7 @@ OPTIONAL: Json = {
     "unmade_bytes": 0.0,
     "beside_seconds": 0.0,
     "routing": NO_ROUTING,
+    "expert_capacity": 1.0,
     "saved_on_host": {"values": [], "bytes_": 0.0, "seconds": 0.0, "exposed_seconds": 0.0},
     "update_seconds": 0.0,
     "flops": NO_FLOPS,
@@ -310,7 +317,7 @@ SCHEMA: Kind = {
     "outputs": [{"name": text, "shape": [count], "layout": text, "wire_bytes": amount, "seconds": amount}],
     "routing": {"load": amount, "worst_peak_bytes": amount, "sent_bytes": amount, "gathered_bytes": amount,
                 "beside_seconds": amount, "gained_seconds": amount},
-    "unmade_bytes": amount, "beside_seconds": amount, "packed": count, "fp8": text,
+    "expert_capacity": capacity, "unmade_bytes": amount, "beside_seconds": amount, "packed": count, "fp8": text,
     "attentions": [{"name": text, "copies": size, "scheme": text, "pairs": amount, "balance": amount,
                     "sent_bytes": amount}],
     "saved_on_host": {"values": [(text, count)], "bytes_": amount, "seconds": amount, "exposed_seconds": amount},

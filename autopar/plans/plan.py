@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 # fields that a file leaves out where they say nothing
 LEFT_OUT = (
     "reduce_dtype state_dtype outputs batches tiled packed fp8 attentions routing unmade_bytes saved_on_host "
-    "beside_seconds shardings".split()
+    "beside_seconds shardings expert_capacity".split()
 )
 
 
@@ -106,6 +106,7 @@ class Plan:
     fp8: str = ""  # what computes in FP8 if the planner chose that, as autopar.FP8.parse reads it, or "none"
     beside_seconds: float = 0.0  # of communication, what loops hide beside products
     routing: Routing | None = None  # of experts whose rows are sent to them
+    expert_capacity: float | None = None  # times the mean of rows that a device takes of experts in one round
     pipeline: Pipeline = Pipeline()  # the sharding is of one micro-batch, on the mesh of a stage
     shardings: tuple[StageSharding, ...] = ()  # of stages; empty if all are sharded alike
     planning_seconds: float = field(default=0.0, compare=False)

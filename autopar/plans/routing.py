@@ -17,10 +17,13 @@ def routing_lines(plan: Plan) -> list[str]:
         return []
     r = plan.routing
     beside = f"; {ms(r.beside_seconds)} of their way have products beside them, which saves {ms(r.gained_seconds)}"
+    assumed = f"the busiest device is assumed to get {r.load:.2f} times the mean of the rows"
     held = f"; peak {size(plan.peak_bytes)} so, {size(r.worst_peak_bytes)} if one device got all rows of its group"
+    if plan.expert_capacity:
+        most = f"{plan.expert_capacity:.2f} times the mean of the rows"
+        assumed, held = f"a device takes at most {most} at a time, more in further rounds; {assumed}", f"{held} at once"
     return [
-        f"experts: the busiest device is assumed to get {r.load:.2f} times the mean of the rows"
-        + (held if r.worst_peak_bytes else ""),
+        f"experts: {assumed}" + (held if r.worst_peak_bytes else ""),
         f"rows of experts: {size(r.sent_bytes)} sent by a device, {size(r.gathered_bytes)} if all tokens were gathered"
         + (beside if r.beside_seconds else ""),
     ]

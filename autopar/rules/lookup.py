@@ -40,6 +40,12 @@ def has_rows(node: fx.Node) -> bool:
     return bool(node.meta["rows"])
 
 
+def forget_rows(graph: fx.Graph) -> None:
+    """Forget which tensors of a graph are rows that were dispatched, as others were dispatched since."""
+    for node in graph.nodes:
+        node.meta.pop("rows", None)
+
+
 def _mark(graph: fx.Graph) -> None:
     """Say of every op of a graph whether dim 0 of what it makes is rows."""
     for node in graph.nodes:

@@ -20,7 +20,7 @@ from ..errors import VerifyError
 from ..ir.graph import bytes_of
 from ..ir.layout import Layout, dim_ranges
 from ..ir.mesh import Mesh
-from ..ops import autopar, ring_documents
+from ..ops import autopar, ring_documents, row_rounds
 from ..ops.expert_rows import sizes
 
 REDUCE = {
@@ -37,9 +37,11 @@ EXCHANGES = (
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """A rank's call of a collective: it stands at `node` with `tensor` and waits for the others of its group."""
+    """A rank's call of the collective `target`: it stands at `node` with `tensor` and waits for the others of its
+    group."""
 
     node: fx.Node
+    target: Any
     tensor: torch.Tensor
     args: tuple
     axes: tuple[str, ...]
@@ -47,14 +49,14 @@ class CollectiveCall:
     @property
     def signature(self) -> tuple:
         """Return what all members must agree on. Rows that an all-to-all sends to each may differ."""
-        tail = self.tensor.shape[1:] if self.node.target in EXCHANGES else self.tensor.shape
-        args = () if self.node.target in EXCHANGES else self.args
+        tail = self.tensor.shape[1:] if self.target in EXCHANGES else self.tensor.shape
+        args = () if self.target in EXCHANGES else self.args
         return self.name, args, tuple(tail), self.tensor.dtype
 
     @property
     def name(self) -> str:
         """Return the name of the collective, the same whether it happens in place or not."""
-        return self.node.target.overloadpacket.__name__.removesuffix("_")
+        return self.target.overloadpacket.__name__.removesuffix("_")
 
     def __str__(self) -> str:
         dtype = str(self.tensor.dtype).removeprefix("torch.")
@@ -130,31 +132,49 @@ def _steps(module: fx.GraphModule, inputs: Sequence) -> Generator[CollectiveCall
             values[node] = getattr(module, node.target)
         elif node.op == "output":
             return tuple(args[0])
-        elif node.target is c10d.wait_tensor.default:
-            values[node] = args[0]
-        elif getattr(node.target, "namespace", "") == "_c10d_functional":
-            values[node] = yield CollectiveCall(node, args[0], args[1:-1], tuple(args[-1].split(",")))
-        elif node.target is autopar.exchange_rows.default:
-            sent, received = sizes(*args[1:3])
-            values[node] = yield CollectiveCall(node, args[0], (received, sent), tuple(args[-1].split(",")))
-        elif node.target is autopar.exchange_reached.default:
-            *_, reached, place, step, of_gradients, first, expected, axes = args
-            sent, received = ring_documents.counts(reached, place, step, of_gradients)
-            rows = ring_documents.outgoing(*args[:7])
-            arrived = yield CollectiveCall(node, rows, (received, sent), tuple(axes.split(",")))
-            values[node] = ring_documents.placed(arrived, reached, place, step, of_gradients, first, expected)
+        elif node.target is autopar.in_rounds.default:
+            values[node] = yield from _in_rounds(node, args)
         else:
-            values[node] = node.target(*args, **kwargs)
+            values[node] = yield from _called(node, node.target, args, kwargs)
         for used in node.all_input_nodes:
             if last_use[used] is node:
                 del values[used]
     return ()
 
 
+def _called(node: fx.Node, target: Any, args: tuple, kwargs: Mapping) -> Generator[CollectiveCall, torch.Tensor, Any]:
+    """Return the value of an op that is called at a node, yield if it is a collective."""
+    if target is c10d.wait_tensor.default:
+        return args[0]
+    if getattr(target, "namespace", "") == "_c10d_functional":
+        return (yield CollectiveCall(node, target, args[0], tuple(args[1:-1]), tuple(args[-1].split(","))))
+    if target is autopar.exchange_rows.default:
+        sent, received = sizes(*args[1:3])
+        return (yield CollectiveCall(node, target, args[0], (received, sent), tuple(args[-1].split(","))))
+    if target is autopar.exchange_reached.default:
+        *_, reached, place, step, of_gradients, first, expected, axes = args
+        sent, received = ring_documents.counts(reached, place, step, of_gradients)
+        rows = ring_documents.outgoing(*args[:7])
+        arrived = yield CollectiveCall(node, target, rows, (received, sent), tuple(axes.split(",")))
+        return ring_documents.placed(arrived, reached, place, step, of_gradients, first, expected)
+    return target(*args, **kwargs)
+
+
+def _in_rounds(node: fx.Node, args: tuple) -> Generator[CollectiveCall, torch.Tensor, torch.Tensor]:
+    """Return the number of rounds that a rank makes at a node, yield at their collectives."""
+    steps, value = row_rounds.rounds(*args), None
+    while True:
+        try:
+            call = steps.send(value)
+        except StopIteration as end:
+            return end.value
+        value = yield from _called(node, *call)
+
+
 def _collective(members: Sequence[CollectiveCall]) -> tuple[list[torch.Tensor], list[float]]:
     """Return result and bytes sent of every member. Ring formulas: b is the bytes of one's input, n their number."""
     request, tensors, n = members[0], [m.tensor for m in members], len(members)
-    b, op, args = bytes_of(request.tensor), request.node.target, request.args
+    b, op, args = bytes_of(request.tensor), request.target, request.args
     if op in (c10d.all_reduce.default, c10d.all_reduce_.default):
         total = REDUCE[args[0]](torch.stack(tensors))
         results = [t.copy_(total) if op is c10d.all_reduce_.default else total.clone() for t in tensors]

@@ -20,6 +20,7 @@ from ...ir.graph import call, is_op, is_tensor, mark_phases, operand, renumbered
 from ...ops import autopar
 from ...rules import rule_of
 from ...rules.expert_rows import PRODUCTS, row_factor
+from ...rules.lookup import forget_rows
 from . import rows_of_tokens
 
 aten = torch.ops.aten
@@ -36,11 +37,10 @@ def dispatch(graph_module: fx.GraphModule) -> fx.GraphModule:
     for (_, experts), products in groupings.items():
         _Region(graph, products, experts).enclose()
     if groupings:
+        forget_rows(graph)  # rules were asked for while some groupings had not been dispatched yet
         graph.eliminate_dead_code()
         mark_phases(graph)
         graph.lint()
-        for node in graph.nodes:  # which are rows was asked, and noted, while some groupings had no dispatch yet
-            node.meta.pop("rows", None)
         graph_module.graph = renumbered(graph)
     return graph_module
 

@@ -48,6 +48,12 @@ def bucket(local: fx.GraphModule, bucket_bytes: float, overlaps: bool = False) -
     return local
 
 
+PACKED = (
+    c10d.all_gather_into_tensor.default, c10d.all_reduce.default, c10d.all_to_all_single.default,
+    c10d.reduce_scatter_tensor.default,
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class _Start:
     """A collective that can be packed. kind "gather": of a leaf, so it can be made earlier; "reduce": it only leads out
@@ -61,7 +67,9 @@ class _Start:
     @staticmethod
     def of(node: fx.Node, done: set[fx.Node]) -> _Start | None:
         """Return a collective as a `_Start`; None for any other node, one in `done`, or one that cannot be packed."""
-        if not node.meta.get("collective") or node in done or not operand(node).meta["val"].dim():
+        if node.target not in PACKED or not node.meta.get("collective"):
+            return None
+        if node in done or not operand(node).meta["val"].dim():
             return None
         way = list(_way_in(operand(node)))
         if node.target is c10d.all_gather_into_tensor.default:

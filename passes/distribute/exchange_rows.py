@@ -53,6 +53,9 @@ class RowExchange:
         zeros = self.builder.call(aten.new_zeros.default, x, list(shape), name=f"{node.name}_zeros")
         return self.builder.call(aten.index_copy.default, zeros, 0, picked, x, name=node.name)
 
+    def check(self, node: fx.Node, choice: tuple[str, ...]) -> None:
+        """Raise VerifyError for an exchange that cannot be made so; any can."""
+
     def owned_axes(self, layout: Layout) -> tuple[str, ...]:
         """Return the axes of several devices over which rows are where their experts are."""
         return tuple(a for a in self.mesh.names if a in layout.owned_axes and self.mesh.size(a) > 1)
@@ -94,8 +97,12 @@ class RowExchange:
             x = self.builder.call(aten.index_select.default, x, 0, order, name=f"{node.name}_sorted")
         y = self.exchange(node, x, counts, axes, is_way_back, rows, bytes_of(x.meta["val"]))
         if is_way_back:
-            y = self.builder.call(aten.index_select.default, y, 0, inverse, name=node.name)
+            y = self.in_order(y, inverse, rows, node.name)
         return y
+
+    def in_order(self, y: fx.Node, inverse: fx.Node, rows: int, name: str | None = None) -> fx.Node:
+        """Return rows that came back in the order of the `rows` of a device."""
+        return self.builder.call(aten.index_select.default, y, 0, inverse, name=name)
 
     def exchange(
         self,

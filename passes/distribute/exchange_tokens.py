@@ -83,7 +83,7 @@ class TokenExchange:
         wide, y = y.meta["val"].dtype, self._cast(y, dtype)
         moved = bytes_of(y.meta["val"])
         y = self.rows.exchange(node, y, counts, axes, True, len(group.meta["val"]), moved)
-        y = self._cast(self.builder.call(aten.index_select.default, y, 0, inverse), wide)
+        y = self._cast(self.rows.in_order(y, inverse, len(group.meta["val"])), wide)
         return self._summed(node, y, active)
 
     def _once(self, node: fx.Node, x: fx.Node, group: fx.Node, axes, experts: int, active: int, shape) -> fx.Node:

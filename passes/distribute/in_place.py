@@ -12,6 +12,7 @@ from torch import fx
 
 from ..._torch import c10d, storage_key
 from ...ir.graph import values_of
+from ...ops import autopar
 
 
 def in_place(local: fx.GraphModule) -> fx.GraphModule:
@@ -32,5 +33,13 @@ def _is_spare(node: fx.Node, holders: Counter) -> bool:
         and len(node.users) == 1
         and len(values) == 1
         and values[0].is_contiguous()
-        and holders[storage_key(values[0])] == 1
+        and holders[storage_key(values[0])] == 1 + _is_of_rounds(node)
     )
+
+
+def _is_of_rounds(node: fx.Node) -> bool:
+    """Return whether a node says that further rounds were added to another node's value, which nothing else reads."""
+    if node.target is not autopar.written.default:
+        return False
+    value, made = node.args
+    return value.users.keys() == {node, *made} and all(one.target is autopar.in_rounds.default for one in made)

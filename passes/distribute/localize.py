@@ -44,6 +44,7 @@ from ...ir.casts import own_casts
 from ...ir.graph import OutputRole, describe, is_tensor, operand, outputs_of, tensor_arguments, tensor_of, values_of
 from ...ir.layout import Layout, is_partial_sum, local_part, local_shape
 from ...plans.sharding import NodeSharding, Sharding
+from .capped_rows import CappedExchange
 from .emit import Builder, Emitter
 from .exchange_rows import RowExchange
 from .exchange_tokens import TokenExchange
@@ -64,12 +65,14 @@ def localize(
     reduce_scatter: str = "native",
     coordinate: Mapping[str, int | range] | None = None,
     reduce_dtype: torch.dtype | None = None,
+    expert_capacity: float | None = None,
 ) -> fx.GraphModule:
     """Build the graph that `rank` runs. `reduce_scatter` is "native" or "all_to_all" (see
     passes.distribute.emit.Emitter). `coordinate`: instead of the rank's, one that may span several places along an axis
     whose shards never move: the graph of all of them as one. `reduce_dtype`: in which gradients are added up over
-    devices, if it is narrower than they are."""
-    localizer = _Localizer(joint, sharding, rank, reduce_scatter, coordinate, reduce_dtype)
+    devices, if it is narrower than they are. `expert_capacity`: as in `Plan`; rows beyond it are left out (see
+    add_rounds.py)."""
+    localizer = _Localizer(joint, sharding, rank, reduce_scatter, coordinate, reduce_dtype, expert_capacity)
     for node in joint.graph.nodes:
         if node.op == "placeholder":
             localizer.placeholder(node)
@@ -119,13 +122,15 @@ class _Localizer:
         reduce_scatter: str,
         coordinate: Mapping | None = None,
         reduce_dtype: torch.dtype | None = None,
+        expert_capacity: float | None = None,
     ):
         self.joint, self.sharding, self.mesh, self.rank = joint, sharding, sharding.mesh, rank
         self.coordinate, self.is_micro_batch = coordinate or self.mesh.coordinate(rank), coordinate is not None
         self.root = torch.nn.Module()
         self.builder = Builder(fx.Graph())
         self.emitter = Emitter(self.builder, self.mesh, self.coordinate, reduce_scatter)
-        self.exchange = RowExchange(self.builder, self.mesh, self.coordinate, rank)
+        device = self.builder, self.mesh, self.coordinate, rank
+        self.exchange = CappedExchange(*device, expert_capacity) if expert_capacity else RowExchange(*device)
         self.exchange_tokens = TokenExchange(self.exchange)
         self.ring = RingAttention(self.builder, self.mesh, self.coordinate, rank)
         self.zigzag = ZigzagAttention(self.builder, self.mesh, self.coordinate)
@@ -219,6 +224,7 @@ class _Localizer:
     def _exchange(self, node: fx.Node, sharding, args) -> None:
         """Send rows to their experts or back."""
         self.builder.meta = _origin(node)
+        self.exchange.check(node, sharding.choice)
         exchange = self.exchange if node.target in IDENTITIES else self.exchange_tokens
         local = exchange(node, sharding, *args)
         self._check(node, values_of(local), sharding)

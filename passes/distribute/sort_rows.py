@@ -31,6 +31,7 @@ PUTS = {
     aten.index_copy.default: (2, 3),
     aten.index_add.default: (2, 3),
     autopar.sum_rows.default: (1, 0),
+    autopar.place_rows.default: (1, 0),
 }
 
 

@@ -27,9 +27,11 @@ def captured_of(active: int):
     return compiler.trace(Mixture(8, active), inputs(64))
 
 
-def planned(load: float, mesh: str = "ep=4", active: int = 2, strategy: str = "expert") -> Plan:
+def planned(
+    load: float, mesh: str = "ep=4", active: int = 2, strategy: str = "expert", capacity: float | None = None
+) -> Plan:
     captured = captured_of(active)
-    options = PlanOptions(toy(link=1e8), strategy=strategy, baselines=False, expert_load=load)
+    options = PlanOptions(toy(link=1e8), strategy=strategy, baselines=False, expert_load=load, expert_capacity=capacity)
     return make_plan(captured, Mesh.parse(mesh), options)
 
 
@@ -95,3 +97,25 @@ def test_devices_that_share_tensors_send_rows_of_their_own_tokens():
 
 def test_an_axis_of_experts_is_not_said_to_have_none():
     assert "no part of experts" not in str(planned(1.0, "ep=4,tp=2", strategy="expert+megatron_sp"))
+
+
+def test_memory_of_a_capacity_and_of_the_worst_are_told_apart():
+    """A plan has room for what devices take at a time and for a further round, which there is none of where a device
+    takes all rows at once; how long it takes is as without."""
+    plain = planned(1.0, active=1)
+    plans = {capacity: planned(1.0, active=1, capacity=capacity) for capacity in (1.0, 1.25, 4.0)}
+    assert plain.peak_bytes < plans[1.0].peak_bytes < plans[1.25].peak_bytes < plain.routing.worst_peak_bytes
+    assert {plan.routing.worst_peak_bytes for plan in plans.values()} == {plain.routing.worst_peak_bytes}
+    kept = 64 * 3 / 4 * 24  # of rows, for rounds of the backward
+    assert plans[4.0].peak_bytes == plain.routing.worst_peak_bytes + kept
+    assert {plan.step_seconds for plan in plans.values()} == {plain.step_seconds}
+    text = str(plans[1.25])
+    assert "a device takes at most 1.25 times the mean of the rows at a time, more in further rounds" in text
+    assert "if one device got all rows of its group at once" in text
+    assert Plan.from_json(plans[1.25].to_json()) == plans[1.25] and plans[1.25].hash != plans[1.0].hash
+    assert "expert_capacity" not in plain.to_json()
+
+
+def test_a_load_beyond_the_capacity():
+    with pytest.raises(StrategyError, match="1.5 times the mean are assumed to come"):
+        planned(1.5, capacity=1.25)

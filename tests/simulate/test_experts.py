@@ -150,6 +150,15 @@ def test_families_that_loop_over_experts(name, mesh, strategy):
                    or "_linear.weight" in key), plan.layouts  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_rows_of_every_layer_may_be_with_their_experts(name):
+    """Layers are dispatched one after the other, and rules are asked for meanwhile."""
+    captured = compiler.trace(*FAMILIES[name](4, 5))
+    products = [node for node in captured.graph.nodes if node.target is autopar.grouped_mm.default]
+    assert len(products) >= 8 or name == "mixtral" and len(products) == 4
+    assert all(map(has_rows, products))
+
+
 def test_fewer_rows_than_devices():
     check(Mixture(4, 1), "ep=4", "expert", 4, 1)
 

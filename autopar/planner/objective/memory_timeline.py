@@ -213,6 +213,8 @@ class _Lives:
         yield from self._gradients()
         yield from self._collective_buffers()
         for v in self.problem.vertices:
+            if kept := self.pricer.saved_for_rounds(v, self.strategies[v.index]):
+                yield SAVED, 0, len(self.order.runs), kept * self.copies[v.index]
             if v.kind == "input":
                 bytes_ = self._bytes(v.index, 0, self._layout(v.index, 0)) * self.copies[v.index]
                 yield TRANSIENT, 0, len(self.order.runs), bytes_

@@ -17,9 +17,11 @@ from ...cost.redistribute import Redistribution, Redistributor
 from ...cost.transfer_prices import TransferPrices
 from ...ir.graph import operand
 from ...ir.layout import Layout, largest_local_numel
+from ...rules import Strategy
 from ..problem.problem import Problem
 from ..problem.vertices import STATE, Vertex
 from ..problem.weight_codes import is_gathered_ahead
+from .round_bytes import round_bytes, saved_bytes
 from .tail_cost import NO_TAIL, TailCost
 from .workspace import inside_bytes
 
@@ -69,8 +71,13 @@ class Pricer:
 
     @property
     def expert_load(self) -> float:
-        """Return the rows that the busiest device gets over the mean of all."""
-        return self.problem.expert_load if self.other_load is None else self.other_load
+        """Return the rows that the busiest device holds at once over the mean of all."""
+        return self.held_load if self.other_load is None else self.other_load
+
+    @property
+    def held_load(self) -> float:
+        """Return that which is planned for: the capacity, if devices have one."""
+        return self.problem.expert_capacity or self.problem.expert_load
 
     @property
     def exchanges(self) -> bool:
@@ -201,10 +208,17 @@ class Pricer:
         """Return a pricer under which the busiest device of experts has so many times the mean of their rows."""
         return replace(self, other_load=expert_load)
 
+    def saved_for_rounds(self, vertex: Vertex, strategy: Strategy) -> float:
+        """Return the bytes that an op keeps for further rounds of rows in the backward, of all micro-batches in
+        flight."""
+        return self.in_flight * saved_bytes(self.problem, vertex, strategy) if self.other_load is None else 0.0
+
     def inside_bytes(self, vertex: Vertex, k: int) -> float:
         """Return the bytes that an op allocates while it runs under the strategy `k` of its class."""
         if (key := (vertex.cls, k)) not in self._inside:
             strategy = self.problem.classes[vertex.cls].strategies[k]
             load = load_of(vertex.node, strategy, self.problem.mesh, self.expert_load)
             self._inside[key] = load * inside_bytes(self.problem, vertex, strategy)
+            if self.other_load is None:
+                self._inside[key] += round_bytes(self.problem, vertex, strategy)
         return self._inside[key]

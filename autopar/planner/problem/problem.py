@@ -59,6 +59,7 @@ class Problem:
     )  # by class, strategies that another graph allows (see overlay.py)
     orthogonalize: OrthogonalizeCost | None = None
     expert_load: float = 1.0
+    expert_capacity: float | None = None
     tiled: tuple[LossRegion | RowRegion, ...] = ()  # computed in pieces, see tiled.py
     # by how many of the blocks left out decide as block 2 does, the problem of the whole graph and, by vertex, its own
     written: dict[int, tuple[Problem, dict[int, list[int]]]] = field(default_factory=dict, init=False, repr=False)
@@ -183,11 +184,12 @@ def build(
     execution: str = EAGER,
     zigzag: bool = False,
     expert_load: float = 1.0,
+    expert_capacity: float | None = None,
 ) -> Problem:
     """Return the problem of a captured joint graph, of a step of so many `micro_batches`. `fixed` gives layouts by
     placeholder name; `orthogonalize`: the price of Muon's updates of matrices; `execution`: how the graph runs;
-    `zigzag`: whether sequences may be cut so; `expert_load` as in `ComputeCost`. `fold` gives the classes; leaves that
-    different `pins` name do not share one."""
+    `zigzag`: whether sequences may be cut so; `expert_load` and `expert_capacity` as in `ComputeCost`. `fold` gives the
+    classes; leaves that different `pins` name do not share one."""
     compact = captured.compact
     graph = compact.graph if compact else captured.graph
     vertices, uses = vertices_of(graph)
@@ -215,7 +217,7 @@ def build(
     for v, cls in zip(vertices, fold(vertices, uses)):
         v.cls = cls
     _couple(vertices)
-    cost = ComputeCost(hardware, execution, expert_load)
+    cost = ComputeCost(hardware, execution, expert_load, expert_capacity)
     update = UpdateCost(hardware.reached_memory_bytes_per_second, micro_batches)
     classes: dict[int, Choices] = {}
     for v in vertices:
@@ -256,6 +258,7 @@ def build(
         compact,
         orthogonalize=orthogonalize,
         expert_load=expert_load,
+        expert_capacity=expert_capacity,
     )
     for v, copies in zip(vertices, problem.copies(problem.half)):
         classes[v.cls].copies += copies

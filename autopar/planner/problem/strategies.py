@@ -10,7 +10,7 @@ from torch import fx
 
 from ... import rules
 from ...cost.compute import ComputeCost, fused_inputs
-from ...cost.exchange import WAYS, exchange_seconds, moves_rows
+from ...cost.exchange import WAYS, exchange_seconds, goes_once, moves_rows
 from ...cost.expert_load import load_of
 from ...cost.memory import Optimizer
 from ...cost.orthogonalize import OrthogonalizeCost
@@ -180,6 +180,8 @@ def _op_choices(node: fx.Node, rule: Rule | None, part_sets, mesh: Mesh, cost: C
             rule = replace(rule, linear=())
         parts = rules.factor_parts(node, rule, part_sets)
         options = rules.strategies(rule, [a.shape for a in arguments], [o.shape for o in outputs], mesh, parts)
+    if cost.expert_capacity is not None:  # what is further rounds of rows is not known of tokens
+        options = [option for option in options if not goes_once(node, option.choice)]
     fuses = cost.fuses
     fused = [fuses and is_fused for is_fused in fused_inputs(node)]
     is_fused_away = (

@@ -108,6 +108,7 @@ def describe_plan(planned: Planned) -> Plan:
         routing=routing_of(problem, e, pricer, options.within is not None),
         flops=flops_of_step(problem.graph, sum(pipeline.shares), options.hardware),
         state_dtype=options.state_dtype,
+        expert_capacity=options.expert_capacity,
         execution=options.execution,
         outputs=outputs_in(sharding, problem, pricer, planned.captured),
     )

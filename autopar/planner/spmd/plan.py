@@ -200,6 +200,7 @@ def _problem(
         options.execution,
         may_cut_sequence(options.strategy, mesh, captured.signature.samples),
         options.expert_load,
+        options.expert_capacity,
     )
     problem.fits = fitting(problem, options.overlay) if options.overlay is not None else {}
     return problem

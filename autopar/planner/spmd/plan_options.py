@@ -38,8 +38,8 @@ class PlanOptions:
     `Plan`. `within`: the whole mesh, where the planned one is a stage's of a pipeline: links are those of the whole
     mesh, gradients are reduced once a step, and copies of parameters that are kept are gathered once. `overlay`:
     another graph that runs with the same decisions, of fewer samples. `tail`: what a step without stages computes
-    between all forwards and all backwards, with so many micro-batches `in_flight`. `expert_load`: see
-    autopar/cost/expert_load.py."""
+    between all forwards and all backwards, with so many micro-batches `in_flight`. `expert_load`,
+    `expert_capacity`: see autopar/cost/expert_load.py."""
 
     hardware: Hardware
     memory_bytes: float | None = None
@@ -69,6 +69,7 @@ class PlanOptions:
     tail: Tail | None = None
     in_flight: float = 1.0
     expert_load: float = 1.0
+    expert_capacity: float | None = None
 
     def of_state(self) -> Optimizer:
         """Return the optimizer with the type that its state is kept in. Raise StrategyError for an unknown one."""
@@ -93,6 +94,12 @@ class PlanOptions:
             raise StrategyError(
                 f"experts of a device get {self.expert_load} times the mean of their rows",
                 fix="give expert_load=1.0, balanced routing, or more",
+            )
+        if self.expert_capacity is not None and not max(1.0, self.expert_load) <= self.expert_capacity < math.inf:
+            raise StrategyError(
+                f"a device takes {self.expert_capacity} times the mean of the rows of experts at a time, and "
+                f"{self.expert_load} times the mean are assumed to come",
+                fix=f"give expert_capacity={max(1.0, self.expert_load)} or more, or leave it out",
             )
         accumulation.check(self.micro_batches)
         fixed_recompute.check(self.recompute)

@@ -1,0 +1,102 @@
+"""Rows that go to the devices of their experts so many at a time, whatever the routing.
+
+Of the rows that one device has for another, the pair's, at most `limit` go in a round: capacity times what the pair
+would have under balanced routing. All devices of a group make as many rounds as the fullest of their pairs needs, which
+they know from the counts that they tell each other anyway: with each count comes the largest of its sender.
+
+A table (3, devices) on the host says which rows a device has: how many for each other device, how many from each, and
+behind them the limit and the number of rounds.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from .expert_rows import owner_of
+
+
+def limit_of(rows: int, devices: int, capacity: float) -> int:
+    """Return how many rows of a pair go in one round, if a device has so many for all devices."""
+    return max(1, math.ceil(capacity * rows / devices))
+
+
+def rounds_of(table: Tensor) -> int:
+    """Return how many rounds the devices of a table make."""
+    return int(table[2, 1])
+
+
+@custom_op("autopar::with_largest", mutates_args=())
+def with_largest(counts: Tensor) -> Tensor:
+    """Return counts of rows for each device, with the largest of them beside each: (devices) -> (devices, 2)."""
+    return torch.stack([counts, counts.max().expand_as(counts)], 1)
+
+
+@custom_op("autopar::counts_in_rounds", mutates_args=())
+def counts_in_rounds(sent: Tensor, received: Tensor, rows: int, capacity: float) -> Tensor:
+    """Return the table of counts that were sent and received, both as `with_largest` gives them, on the host, which
+    waits for the device once. `rows`: that the device with most of them has for all."""
+    (sent, _), (received, largest) = torch.stack([sent, received]).cpu().transpose(1, 2)
+    return _table(sent, received, int(largest.max()), limit_of(rows, len(sent), capacity))
+
+
+@custom_op("autopar::own_rows_by_block", mutates_args=())
+def own_rows_by_block(
+    group: Tensor, firsts: list[int], device: int, blocks: list[int], rows: int, capacity: float, expected: int
+) -> tuple[Tensor, Tensor]:
+    """Return which rows belong to the experts of one device, and their table, where every device has all rows: block i
+    is what device i would send. `blocks`: the first row of each but the first; `expected` rows where a graph is
+    made."""
+    is_own = owner_of(group, firsts) == device
+    block = torch.bucketize(
+        torch.arange(len(group), device=group.device), torch.tensor(blocks, device=group.device), right=True
+    )
+    counts = torch.zeros(len(blocks) + 1, dtype=torch.int64, device=group.device)
+    counts = counts.scatter_add_(0, block, is_own.to(torch.int64)).cpu()
+    picked = (~is_own).to(torch.uint8).argsort(stable=True)[: int(counts.sum())].clone()
+    return picked, _table(counts, counts, int(counts.max()), limit_of(rows, len(counts), capacity))
+
+
+@custom_op("autopar::round_rows", mutates_args=())
+def round_rows(order: Tensor, table: Tensor, number: int, expected: int) -> Tensor:
+    """Return those rows of an order by device that a device sends in one round, or of an order by block that it
+    picks."""
+    limit, parts = int(table[2, 0]), []
+    for part in order.split(table[0].tolist()):
+        parts.append(part[number * limit : (number + 1) * limit])
+    return torch.cat(parts)
+
+
+@custom_op("autopar::round_counts", mutates_args=())
+def round_counts(table: Tensor, number: int) -> Tensor:
+    """Return how many rows go to each device in one round, and how many come from each: (2, devices) on the host."""
+    limit = int(table[2, 0])
+    return (table[:2] - number * limit).clamp(0, limit)
+
+
+@custom_op("autopar::place_rows", mutates_args=())
+def place_rows(y: Tensor, index: Tensor, rows: int) -> Tensor:
+    """Return so many rows, those of `index` from y, the others zero."""
+    return y.new_zeros(rows, *y.shape[1:]).index_copy_(0, index, y)
+
+
+def _table(sent: Tensor, received: Tensor, largest: int, limit: int) -> Tensor:
+    last = torch.zeros_like(sent)
+    last[0], last[1] = limit, max(1, -(-largest // limit))
+    return torch.stack([sent, received, last])
+
+
+with_largest.register_fake(lambda counts: counts.new_empty(len(counts), 2))
+counts_in_rounds.register_fake(lambda sent, received, rows, capacity: sent.new_empty(3, len(sent), device="cpu"))
+round_rows.register_fake(lambda order, table, number, expected: order.new_empty(expected))
+round_counts.register_fake(lambda table, number: table.new_empty(2, table.shape[1]))
+place_rows.register_fake(lambda y, index, rows: y.new_empty(rows, *y.shape[1:]))
+
+
+@own_rows_by_block.register_fake
+def _(group, firsts, device, blocks, rows, capacity, expected):
+    table = group.new_empty(3, len(blocks) + 1, dtype=torch.int64, device="cpu")
+    return group.new_empty(expected, dtype=torch.int64), table

@@ -1,0 +1,79 @@
+"""Rows that go to their experts up to a capacity: what autopar/passes/distribute/exchange_rows.py emits, with at most
+so many rows of each pair of devices. Those beyond go in further rounds (passes/distribute/add_rounds.py).
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping
+
+from torch import fx
+
+from ..._torch import c10d
+from ...cost.exchange import goes_once
+from ...errors import VerifyError
+from ...ir.graph import bytes_of, describe
+from ...ir.layout import Layout, largest_local_numel, local_offset, local_shape
+from ...ir.mesh import Mesh
+from ...ops import autopar
+from .emit import Builder
+from .exchange_rows import RowExchange
+
+
+class CappedExchange(RowExchange):
+    """Adds exchanges of the first round. `capacity`: times the rows that a device has under balanced routing."""
+
+    def __init__(self, builder: Builder, mesh: Mesh, coordinate: Mapping[str, int], rank: int, capacity: float):
+        super().__init__(builder, mesh, coordinate, rank)
+        self.capacity = capacity
+
+    def picked(self, group: fx.Node, layout: Layout, experts: int) -> fx.Node:
+        """Return which of all rows a device picks in the first round."""
+        axes, key = self.owned_axes(layout), (group, self.owned_axes(layout), "picked")
+        if key not in self.routes:
+            shape, balanced = tuple(group.meta["global"].shape), Layout((layout.dims[0],))
+            expected = local_shape(shape, balanced, self.mesh, self.coordinate)[0]
+            members, held = self.mesh.group(axes, self.rank), (len(group.meta["val"]),)
+            at = map(self.mesh.coordinate, members[1:])
+            blocks = [local_offset(held, Layout((axes,)), self.mesh, place, 0) for place in at]
+            place, firsts = members.index(self.rank), self.firsts(axes, experts)
+            rows = largest_local_numel(shape, balanced, self.mesh)
+            sizes = rows, self.capacity, expected
+            found = self.helper(group, autopar.own_rows_by_block.default, group, firsts, place, blocks, *sizes)
+            order, table = (self.helper(group, operator.getitem, found, i) for i in range(2))
+            self.routes[key] = (self.helper(group, autopar.round_rows.default, order, table, 0, expected),)
+        return self.routes[key][0]
+
+    def route(self, group: fx.Node, axes: tuple[str, ...], experts: int) -> tuple[fx.Node, ...]:
+        """Return the rows of the first round by owner, the same again, and the counts of those that are sent and
+        received."""
+        key = (group, axes, "sent")
+        if key not in self.routes:
+            firsts, ways, name = self.firsts(axes, experts), [1] * math.prod(map(self.mesh.size, axes)), ",".join(axes)
+            route = self.helper(group, autopar.route.default, group, firsts)
+            order, counts = (self.helper(group, operator.getitem, route, i) for i in (0, 2))
+            sent = self.helper(group, autopar.with_largest.default, counts)
+            started = self.helper(group, c10d.all_to_all_single.default, sent, ways, ways, name)
+            self.mark(started, bytes_of(sent.meta["val"]), axes, f"{group.name}_counts")
+            received = self.helper(group, c10d.wait_tensor.default, started)
+            rows = largest_local_numel(tuple(group.meta["global"].shape), group.meta["layout"], self.mesh)
+            table = self.helper(group, autopar.counts_in_rounds.default, sent, received, rows, self.capacity)
+            first = self.helper(group, autopar.round_rows.default, order, table, 0, len(group.meta["val"]))
+            self.routes[key] = first, first, self.helper(group, autopar.round_counts.default, table, 0)
+        return self.routes[key]
+
+    def check(self, node: fx.Node, choice: tuple[str, ...]) -> None:
+        """Raise VerifyError if tokens are to be sent once for several of their experts: rows are counted, not them."""
+        if goes_once(node, choice):
+            raise VerifyError(
+                f"{node.name} sends tokens once to a device with several of their experts, which has no capacity",
+                node=describe(node),
+                source=node.meta.get("source"),
+                mesh=self.mesh,
+                fix="plan with expert_capacity, or leave it out",
+            )
+
+    def in_order(self, y: fx.Node, inverse: fx.Node, rows: int, name: str | None = None) -> fx.Node:
+        """Return the rows of the first round that came back at their places among all, between zeros."""
+        return self.builder.call(autopar.place_rows.default, y, inverse, rows, name=name)
