@@ -35,7 +35,10 @@ from .replace import move_before, origin
 from .tile_rows import KEPT
 
 aten = torch.ops.aten
-FIRST = {autopar.round_rows.default: "order", autopar.round_counts.default: "counts"}  # what knows the first round
+FIRST: dict[object, str] = {
+    autopar.round_rows.default: "order",
+    autopar.round_counts.default: "counts",
+}  # what knows the first round
 PLACED = {aten.index_copy.default: aten.index_copy_.default, aten.index_add.default: aten.index_add_.default}
 EXCHANGE, WAIT = autopar.exchange_rows.default, c10d.wait_tensor.default
 
@@ -52,8 +55,8 @@ def add_rounds(local: fx.GraphModule) -> fx.GraphModule:
 
 @dataclass(frozen=True)
 class _Family:
-    """What is done for the rows of one routing: the nodes that depend on which are in the first round, and those of
-    them that end it, whose values are whole again."""
+    """Hold what is done for the rows of one routing: the nodes that depend on which are in the first round, and those
+    of them that end it, whose values are whole again."""
 
     tables: tuple[fx.Node, ...]
     inside: frozenset[fx.Node]
@@ -199,7 +202,7 @@ class _Program:
         inputs = [node for node in alone.graph.nodes if node.op == "placeholder" and node.users]
         groups = sorted({str(n.args[-1]) for n in nodes if _names_group(n)})
         groups.sort(key=lambda group: all(n.target is not EXCHANGE or n.args[-1] != group for n in nodes))
-        ends = {node: f"r{i}" for i, node in enumerate(output_node(alone.graph).args[0])}
+        ends = {node: f"r{i}" for i, node in enumerate(cast(tuple[fx.Node, ...], output_node(alone.graph).args[0]))}
         words = [f"w{i}" for i in range(len(inputs) + 1 + len(groups))]
         names = dict(zip(inputs, words)) | {node: f"t{i}" for i, node in enumerate(nodes)}
         number, of_group = _Word(words[len(inputs)]), dict(zip(groups, map(_Word, words[len(inputs) + 1 :])))

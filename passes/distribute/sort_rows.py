@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
+from typing import cast
 
 import torch
 from torch import fx
@@ -27,7 +28,7 @@ from .replace import origin
 
 aten = torch.ops.aten
 # ops that put rows at places, each with the positions of the places and of the rows
-PUTS = {
+PUTS: dict[object, tuple[int, int]] = {
     aten.index_copy.default: (2, 3),
     aten.index_add.default: (2, 3),
     autopar.sum_rows.default: (1, 0),
@@ -57,7 +58,7 @@ def _grouping(node: fx.Node) -> tuple[fx.Node, int, int]:
     count = node.args[3] if is_dw else operand(node, 1).meta["val"].shape[0]
     at = 4 if is_dw else 3
     offset = node.args[at] if len(node.args) > at else node.kwargs.get("offset", 0)
-    return operand(node, 2), count, offset
+    return operand(node, 2), cast(int, count), cast(int, offset)
 
 
 class _Region:

@@ -291,7 +291,7 @@ def test_a_schedule_with_weight_gradients_put_in():
     assert own.orders == built_in.orders
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "orders, complaint",
     [
@@ -312,7 +312,7 @@ def test_refused_schedules(orders, complaint, as_object):
         plan_of(Deep(), "pp=2", (torch.randn(4, 16),), schedule=schedule, micro_batches=1)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "orders, in_flight, complaint",
     [

@@ -31,7 +31,7 @@ def check(case: staged.Case, count: int, note: object, seed: int = 0) -> None:
     case.check(step, f"{note} in {count} micro-batches, cut at {cuts}")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("samples", [6, 7])
 @pytest.mark.parametrize("loss", whole_batch.LOSSES)
 def test_losses_of_all_samples(loss, samples):

@@ -31,7 +31,7 @@ def counted(captured) -> tuple[int, int]:
     return nodes.count(autopar.attention.default), nodes.count(aten._softmax.default)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind, padding", FORMS)
 def test_becomes_canonical(kind, padding):
     model = Model(kind, 4, 2, padding, layers=2, length=9)
@@ -78,7 +78,7 @@ class Reading(nn.Module):
         return F.dropout(weights, 0.5 if self.kind.startswith("dropped") else 0.0) @ v
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "kind", ["weights", "scores", "sharpened", "softmax of queries", "cap of masked", "times a tensor"]
 )

@@ -1,11 +1,10 @@
 """Decide which products of a finished plan are computed while rows of experts travel.
 
 An exchange of rows starts, and is waited for where its rows are first read. A product that neither makes these rows nor
-reads them may run in between: those of shared experts, which read the same tokens, gradients of weights, and, beside
-rows that are sent once more for a gradient, whatever their layer computes then. The exchange of a layer that has least
-to choose from chooses first: the nearest products, with what has to move along, until what it has beside it takes as
-long as the rows do. Products stay in their layer, what is computed again and products of loops stay where they are, and
-an exchange that is all latency is left alone.
+reads them may run in between: those of shared experts, which read the same tokens, and gradients of weights. The
+exchange of a layer that has least to choose from chooses first: the nearest products, with what has to move along,
+until what it has beside it takes as long as the rows do. Products stay in their layer, what is computed again and
+products of loops stay where they are, and an exchange that is all latency is left alone.
 
 The plan is searched for without this. The seconds of the link are then hidden instead of waited for, from the first op
 beside the exchange on, so that the played step has the exchange as it runs; the bound is of plans without it. What an

@@ -3,10 +3,9 @@ passes by.
 
 Parameters and optimizer state stay all through training; a gradient lives from the op that makes it to the end. A
 tensor saved for the backward lives from the op that makes it to its last reader, or, if it waits on the host, until it
-is there and from where it is brought back. Besides these live the values between
-two ops, gathered parameters on their way through a block, buckets of collectives, gradients before they are reduced,
-and what an op of a GPU allocates while it runs. A view lives in the memory of what it looks at, also
-where the view is saved instead. What the device's
+is there and from where it is brought back. Besides these live the values between two ops, gathered parameters on their
+way through a block, buckets of collectives, gradients before they are reduced, and what an op of a GPU allocates while
+it runs. A view lives in the memory of what it looks at, also where the view is saved instead. What the device's
 context, the communication library and the allocator keep for themselves is there all the time.
 
 Where the backwards of a step wait for its tail (passes/pipeline/tail.py), a pass begins and ends with what all other
@@ -109,8 +108,7 @@ def resident_of(problem: Problem, e: Evaluation, v: Vertex) -> dict[str, float]:
 
 def live_bytes(problem: Problem, evaluation: Evaluation, pricer: Pricer) -> LiveBytes:
     """Return the memory of a device over the step that an evaluation describes."""
-    order = step_order(problem, evaluation)
-    count = max(len(order.runs), 1)
+    count = max(len((order := step_order(problem, evaluation)).runs), 1)
     changes: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(count + 1))
     for kind, bytes_ in resident_bytes(problem, evaluation).items():
         changes[kind][0] += bytes_
@@ -212,11 +210,11 @@ class _Lives:
         yield from self._computing_copies()
         yield from self._gradients()
         yield from self._collective_buffers()
-        for v in self.problem.vertices:
-            if kept := self.pricer.saved_for_rounds(v, self.strategies[v.index]):
-                yield SAVED, 0, len(self.order.runs), kept * self.copies[v.index]
-            if v.kind == "input":
-                bytes_ = self._bytes(v.index, 0, self._layout(v.index, 0)) * self.copies[v.index]
+        for u in self.problem.vertices:
+            if bytes_ := self.pricer.saved_for_rounds(u, self.strategies[u.index]):
+                yield SAVED, 0, len(self.order.runs), bytes_ * self.copies[u.index]
+            if u.kind == "input":
+                bytes_ = self._bytes(u.index, 0, self._layout(u.index, 0)) * self.copies[u.index]
                 yield TRANSIENT, 0, len(self.order.runs), bytes_
         for travel in self.order.travels:
             if span := self._copy(travel):

@@ -48,13 +48,16 @@ def saved_bytes(problem: Problem, vertex: Vertex, strategy: Strategy) -> float:
     """Return the bytes that an op of the forward that ends a round has the device keep for the rounds of its backward,
     beside what the first round saves: of each row which it is, its expert's number and its weight."""
     capacity, rows = problem.expert_capacity, strategy.inputs[0] if strategy.inputs else None
-    if capacity is None or vertex.phase != "forward" or vertex.node.target not in BACK or not rows.owned_axes:
+    if (
+        capacity is None
+        or vertex.phase != "forward"
+        or vertex.node.target not in BACK
+        or not rows
+        or not rows.owned_axes
+    ):
         return 0.0
-    return (
-        SAVED_OF_ROW
-        * len(tensor_arguments(vertex.node)[1].meta["val"])
-        / math.prod(map(problem.mesh.size, rows.dims[0]))
-    )
+    count = len(tensor_arguments(vertex.node)[1].meta["val"])
+    return SAVED_OF_ROW * count / math.prod([problem.mesh.size(axis) for axis in rows.dims[0]])
 
 
 def _program(end: fx.Node) -> list[fx.Node]:

@@ -30,10 +30,12 @@ def fastest_with_exchanges(candidates: Sequence[Candidate]) -> list[Candidate]:
     best, *others = candidates
     best = with_exchanges(best)
     limit = best.evaluated.step_seconds
-    near = sorted((one for one in others if one.fits and _least_seconds(one) < limit), key=_least_seconds)
-    made = [with_exchanges(one) for one in (near[:MOST_OTHERS] if best.fits else ())]
-    best, *rest = sorted([best, *made], key=lambda one: one.evaluated.step_seconds)
-    return [best, *rest, *(one for one in others if one not in near[:MOST_OTHERS] or not made)]
+    near = [i for i, one in enumerate(others) if best.fits and one.fits and _least_seconds(one) < limit]
+    for i in sorted(near, key=lambda i: _least_seconds(others[i]))[:MOST_OTHERS]:
+        others[i] = with_exchanges(others[i])
+        if others[i].evaluated.step_seconds < best.evaluated.step_seconds:
+            best, others[i] = others[i], best
+    return [best, *others]
 
 
 def _least_seconds(one: Candidate) -> float:

@@ -64,6 +64,8 @@ class WithinLimit:
         self.tried = [(fastest.evaluation, self.solver.free)]
         self.bound_with_host = fastest.bound_seconds
         self.program = DecidedProgram()
+        self.dual: Dual | None = None  # and the prices at which most was proved, once there are some
+        self.proving = self.solver.free
         self.may_fit: bool | None = None  # not known yet
         self.rough = replace(run.search, gap=max(run.search.gap, PLAN_GAP), rounds=ROUNDS, largest_program=0)
 
@@ -212,7 +214,8 @@ class WithinLimit:
 
     def _ask_program(self) -> None:
         """Let the integer program decide what is left around the best plan, and try what it finds."""
-        if self.best is None or not (self.run.search.last_word and self.run.search.largest_program):
+        search = self.run.search
+        if self.best is None or self.dual is None or not (search.last_word and search.largest_program):
             return
         room, joint = Room(self.solver.room_bytes, self.run.accumulates), self._joint(self.dual, self.best)
         said = last_word(self.run, self.dual, self.proving, self.best, joint, room)
