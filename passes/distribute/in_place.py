@@ -7,6 +7,8 @@ on one rank's graph in ATen ops.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from typing import cast
 
 from torch import fx
 
@@ -41,5 +43,5 @@ def _is_of_rounds(node: fx.Node) -> bool:
     """Return whether a node says that further rounds were added to another node's value, which nothing else reads."""
     if node.target is not autopar.written.default:
         return False
-    value, made = node.args
+    value, made = cast(tuple[fx.Node, Sequence[fx.Node]], node.args)
     return value.users.keys() == {node, *made} and all(one.target is autopar.in_rounds.default for one in made)
