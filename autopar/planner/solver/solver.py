@@ -25,6 +25,7 @@ from ..problem.hf_tp_plan import TensorPlan
 from ..problem.multipliers import Prices, spans_of
 from ..problem.problem import Problem
 from ..problem.recipes import FREELY, Restriction
+from ..problem.vertices import Vertex
 from .dual import Dual
 from .hyperedges import HyperedgePrices, hyperedges_of
 from .memory_limit import WithinLimit
@@ -171,12 +172,18 @@ class Solver:
 
     def is_too_large(self, restriction: Restriction, pins: dict[str, str] | None = None) -> bool:
         """Return whether one op makes more than fits under each strategy that is allowed, so that no plan fits."""
-        allowed, problem = self.allowed(restriction, pins), self.problem
-        for v in (v for v in problem.vertices if v.kind == "op" and v.index not in problem.views):
+        problem = self.problem
+        large = [v for v in problem.vertices if v.kind == "op" and v.index not in problem.views and self._is_large(v)]
+        allowed = self.allowed(restriction, pins) if large else {}
+        for v in large:
             strategies = itertools.compress(problem.choices(v.index).strategies, allowed[v.cls])
             if all(self._made_bytes(v.index, strategy) > self.room_bytes for strategy in strategies):
                 return True
         return False
+
+    def _is_large(self, v: Vertex) -> bool:
+        """Return whether what an op makes would not fit on one device whole."""
+        return sum(value.numel() * value.element_size() for value in v.values) > self.room_bytes
 
     def _made_bytes(self, vertex: int, strategy: Strategy) -> float:
         return sum(self.pricer.local_bytes(vertex, i, layout) for i, layout in enumerate(strategy.outputs))

@@ -89,9 +89,8 @@ class _Choice:
 
     def _are_too_large(self, solvers: Sequence[Solver]) -> bool:
         """Return whether some tensor that pieces would never make is too large for a device in any layout."""
-        if not any(with_pieces(solvers, self.options, (kind,)) for kind in (LOSS, MLP)):
-            return False
-        return all(one.is_too_large(self.restriction, dict(self.options.pin)) for one in solvers)
+        are_large = all(one.is_too_large(self.restriction, dict(self.options.pin)) for one in solvers)
+        return are_large and any(with_pieces(solvers, self.options, (kind,)) for kind in (LOSS, MLP))
 
     def _are_hopeless(self, solvers: Sequence[Solver], tiled: Sequence[Solver]) -> bool:
         """Return whether nothing fits yet, the smallest plans with losses in pieces do not, and MLPs may be besides."""
