@@ -43,7 +43,7 @@ def refuse(*args):
     raise recording.NotRecorded
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_recorded_graph_is_the_traced_one(name, monkeypatch):
     model, batch = MODELS[name]()

@@ -187,7 +187,7 @@ def test_what_differs_is_traced_in_full(kind):
         assert repeated_blocks_of(model) is None
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [*IN_A_CALL, *KINDS])
 def test_what_differs_is_differentiated_in_full(kind):
     torch.manual_seed(0)

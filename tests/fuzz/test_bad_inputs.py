@@ -7,7 +7,7 @@ import pytest
 from . import bad_inputs
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "family, cases",
     [

@@ -124,7 +124,7 @@ def expected_bytes(graphs, mesh: Mesh, hierarchy: dict) -> Counter:
     return found
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64])
 @pytest.mark.parametrize("mesh", ["a=4", "a=6", "a=2,b=2", "a=3,b=2", "a=4,b=2", "a=2,b=2,c=2"])
 def test_gathers_and_reduce_scatters_are_those_of_one_collective(mesh, dtype):
@@ -200,7 +200,7 @@ def test_an_axis_that_leaves_its_node_is_cut_in_two():
     assert verify_plan(captured, plan, module, inputs).match
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("mesh", "micro_batches"), [("dp=2,tp=2", 1), ("dp=4", 1), ("pp=2,dp=2,tp=2", 2), ("pp=2,dp=4", 2)]
 )
@@ -213,7 +213,7 @@ def test_a_plan_file_says_what_goes_by_tier(tmp_path, mesh, micro_batches):
     assert loaded.sharding.hierarchy == plan.sharding.hierarchy and loaded.hash == plan.hash
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("strategy", "shares", "lowering"),
     [("zero1", 2, "native"), ("zero1", 2, "all_to_all"), ("fsdp", 3, "all_to_all"), ("fsdp", 3, "native")],
@@ -326,7 +326,7 @@ def test_on_processes(strategy, tmp_path):
             torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("batch", [8, 9])
 @pytest.mark.parametrize(("mesh", "strategy", "options"), [
     ("dp=2,tp=2", "ddp", {}),

@@ -128,7 +128,7 @@ def test_what_is_found(way):
         assert not pairs(captured.graph, LENGTH)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_same_numbers(way):
     report = verify_model(Packed(WAYS[way][0]), batch(), "tp=2")

@@ -41,7 +41,7 @@ def check(shape, source, target, mesh, reduce_scatter="native", seed=0):
     return simulator
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_random_pairs(mesh):
     seed = random.randrange(10**6)

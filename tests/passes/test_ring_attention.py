@@ -49,7 +49,7 @@ def block_visits(size: int, kind: str, block_rows: int) -> float:
     return {"full": 1.0, "causal": 0.5, "zigzag": 0.75}[kind] * size * (size - 1)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("size, kind", [(4, "causal"), (3, "full"), (4, "zigzag"), (4, "window"), *MORE])
 def test_bytes_are_those_of_the_formula(size, kind):
     """A block of keys and values is n / P rows of 2 d_kv numbers; forward it goes to each device that needs it,

@@ -31,7 +31,7 @@ def check(case: staged.Case, count: int, note: object, seed: int = 0) -> None:
     case.check(step, f"{note} in {count} micro-batches, cut at {cuts}")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("samples", [6, 7])
 @pytest.mark.parametrize("loss", whole_batch.LOSSES)
 def test_losses_of_all_samples(loss, samples):
@@ -191,7 +191,7 @@ def test_schedules_that_end_their_forwards_first(schedule):
     assert schedule in caught.value.message and "gpipe" in caught.value.fix and "whole_batch.py" in caught.value.source
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", range(12))
 def test_random_losses(seed):
     """Sums, maxima and pairs of what two layers make, put together at random."""

@@ -31,7 +31,7 @@ def attention_of(kind: str, length: int):
     return next(iter(graph.find_nodes(op="call_function", target=ops.attention.default)))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind, size, length", itertools.product(("causal", "full", "window"), (2, 3, 4), (12, 16, 7)))
 def test_pairs_are_those_that_a_mask_opens(kind, size, length):
     """Rows dealt out to devices in blocks or in zigzag, the second axis cuts samples or heads: pairs are counted one by
@@ -58,7 +58,7 @@ def test_pairs_are_those_that_a_mask_opens(kind, size, length):
     assert pairs(node, strategy, mesh) == (max(counted), sum(counted) / size)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy, mesh, scheme", [
     ("all_gather_kv", "cp=2", "all_gather_kv over cp"), ("ring", "cp=4", "ring over cp"),
     ("ulysses", "cp=2", "ulysses over cp"), ("ring+ulysses", "cp=2,up=2", "ring over cp + ulysses over up"),
@@ -77,7 +77,7 @@ def test_meshes_without_a_sequence_say_nothing():
     assert not plan.attentions and "most / mean" not in str(plan) and "attentions" not in plan.to_json()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("strategy", ["ring", "all_gather_kv", "ulysses"])
 def test_bytes_are_those_of_the_formula(strategy, micro_batches):

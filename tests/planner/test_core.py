@@ -17,7 +17,7 @@ from tests.planner.planning import TINY_GPT, TINY_LLAMA, Instance, captured, cou
 MLP = "mlp:hidden=16,ffn=32,layers=1"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("hardware", [toy(), toy(latency=2e-6), toy(link=1e7)], ids=["even", "waiting", "slow link"])
 @pytest.mark.parametrize(("model", "mesh"), [(MLP, "a=2,b=2"), pytest.param(TINY_GPT, "a=2", marks=pytest.mark.slow)])
 def test_ascent_agrees_with_the_integer_program_on_the_unfolded_graph(model, mesh, hardware):
@@ -76,7 +76,7 @@ def test_column_then_row_is_found_among_the_four():
         assert pinned.step_seconds > free.step_seconds, (first, second)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp", "hsdp", "megatron", "megatron_sp"])
 def test_strategies_place_parameters_as_named(strategy):
     plan = make(TINY_GPT, "r=2,s=2", strategy=strategy)

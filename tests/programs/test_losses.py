@@ -146,13 +146,13 @@ MICRO_BATCHED = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @everywhere(PROGRAMS)
 def test_loss(name, mesh, precision):
     PROGRAMS[name].check(mesh, precision)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "name, mesh",
     [

@@ -150,7 +150,7 @@ class Reading(nn.Module):
         return self.function(x * self.weight, a)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("what", list(READS))
 def test_values_that_are_read(alone, what):
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))

@@ -100,7 +100,7 @@ def _check_form(mesh, form, **options):
         assert found.note == "text" and found.nothing is None
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_forms(alone, form):
     _check_form(alone, FORMS[form])

@@ -30,7 +30,7 @@ def cases(name):
     return [(p, m, v, seconds) for p, m in GRID if exact(p, m) for v in chunks_of(name) for seconds in durations]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", EXACT)
 def test_idle_time(name):
     for p, m, v, seconds in cases(name):
@@ -40,7 +40,7 @@ def test_idle_time(name):
         assert played.bubble_in_window == pytest.approx(in_window, abs=1e-9), (p, m, v, seconds)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", EXACT)
 def test_in_flight(name):
     for p, m, v, _ in cases(name):

@@ -13,7 +13,7 @@ from benchmarks.sequence_matrix import EXACT, cells_of, checked
 from ..helpers.attention_kinds import KINDS, Model, inputs_of
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("cell", cells_of(KINDS)[::97], ids=lambda cell: "-".join(map(str, cell)))
 def test_cells_of_the_matrix(cell):
     """A part of what benchmarks/sequence_matrix.py tries: a prime stride meets all kinds, cuts, lengths and extras."""
@@ -26,7 +26,7 @@ def test_cells_of_the_matrix(cell):
 ADDED = [("cp=2", "ring", 16), ("cp=3", "ring", 13), ("cp=4", "ring", 15), ("cp=2,up=2", "ring+ulysses", 13)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind, at", itertools.product(("alibi", "alibi_left"), ADDED))
 def test_what_is_added_goes_round(kind, at):
     """Also where padding closes all keys of a query by the lowest number, as transformers does."""

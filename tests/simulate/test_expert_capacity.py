@@ -45,7 +45,7 @@ def programs(plan, captured, rank: int = 0) -> list[str]:
     return [str(n.args[0]) for n in local.graph.nodes if n.target is autopar.in_rounds.default]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize(
     ("mesh", "strategy", "experts", "active"),
@@ -62,7 +62,7 @@ def test_gradients(mesh, strategy, experts, active, routing):
     assert plan.expert_capacity == 1.0
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("machine", [SENDS, PICKS, MIXED])
 def test_however_rows_get_there(machine, routing):
@@ -204,7 +204,7 @@ class Block(Mixture):
         return x + y.view_as(x), (chosen.mean(0) * probabilities.mean(0)).sum()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_recomputed_blocks_with_a_balance_loss(recompute, routing):

@@ -100,7 +100,7 @@ def experts_axis(plan, name: str) -> str:
     return " ".join(Layout.parse(plan.layouts[name], 3).dims[0])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize(
     ("mesh", "strategy", "experts"),

@@ -8,7 +8,7 @@ from autopar.models import build
 from autopar.simulate.compare import verify_model
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "text, batch, mesh, strategy",
     [

@@ -62,7 +62,7 @@ def test_models_of_a_library(name):
     assert attentions(captured) == WINDOWS[name] and not pairs(captured.graph)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name, at", itertools.product(FAMILIES, MESHES))
 def test_steps_of_models(name, at):
     model, inputs = family(name)
@@ -94,7 +94,7 @@ CUTS = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind, at, length", itertools.product(("both", "left"), CUTS, (16, 13)))
 def test_masks_of_users(kind, at, length):
     """Blocks of a ring are in front of the queries, behind them, or beyond the window."""

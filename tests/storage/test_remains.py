@@ -120,7 +120,7 @@ def _name(ranks) -> str:
 
 
 @pytest.mark.gloo
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh, options", CASES, ids=str)
 def test_any_ranks_that_remain(mesh, options, tmp_path):
     world = math.prod(int(part.partition("=")[2]) for part in mesh.split(","))
