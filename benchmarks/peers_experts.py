@@ -14,13 +14,7 @@ token to the same experts.
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
-import os
-import statistics
 import sys
-import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,9 +29,8 @@ from transformers import MixtralConfig, MixtralForCausalLM
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import autopar
-from benchmarks.bytes import sent_on_loopback
 from benchmarks.experts_by_hand import OwnExperts, loss_of
-from benchmarks.peers import _status_bytes
+from benchmarks.measured_step import Measured, measured_step, memory_follows_tensors
 from tests.helpers import gloo
 
 MIB, SAMPLE, VOCAB, EXPERTS, HIDDEN = 2**20, 128, 512, 8, 256
@@ -107,45 +100,28 @@ def ours(side: str, n: int, model: Mixture, inputs: dict[str, torch.Tensor]) -> 
 
 
 @dataclass
-class Row:
-    """Holds what one process measured: medians of seconds and of bytes on the interface, and the most memory."""
+class Row(Measured):
+    """Holds what one process measured, the bytes of its experts, and the square of all experts' gradients' norm."""
 
-    seconds: float
-    bytes_: float
-    peak_bytes: int
     expert_bytes: int
-    loss: float
     norm: float
 
 
 def measured(rank: int, n: int, side: str, tokens: int, steps: int, dtype: torch.dtype, skewed: bool) -> Row:
-    warnings.filterwarnings("ignore")
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = "set below"  # which a compile leaves as it is then
-    ctypes.CDLL("libc.so.6").mallopt(-3, 2**14)  # M_MMAP_THRESHOLD: resident memory follows the tensors
+    memory_follows_tensors()
     model, inputs = Mixture(tokens, dtype, skewed), inputs_of(tokens)
-    step = by_hand(rank, n, model, inputs) if side == BY_HAND else None
-    if step is None:
+    if side == BY_HAND:
+        step = by_hand(rank, n, model, inputs)
+    else:
         model, step = ours(side, n, model, inputs)
-    seconds, sent = [], []
-    for _ in range(steps + 2):
-        dist.barrier()
-        before, start = sent_on_loopback(), time.process_time()
-        loss = step()
-        seconds.append(time.process_time() - start)
-        dist.barrier()
-        sent.append(sent_on_loopback() - before)
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again
-    before = _status_bytes("VmRSS")
-    step()
-    peak = _status_bytes("VmHWM") - before
+    found = measured_step(step, steps)
     local = [(name, *map(_local, (p.detach(), p.grad))) for name, p in model.named_parameters()]
     held = sum(p.nbytes for name, p, _ in local if ".experts." in name)
     of_experts = sum(float(g.double().square().sum()) for name, _, g in local if ".experts." in name)
     squares = torch.tensor([of_experts], dtype=torch.float64)
     if held < EXPERTS * 3 * 2 * HIDDEN * HIDDEN * 2 * dtype.itemsize:  # of two layers: else each process has all
         dist.all_reduce(squares)
-    return Row(statistics.median(seconds[2:]), statistics.median(sent[2:]), peak, held, float(loss), squares.item())
+    return Row(**vars(found), expert_bytes=held, norm=squares.item())
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,15 +13,8 @@ for `ring` and `all_gather_kv`, Ulysses by hand for `ulysses`.
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
-import os
-import statistics
 import sys
-import time
-import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -34,8 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import autopar
 from benchmarks import by_hand
-from benchmarks.bytes import sent_on_loopback
-from benchmarks.peers import _status_bytes
+from benchmarks.measured_step import Measured, measured_step, memory_follows_tensors
 from tests.helpers import gloo
 
 HIDDEN, LAYERS, HEADS, VOCAB = 256, 2, 8, 512
@@ -105,35 +97,9 @@ def made(side: str, rank: int, n: int, length: int) -> Callable[[], torch.Tensor
     return ours
 
 
-@dataclass
-class Row:
-    """Holds what one process measured: medians of seconds and of bytes on the interface, and the most memory."""
-
-    seconds: float
-    bytes_: float
-    peak_bytes: int
-    loss: float
-
-
-def measured(rank: int, n: int, side: str, length: int, steps: int) -> Row:
-    warnings.filterwarnings("ignore")
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = "set below"  # which a compile leaves as it is then
-    ctypes.CDLL("libc.so.6").mallopt(-3, 2**14)  # M_MMAP_THRESHOLD: resident memory follows the tensors
-    step = made(side, rank, n, length)
-    seconds, sent = [], []
-    for _ in range(steps + 2):
-        dist.barrier()
-        before, start = sent_on_loopback(), time.process_time()
-        loss = step()
-        seconds.append(time.process_time() - start)
-        dist.barrier()
-        sent.append(sent_on_loopback() - before)
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again
-    before = _status_bytes("VmRSS")
-    step()
-    peak = _status_bytes("VmHWM") - before
-    return Row(statistics.median(seconds[2:]), statistics.median(sent[2:]), peak, float(loss))
+def measured(rank: int, n: int, side: str, length: int, steps: int) -> Measured:
+    memory_follows_tensors()
+    return measured_step(made(side, rank, n, length), steps)
 
 
 def of_torch(rank: int, n: int, length: int) -> str:

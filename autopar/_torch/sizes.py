@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -177,6 +177,6 @@ def traced_number(expected: int) -> int:
     from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
     try:
-        return torch.library.get_ctx().new_dynamic_size()  # type: ignore[return-value]  # a SymInt
+        return cast(int, torch.library.get_ctx().new_dynamic_size())
     except DynamicOutputShapeException:
         return expected
