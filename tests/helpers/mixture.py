@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from autopar import LoRA
+from autopar.adapt import order
+
 
 class Mixture(nn.Module):
     """A router over four experts of 16 inputs and 8 hidden, two for each token: (b, s, 16) -> (b, s, 16). Stacks are
@@ -36,3 +39,14 @@ class Mixture(nn.Module):
         weights, index = self.router(tokens).softmax(-1).topk(2, -1)
         y = self.experts(tokens, index, weights).view_as(x)
         return dict(loss=y.square().mean(), y=y)
+
+
+def with_adapters(model: nn.Module) -> list:
+    """Attach LoRA of rank 2 to the stacks `experts.gate_up` and `experts.down`, filled with numbers, and return it."""
+    adapters = order.checked([LoRA(r=2, target_modules=[], target_parameters=["experts.gate_up", "experts.down"])])
+    order.attach(model, adapters, "cpu")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_" in name:
+                parameter.normal_(std=0.1)
+    return adapters

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from autopar import LoRA, compiler
+from autopar import compiler
 from autopar.adapt import order
 from autopar.errors import StrategyError, VerifyError
 from autopar.frontend.fake_parameters import forms_of
@@ -219,12 +219,7 @@ def test_recomputed_blocks_with_a_balance_loss(recompute, routing):
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_adapters_of_stacked_experts(routing):
     model, given = Mixture(4, 2, routing), inputs()
-    adapters = order.checked([LoRA(r=2, target_modules=[], target_parameters=["experts.gate_up", "experts.down"])])
-    order.attach(model, adapters, "cpu")
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".lora_" in name:
-                parameter.normal_(std=0.1)
+    adapters = mixture.with_adapters(model)
     captured = compiler.trace(model, given, None, forms_of(model), "fp32", adapters)
     asked = PlanOptions(toy(), strategy="expert", baselines=False, expert_capacity=1.0)
     plan, values = make_plan(captured, Mesh.parse("ep=2"), asked), global_values(captured, model, given)

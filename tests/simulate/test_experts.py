@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from autopar import LoRA, compiler
+from autopar import compiler
 from autopar import compile as compile_
-from autopar.adapt import order
 from autopar.cost.compute import GROUPED, ComputeCost
 from autopar.errors import StrategyError
 from autopar.frontend.fake_parameters import forms_of
@@ -192,12 +191,7 @@ def test_tensor_axes_of_experts(mesh, up, down, strategy):
 def test_adapters_of_stacked_experts():
     """The second factor has experts inside of a merged dim: it stays whole."""
     model, given = Mixture(4), inputs()
-    adapters = order.checked([LoRA(r=2, target_modules=[], target_parameters=["experts.gate_up", "experts.down"])])
-    order.attach(model, adapters, "cpu")
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".lora_" in name:
-                parameter.normal_(std=0.1)
+    adapters = mixture.with_adapters(model)
     captured = compiler.trace(model, given, None, forms_of(model), "fp32", adapters)
     plan = make_plan(captured, Mesh.parse("ep=2"), PlanOptions(toy(), strategy="expert", baselines=False))
     values = global_values(captured, model, given)
