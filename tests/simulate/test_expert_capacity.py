@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from autopar import compiler
-from autopar.adapt import order
 from autopar.errors import StrategyError, VerifyError
 from autopar.frontend.fake_parameters import forms_of
 from autopar.ir.layout import chunk

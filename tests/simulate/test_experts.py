@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from autopar import compiler
 from autopar import compile as compile_
+from autopar import compiler
 from autopar.cost.compute import GROUPED, ComputeCost
 from autopar.errors import StrategyError
 from autopar.frontend.fake_parameters import forms_of
