@@ -193,7 +193,7 @@ def test_graph_text(step, capsys, golden):
     golden(capsys.readouterr().out)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "words",
     [

@@ -26,7 +26,7 @@ def _marked(name: str):
     return pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", [_marked(name) for name in PROGRAMS if name not in NOT_YET])
 def test_alone(alone, name):
     program = PROGRAMS[name]

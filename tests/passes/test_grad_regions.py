@@ -228,7 +228,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("run", CASES, ids=lambda run: run.__name__)
 def test_a_step_is_that_of_eager_torch(run):
     torch.manual_seed(0)

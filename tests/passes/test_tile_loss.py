@@ -85,7 +85,7 @@ MESHES = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["", "tied", "output", "sum", "weights"])
 @pytest.mark.parametrize("mesh, strategy", MESHES)
 def test_gradients_are_those_of_eager(mesh, strategy, kind):

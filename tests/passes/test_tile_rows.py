@@ -154,7 +154,7 @@ MESHES = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("kind", SEVERAL)
 @pytest.mark.parametrize("mesh, strategy", MESHES)

@@ -146,7 +146,7 @@ MICRO_BATCHED = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @everywhere(PROGRAMS)
 def test_loss(name, mesh, precision):
     PROGRAMS[name].check(mesh, precision)

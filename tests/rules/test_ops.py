@@ -11,7 +11,7 @@ from .rule_instances import INSTANCES
 NAMES = [name for name in INSTANCES if name.startswith("autopar.")]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_opcheck(name):
     differentiable = name.split(".")[1] in (

@@ -43,6 +43,7 @@ def begun(monkeypatch):
     return begun
 
 
+@pytest.mark.slow
 def test_what_torch_is_told(alone, told, begun):
     parallel, reference = pair(tiny.Regressor(loss=True), alone, CALL)
     parallel.compile(mode="reduce-overhead")

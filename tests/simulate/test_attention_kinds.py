@@ -13,7 +13,7 @@ from benchmarks.sequence_matrix import EXACT, cells_of, checked
 from ..helpers.attention_kinds import KINDS, Model, inputs_of
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("cell", cells_of(KINDS)[::97], ids=lambda cell: "-".join(map(str, cell)))
 def test_cells_of_the_matrix(cell):
     """A part of what benchmarks/sequence_matrix.py tries: a prime stride meets all kinds, cuts, lengths and extras."""

@@ -94,7 +94,7 @@ CUTS = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind, at, length", itertools.product(("both", "left"), CUTS, (16, 13)))
 def test_masks_of_users(kind, at, length):
     """Blocks of a ring are in front of the queries, behind them, or beyond the window."""
