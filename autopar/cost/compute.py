@@ -54,7 +54,7 @@ FREE = {
     aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.t.default, aten.transpose.int,
     aten.permute.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.expand.default,
     aten.select.int, aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.detach.default,
-    aten.alias.default, operator.getitem,
+    aten.alias.default, operator.getitem, autopar.with_earlier.default,
 }  # fmt: skip
 
 POINTWISE_NAMES = {
@@ -110,7 +110,8 @@ def flops_of(node: fx.Node) -> float:
     if target in ATTENTION:
         is_forward = target is autopar.attention.default
         q, k, v = arguments[:3] if is_forward else arguments[1:4]
-        share = Shape(1, 1, q.shape[2], k.shape[2], 1, 1, bool(bound(node)["causal"]), **_within(node)).open_share
+        queries, keys, causal = q.shape[2], k.shape[2], bool(bound(node)["causal"])
+        share = Shape(1, 1, queries, keys, 1, 1, causal, _last_share(node, queries, keys), **_within(node)).open_share
         widths = (1 if is_forward else 3) * q.shape[-1] + (1 if is_forward else 2) * v.shape[-1]
         return 2.0 * math.prod(q.shape[:-1]) * k.shape[2] * widths * share
     if target is aten.convolution.default:
@@ -250,7 +251,8 @@ class ComputeCost:
         if work.is_attention:
             forward = node.target is autopar.attention.default
             q, k, v = local[:3] if forward else local[1:4]
-            share = q[2] / work.shapes[0][2]  # queries are the first argument, or have the length of the gradient
+            queries, keys = work.shapes[0][2], work.shapes[1 if forward else 2][2]  # a gradient is as long as queries
+            share = q[2] / queries * _last_share(node, queries, keys)
             causal = bool(node.args[4 if forward else 7])
             shape = Shape(q[0], q[1], q[2], k[2], q[3], v[3], causal, share, q[1] != k[1], **work.of_attention)
             if (ring := ring_of(node, strategy, mesh)) is not None:
@@ -264,6 +266,12 @@ class ComputeCost:
                 work.flops / strategy.ways / (2 * depth * columns)
             )  # rows of its groups, if balanced
         return sum(self._product_seconds(p, peak, work.element_bytes, work.kind) for p in work.products(*local))
+
+
+def _last_share(node: fx.Node, queries: int, keys: int) -> float:
+    """Return the share of all tokens that the queries of an attention are: less than all in a chunk of a sequence, whose
+    keys are those of the tokens before as well."""
+    return queries / keys if bound(node)["first"] else 1.0
 
 
 def _within(node: fx.Node) -> dict[str, Any]:

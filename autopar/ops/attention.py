@@ -71,6 +71,11 @@ def _ranges_of(
     return attention_window.ranges(q, k, causal, first, window) if window else None
 
 
+def _counted(first: int, k: Tensor) -> int:
+    """Return the number of the first query; a negative one is counted from the end of the keys."""
+    return first + k.shape[2] if first < 0 else first
+
+
 def _scale(q: Tensor, scale: float | None) -> float:
     return q.shape[-1] ** -0.5 if scale is None else scale
 
@@ -106,15 +111,15 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """Compute scaled dot-product attention. q is (b, h, s, d), k (b, h_kv, t, d) and v (b, h_kv, t, d_v) with h a
     multiple of h_kv (grouped queries); mask is bool or additive, broadcastable to (b, h, s, t). `first` is the number
-    of the first query: under a causal mask it attends to keys 0 to `first`, and numbers that are added close none of
-    them. If `group` is given, so many heads of queries read one of keys, and the first one here is number `head`. With
+    of the first query, counted from the end of the keys if it is negative: under a causal mask it attends to keys 0 to
+    `first`, and numbers that are added close none of them. If `group` is given, so many heads of queries read one of keys, and the first one here is number `head`. With
     `documents` (b, s) and `key_documents` (b, t), integers, or one row for all samples, a query attends to the keys
     whose integer is its own. `sinks` (h,): autopar/ops/attention_sinks.py. Scores x, scaled, become softcap *
     tanh(x / softcap) before the mask, if that is not 0. `as_softmax`, under an additive mask: the gradient of a query
     whose keys a lowest number closes all is that of attending to them alike, as a softmax gives it. With a `window`
     that is not 0 a query attends to the keys less than so many places away from it: attention_window.py. Returns the
     output (b, h, s, d_v) and the log-sum-exp (b, h, s): 0 and -inf for a query that may attend to no key."""
-    mask, scale = additive(mask, q.dtype), _scale(q, scale)
+    mask, scale, first = additive(mask, q.dtype), _scale(q, scale), _counted(first, k)
     k, v = (attention_heads.read(x, q, head, group) for x in (k, v))
     form = _form_of(softcap, weight_dropout(state, p, stream, start, strides, micro_batch_step))
     ranges = _ranges_of(q, k, causal, first, documents, key_documents, window)
@@ -156,7 +161,7 @@ def attention_bw(
     """Return the gradients of q, k and v; those of keys and values are sums over the queries that are here. `of_block`:
     the log-sum-exp is exact, and may be over more keys than are here, or sinks."""
     is_exact = mask is None or mask.dtype == torch.bool or of_block or softcap != 0.0
-    mask, scale = additive(mask, q.dtype), _scale(q, scale)
+    mask, scale, first = additive(mask, q.dtype), _scale(q, scale), _counted(first, k)
     keys, values = (attention_heads.read(x, q, head, group) for x in (k, v))
     form = _form_of(softcap, weight_dropout(state, p, stream, start, strides, micro_batch_step))
     ranges, tensors = _ranges_of(q, k, causal, first, documents, key_documents, window), (q, keys, values, out, lse)
@@ -198,6 +203,7 @@ def attention_bias_bw(
     documents."""
     if documents is not None or key_documents is not None:
         raise RuntimeError("no gradient of a mask among documents")
+    first = _counted(first, k)
     dmask = torch.zeros(mask.shape, dtype=lse_dtype(q.dtype), device=mask.device)
     keys, values = (attention_heads.read(x, q, head, group) for x in (k, v))
     form = _form_of(softcap, weight_dropout(state, p, stream, start, strides, micro_batch_step), dmask)

@@ -147,6 +147,11 @@ def heads_read(
     return {"head": first - group * first_key, "group": group}
 
 
+def _with_earlier(call: OpCall) -> dict[str, Any]:
+    """Put as many keys before a device's own as make all that the op gives."""
+    return {"earlier": call.output()[2] - call.input(0)[2]}
+
+
 def _unflatten(call: OpCall) -> dict[str, Any]:
     dim = call.arguments["dim"] % len(input_shapes(call.node)[0])
     return {"sizes": list(call.output()[dim : dim + len(call.arguments["sizes"])])}
@@ -238,6 +243,8 @@ LOCAL: dict[str, Localizer] = {
     "autopar.dropout.default": _drawn,
     "autopar.normal.default": _drawn,
     "autopar.uniform.default": _drawn,
+    "autopar.of_own.default": lambda call: {"own": call.output()[2]},
+    "autopar.with_earlier.default": _with_earlier,
     "aten.arange.start": _arange,
     "aten.arange.start_step": _arange,
     "aten.convolution.default": _convolution,

@@ -14,6 +14,7 @@ else is refused here.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -85,9 +86,20 @@ def batch_axis(graph: fx.Graph, micro_batches: int, samples: int) -> BatchAxis:
             f"a batch of {samples} samples cannot be cut into {micro_batches} micro-batches",
             fix=f"use {samples} micro-batches, or fewer",
         )
-    mesh = Mesh((AXIS,), (samples if samples % micro_batches else micro_batches,))
-    rules = {node: _rule_of(node) for node in graph.nodes if is_op(node)}
-    return _Layouts(graph, mesh, rules, _Samples(graph, rules, samples)).found()
+    places = samples if samples % micro_batches else micro_batches
+    inputs = (n for n in graph.find_nodes(op="placeholder") if n.meta["role"].kind == "input")
+    have_samples = ((n, 0) for n in inputs if n.meta["val"].shape[:1] == (samples,))
+    return axis_from(graph, places, dict.fromkeys(have_samples, (0, 1)))
+
+
+def axis_from(
+    graph: fx.Graph, places: int, known: Mapping[Tensor, SampleDim], given: Mapping[fx.Node, NodeSharding] = {}
+) -> BatchAxis:
+    """Return the sharding of a joint graph over an axis with so many places, which cuts dims of tensors that are
+    `known` and all that follows from them. `given`: the layouts of ops that no rule cuts so. Raises MicroBatchError as
+    `batch_axis` does."""
+    rules = {node: _rule_of(node) for node in graph.nodes if is_op(node) and node not in given}
+    return _Layouts(graph, Mesh((AXIS,), (places,)), rules, _Samples(graph, rules, known, given), given).found()
 
 
 def _rule_of(node: fx.Node) -> Rule | None:
@@ -103,8 +115,14 @@ def _rule_of(node: fx.Node) -> Rule | None:
 class _Samples:
     """Finds where samples are: `sample_dim` has (dim, parts) of every tensor with any, `factor` that of every op."""
 
-    def __init__(self, graph: fx.Graph, rules: dict[fx.Node, Rule | None], samples: int):
-        self.rules = rules
+    def __init__(
+        self,
+        graph: fx.Graph,
+        rules: dict[fx.Node, Rule | None],
+        known: Mapping[Tensor, SampleDim],
+        given: Mapping[fx.Node, NodeSharding],
+    ):
+        self.rules, self.given = rules, given
         self.sample_dim: dict[Tensor, SampleDim] = {}
         self.factor: dict[fx.Node, Factor] = {}
         self.users: dict[Tensor, list[fx.Node]] = {}
@@ -112,11 +130,8 @@ class _Samples:
             for argument in tensor_arguments(node):
                 self.users.setdefault(tensor_of(argument), []).append(node)
         self.waiting: deque[fx.Node] = deque()
-        for node in graph.nodes:
-            if node.op == "placeholder" and node.meta["role"].kind == "input":
-                shape = node.meta["val"].shape
-                if len(shape) and shape[0] == samples:
-                    self._put((node, 0), (0, 1))
+        for tensor, sample_dim in known.items():
+            self._put(tensor, sample_dim)
         while self.waiting:
             self._spread(self.waiting.popleft())
 
@@ -126,7 +141,7 @@ class _Samples:
         self.waiting.extend(self.users.get(tensor, ()))
         if producer in self.rules:
             self.waiting.append(producer)
-        elif producer.meta["role"].kind not in ("input", "cotangent"):
+        elif producer not in self.given and producer.meta["role"].kind not in ("input", "cotangent"):
             role = producer.meta["role"]
             if role.kind == "tangent":
                 raise MicroBatchError(
@@ -177,8 +192,15 @@ class _Layouts:
     """Layouts in the order of the graph, from the dims of the samples: what is summed over them is Partial until
     something reads it that is not linear."""
 
-    def __init__(self, graph: fx.Graph, mesh: Mesh, rules: dict[fx.Node, Rule | None], samples: _Samples):
-        self.graph, self.mesh, self.rules, self.samples = graph, mesh, rules, samples
+    def __init__(
+        self,
+        graph: fx.Graph,
+        mesh: Mesh,
+        rules: dict[fx.Node, Rule | None],
+        samples: _Samples,
+        given: Mapping[fx.Node, NodeSharding],
+    ):
+        self.graph, self.mesh, self.rules, self.samples, self.given = graph, mesh, rules, samples, given
         self.layout: dict[Tensor, Layout] = {}
         self.of_inputs: set[fx.Node] = set()  # what follows from inputs and constants alone
         self.totals: dict[fx.Node, None] = {}
@@ -197,7 +219,7 @@ class _Layouts:
             elif is_op(node):
                 if all(tensor_of(a)[0] in self.of_inputs for a in node.all_input_nodes):
                     self.of_inputs.add(node)
-                nodes[node.name] = sharding = self._op(node)
+                nodes[node.name] = sharding = self.given[node] if node in self.given else self._op(node)
                 for i, layout in zip(output_indices(node), sharding.outputs):
                     self.layout[node, i] = layout
         outputs = [self._output(v, r) if is_tensor(v) else None for v, r in outputs_of(self.graph)]

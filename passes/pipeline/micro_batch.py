@@ -11,7 +11,6 @@ has its number."""
 from __future__ import annotations
 
 import itertools
-from collections import ChainMap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,17 +18,14 @@ import torch
 from torch import fx
 
 from ..._torch import graph_module
-from ...cost.redistribute import Link
 from ...errors import MicroBatchError, StageError
 from ...frontend.export import Captured
-from ...ir.graph import OutputRole, Role, describe, leaf_name, output_node, outputs_of, tensor_arguments
-from ...ir.layout import Layout
-from ...ops.streams import STREAM, stream_of
+from ...ir.graph import OutputRole, describe, output_node, outputs_of
+from ...ops.streams import stream_of
 from ...plans.pipeline import Pipeline, sizes_of
-from ...plans.sharding import NodeSharding, Sharding
-from ..distribute.localize import localize
-from .batch_axis import AXIS, FIX, OFFSET, BatchAxis, partial_of
+from .batch_axis import AXIS, FIX, BatchAxis
 from .compact import compact_of, few_of
+from .one_part import one_part
 from .tail import Tail, without_tail
 from .unroll_few import unroll_few
 
@@ -226,7 +222,7 @@ def _cut(captured: Captured, axis: BatchAxis, micro_batches: int, few: Sequence[
     checks, old = not few or _has_random(captured.graph), captured.compact  # equal blocks are alike
     counts, found = spans_of(_samples(captured), micro_batches), []
     for count, small in itertools.zip_longest(counts, few):
-        local = _local(captured.graph_module, axis, micro_batches, count, checks)
+        local = one_part(captured.graph_module, axis, micro_batches, count, checks)
         compact = old and compact_of(old, small.captured.graph_module, local)
         found.append(replace(captured, graph_module=local, compact=compact))
     return found
@@ -237,26 +233,9 @@ def _few(captured: Captured, micro_batches: int, count: int) -> FewBlocks:
     old = captured.compact
     assert old is not None  # who asks has looked
     body, axis, tail = without_tail(old.graph_module, micro_batches, _samples(captured))
-    small = _local(body, axis, micro_batches, count)
+    small = one_part(body, axis, micro_batches, count)
     few = replace(captured, graph_module=small, compact=few_of(old, small))
     return FewBlocks(few, (body, axis)) if tail is None else FewBlocks(few)
-
-
-def _local(
-    joint: fx.GraphModule, axis: BatchAxis, micro_batches: int, count: int, checks: bool = True
-) -> fx.GraphModule:
-    """Return the joint graph of one of the micro-batches that span `count` positions along the axis. `checks`: whether
-    all are alike has to be seen."""
-    joint, nodes, leaves = _rewritten(joint, axis, micro_batches)
-    sharding = Sharding(axis.mesh, {AXIS: Link(0.0, 1.0)}, 1.0, nodes, leaves, axis.outputs)
-    far = axis.mesh.devices - count  # where the last one begins
-    local = localize(joint, sharding, 0, coordinate={AXIS: range(count)})
-    if checks:
-        last = localize(joint, sharding, 0, coordinate={AXIS: range(far, far + count)})
-        _draw_by_position(local, last, far)
-        _check_alike(local, last)
-    _forget_axis(local)
-    return local
 
 
 def few_blocks(captured: Captured, micro_batches: int, smaller: bool = False) -> FewBlocks:
@@ -268,39 +247,6 @@ def few_blocks(captured: Captured, micro_batches: int, smaller: bool = False) ->
         micro = micro_batch(captured, micro_batches)
         return FewBlocks(micro.smaller if smaller else micro.captured)
     return _few(captured, micro_batches, spans_of(_samples(captured), micro_batches)[-1 if smaller else 0])
-
-
-def _rewritten(
-    joint: fx.GraphModule, axis: BatchAxis, micro_batches: int
-) -> tuple[fx.GraphModule, dict[str, NodeSharding], dict[str, Layout]]:
-    """Return a copy of the joint graph that takes the totals as inputs and divides what is added in shares, with the
-    layouts of its ops and leaves."""
-    graph, nodes, leaves = fx.Graph(), dict(axis.nodes), dict(axis.leaves)
-    new: dict[fx.Node, fx.Node] = {}
-    totals: dict[fx.Node, fx.Node] = {}
-    for node in joint.graph.nodes:
-        if node.op == "placeholder":
-            new[node] = graph.node_copy(node)
-    for i, node in enumerate(axis.totals):
-        role = Role("total", str(i))
-        totals[node] = graph.placeholder(leaf_name(role))
-        totals[node].meta = {**node.meta, "role": role, "phase": "forward"}
-        leaves[totals[node].name] = Layout.replicated(node.meta["val"].dim())
-    for node in joint.graph.nodes:
-        if node not in new:
-            decision = nodes.get(node.name)
-            read = zip(tensor_arguments(node), decision.inputs) if decision is not None and totals else ()
-            whole = {a: totals[a] for a, layout in read if a in totals and not layout.partial}
-            shares: dict[fx.Node, fx.Node] = {}
-            for value in axis.shares.get(node, ()):
-                shares[value] = share = graph.call_function(aten.mul.Tensor, (new[value], 1 / micro_batches))
-                share.meta = {**value.meta, "phase": node.meta.get("phase", "backward")}
-                nodes[share.name] = NodeSharding((Layout.replicated(value.meta["val"].dim()),), (partial_of(value),))
-            new[node] = graph.node_copy(node, ChainMap(shares, whole, new).__getitem__)
-            if node.target in OFFSET and axis.shares.get(node) == frozenset():
-                new[node].update_arg(1, node.args[1] / micro_batches)
-    graph.eliminate_dead_code()
-    return graph_module(joint, graph, "MicroBatch"), nodes, leaves
 
 
 def _totals(joint: fx.GraphModule, totals: Iterable[fx.Node]) -> tuple[fx.GraphModule, tuple[str, ...]]:
@@ -322,43 +268,3 @@ def _totals(joint: fx.GraphModule, totals: Iterable[fx.Node]) -> tuple[fx.GraphM
         OutputRole("output", str(i)) for i, _ in enumerate(totals)
     ]
     return graph_module(joint, graph, "Totals"), tuple(inputs)
-
-
-def _draw_by_position(first: fx.GraphModule, last: fx.GraphModule, far: int) -> None:
-    """Give random ops the step from one position along the axis to the next, in the graphs of the first position and
-    of the one `far` from it; they read the position of a micro-batch from the random state."""
-    for a, b in zip(first.graph.nodes, last.graph.nodes, strict=True):
-        if a.op == "placeholder" and a.meta["role"].kind == "random":
-            a.meta["val"] = a.meta["val"].new_empty(3)
-        elif stream_of(a) is not None:
-            start = STREAM[a.target] + 1
-            step = (b.args[start] - a.args[start]) // far
-            b.update_arg(start, a.args[start])
-            for node in (a, b):
-                node.args = (*node.args[: start + 2], step, *node.args[start + 3 :])
-
-
-def _forget_axis(local: fx.GraphModule) -> None:
-    """Make the local graph a joint graph like others."""
-    output_node(local.graph).meta.pop("layouts", None)
-    for node in local.graph.nodes:
-        for key in ("global", "layout", "sharding"):
-            node.meta.pop(key, None)
-    local.meta.clear()
-
-
-def _check_alike(first: fx.GraphModule, last: fx.GraphModule) -> None:
-    """Raise MicroBatchError if micro-batches need graphs of their own: for an op whose constants say where its samples
-    stand."""
-    for a, b in zip(first.graph.nodes, last.graph.nodes, strict=False):
-        if a.op != "output" and _said(a) != _said(b):
-            raise MicroBatchError(
-                f"{a.name} needs to know which samples of the batch it has: {a.target}",
-                node=describe(a),
-                source=a.meta.get("source") or None,
-                fix=FIX,
-            )
-
-
-def _said(node: fx.Node) -> tuple:
-    return node.name, node.target, str(node.args), str(node.kwargs)
