@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 
 import torch
 from torch import Tensor, fx
@@ -16,6 +17,8 @@ from ..passes.pipeline.micro_batch import SAME, SUM, MicroBatched
 def parts_of(micro: MicroBatched, values: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     """Return what each micro-batch is given by placeholder name: global inputs, sums over the whole batch, its random
     state."""
+    if micro.rows is not None:
+        return [part for rows, i in zip(parts_of(micro.rows, values), count()) for part in _chunks_of(micro, rows, i)]
     leaves: dict[str, dict[str, str]] = {"input": {}, "random": {}}
     for node in micro.captured.graph.find_nodes(op="placeholder"):
         if (role := node.meta["role"]).kind in leaves:
@@ -32,6 +35,39 @@ def parts_of(micro: MicroBatched, values: Mapping[str, Tensor]) -> list[dict[str
         for i, part in enumerate(parts):
             part[leaf] = of_micro_batch(values[leaf], micro.start(i)) if micro.micro_batches > 1 else values[leaf]
     return parts
+
+
+def _chunks_of(micro: MicroBatched, rows: Mapping[str, Tensor], number: int) -> list[dict[str, Tensor]]:
+    """Return what the chunks of a micro-batch of whole rows, the one of a `number`, are given."""
+    chunks = micro.chunks[micro.is_smaller(number * micro.chunks_of_row)]
+    graph = chunks.known.graph
+    made = chunks.known(*(rows[node.name] for node in graph.find_nodes(op="placeholder")))
+    leaves = {role.name: value for role, value in zip(output_node(graph).meta["roles"], made)}
+    found = []
+    for i in range(chunks.count):
+        part = {name: _chunk(leaf, *chunks.cut[name], chunks.count, i) if name in chunks.cut else leaf
+                for name, leaf in leaves.items()}  # fmt: skip
+        for name, dim in chunks.growing.items():
+            part[name] = part[name].narrow(dim, 0, (i + 1) * chunks.tokens)
+        for node in micro.captured.graph.find_nodes(op="placeholder"):
+            if node.meta["role"].kind == "random":
+                part[node.name] = of_micro_batch(rows[node.name], i)
+        found.append(part)
+    return found
+
+
+def _chunk(leaf: Tensor, dim: int, times: int, count: int, i: int) -> Tensor:
+    """Return the `i`-th chunk of a leaf that has the tokens of a row so many `times` in a dim."""
+    return torch.cat([whole.chunk(count, dim)[i] for whole in leaf.chunk(times, dim)], dim)
+
+
+def joined_output(micro: MicroBatched, name: str, parts: Sequence[Tensor]) -> Tensor:
+    """Return one output of the call from those of its micro-batches."""
+    if micro.rows is None:
+        return join(parts, micro.joins[name])
+    size, how = micro.chunks_of_row, micro.chunks[0].joins[name]
+    rows = [join(parts[first : first + size], how) for first in range(0, len(parts), size)]
+    return joined_output(micro.rows, name, rows)
 
 
 def totals_of(micro: MicroBatched, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -31,7 +31,7 @@ from .python_code import is_collective
 
 ROLES = (
     "parameter", "buffer", "input", "tangent", "cotangent", "constant", "random", "total", "activation", "arriving",
-    "copy",
+    "copy", "kept", "kept_sum",
 )  # fmt: skip
 OUTPUT_ROLES = (
     "output", "joined", "gradient", "input_gradient", "mutation", "input_mutation", "activation", "returned"

@@ -37,7 +37,8 @@ class Role:
     passes/pipeline/micro_batch.py) or "cotangent" (what the whole batch gives a micro-batch's backward, by the name of
     the node that makes it, see passes/pipeline/tail.py). In a stage of a pipeline (passes/pipeline/stages.py) also
     "activation", "copy" (see passes/pipeline/compute_once.py) and "arriving", a gradient of the backward, by the name
-    of the node that makes it."""
+    of the node that makes it. Where the chunks of a row follow one another "kept" and "kept_sum", what they leave each
+    other, by the name of the node in whose place it is read (passes/distribute/keep_keys.py)."""
 
     kind: str
     name: str
@@ -46,7 +47,7 @@ class Role:
     @property
     def is_tangent(self) -> bool:
         """Return whether the placeholder is given to the backward."""
-        return self.kind in ("tangent", "cotangent", "arriving")
+        return self.kind in ("tangent", "cotangent", "arriving", "kept_sum")
 
 
 FORWARD_OUTPUTS = ("output", "mutation", "input_mutation", "activation", "joined")
@@ -185,14 +186,14 @@ def op_base_name(node: fx.Node) -> str:
 
 PREFIXES = {
     "parameter": "p", "buffer": "b", "input": "x", "tangent": "t", "random": "r", "total": "s", "joined": "j",
-    "cotangent": "c",
+    "cotangent": "c", "kept": "k", "kept_sum": "g",
 }  # fmt: skip
 
 
 def leaf_name(role: Role) -> str:
     """Return the name of a placeholder: `p_layers_0_mlp_weight`, with b_ for buffers, x_ for inputs, t_ for tangents,
     r_ for the random state, s_ for sums over the batch, j_ for what is joined of all micro-batches, c_ for
-    cotangents."""
+    cotangents, k_ for kept keys and g_ for their gradients."""
     return f"{PREFIXES[role.kind]}_{re.sub(r'[^0-9A-Za-z]+', '_', role.name)}"
 
 

@@ -51,6 +51,8 @@ class SizedPipeline:
         messages: dict[int, dict[GraphKey, Mapping[str, Form]]] = {}
         if any(step.is_deferring != newest.is_deferring for step in steps.values()):
             raise Differs("gradients wait for their reduction at one of the sizes alone")
+        if any(step.micro.chunks for step in steps.values()):
+            raise Differs("the rows are cut into chunks of their tokens, which are kept for each other")
         for i, of_stage in newest.graphs.items():
             graphs[i], more = RankGraphs.following({sizes: step.graphs[i] for sizes, step in steps.items()})
             lines |= more
@@ -87,7 +89,7 @@ class SizedPipeline:
             tail = replace(tail, run=lambda *values: self.tail(*values, *sizes))
         made.micro, made.follows = replace(newest.micro, samples=samples, totals=totals, tail=tail), self
         made.stages = {
-            i: _SizedStage(stage.program, self.graphs[i], made.micro.is_smaller, self.messages[i], sizes)
+            i: _SizedStage(stage.program, self.graphs[i], made.micro, self.messages[i], sizes)
             for i, stage in newest.stages.items()
         }
         made.take_forms(self.forms(sizes))
@@ -105,7 +107,7 @@ class _SizedStage(StageExecutor):
         self,
         program: StageProgram,
         graphs: RankGraphs,
-        is_smaller: Callable[[int], bool],
+        micro: MicroBatched,
         messages: Mapping[GraphKey, Mapping[str, Form]],
         sizes: Sizes,
     ):
@@ -114,7 +116,7 @@ class _SizedStage(StageExecutor):
                 values += sizes
             return graphs(key, arguments)
 
-        super().__init__([program], run, is_smaller)
+        super().__init__([program], run, micro)
         self.messages, self.sizes = messages, sizes
 
     def expects(self, message: Action) -> Mapping[str, Tensor]:

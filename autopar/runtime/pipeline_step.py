@@ -129,7 +129,9 @@ class PipelineStep:
             i: RankGraphs.of_stage(i, self.groups, self.device, self.plan).load(p.graphs(splits))
             for i, p in program.stages.items()
         }
-        self.stages = {i: StageExecutor([p], self.graphs[i], self.micro.is_smaller) for i, p in program.stages.items()}
+        self.stages = {
+            i: StageExecutor([p], self.graphs[i], self.micro, self.device) for i, p in program.stages.items()
+        }
         mine = {i: [border_of(size) for size in p.sizes] for i, p in program.stages.items()}
         everyone = self.stage.from_all_pp_ranks(mine, "what stages hand to each other")
         borders = {i: of_sizes for theirs in everyone for i, of_sizes in theirs.items()}

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
 from torch import Tensor, fx
 
 from ..codegen.rank_program import GraphKey, StageProgram
 from ..ir.graph import OutputRole, output_node
 from ..passes.pipeline.add_gradients import is_gradient
+from ..passes.pipeline.micro_batch import MicroBatched
 from ..schedule.actions import Action
+from .kept_rows import KeptRows, is_kept
 
+CPU = torch.device("cpu")
 Values = dict[str, list[Tensor]]  # local tensors by name, then by rank
 Run = Callable[[GraphKey, list[list[Tensor]]], Sequence[Sequence[Tensor]]]  # arguments and results by rank
 Leaf = Callable[[fx.Node, int, int], Tensor]
@@ -25,11 +29,12 @@ DO = {"F": "forward", "B": "backward", "I": "input_part", "W": "weight_part", "U
 
 class StageExecutor:
     """`programs`: of the stage, by rank. `run` runs one of their graphs and may empty the lists of its arguments; sums
-    are added to in place, so it gives first gradients in memory of their own. `is_smaller(i)`: whether micro-batch
-    `i` has one sample less. `sums`: by rank, local gradients by parameter."""
+    are added to in place, so it gives first gradients in memory of their own. `micro`: how the batch is cut into
+    micro-batches. `sums`: by rank, local gradients by parameter."""
 
-    def __init__(self, programs: Sequence[StageProgram], run: Run, is_smaller: Callable[[int], bool]):
-        self.programs, self.run, self.is_smaller = tuple(programs), run, is_smaller
+    def __init__(self, programs: Sequence[StageProgram], run: Run, micro: MicroBatched, device: torch.device = CPU):
+        self.programs, self.run, self.is_smaller, self.device = tuple(programs), run, micro.is_smaller, device
+        self.kept = KeptRows(micro.chunks_of_row)
         self.program, self.index = self.programs[0], self.programs[0].stage.index
         self._signatures: dict[tuple[GraphKey, int], tuple[list[fx.Node], list]] = {}
 
@@ -51,6 +56,7 @@ class StageExecutor:
         sums, self.sums = self.sums, []
         self.leaf = self.output = None
         self.copies = {}
+        self.kept.rows.clear()
         return sums
 
     def do(self, action: Action, arrived: Values) -> Values:
@@ -78,6 +84,7 @@ class StageExecutor:
             else:
                 self.output(role, i, values)
         self.saved[i] = [r[len(given) :] for r in results]
+        self.kept.forward_ended(i, self.program.backward is not None)
         return sent
 
     def backward(self, i: int, arrived: Values) -> Values:
@@ -85,7 +92,9 @@ class StageExecutor:
         if self.program.backward is None:  # nothing that the stage computes has a gradient
             del self.saved[i]
             return {}
-        return self._add_up(GraphKey("B", self.is_smaller(i)), i, self._backward_arguments(i, arrived))[0]
+        sent, _ = self._add_up(GraphKey("B", self.is_smaller(i)), i, self._backward_arguments(i, arrived))
+        self.kept.backward_ended(i)
+        return sent
 
     def input_part(self, i: int, arrived: Values) -> Values:
         """Run the part of a micro-batch's backward that the stage before waits for, and keep what the other reads."""
@@ -96,6 +105,7 @@ class StageExecutor:
         read = [[a[k] for k in p.sizes[is_smaller].split.weight_inputs] for p, a in zip(self.programs, arguments)]
         sent, made = self._add_up(GraphKey("I", is_smaller), i, arguments)
         self.stash[i] = [k + m for k, m in zip(read, made)]
+        self.kept.backward_ended(i)
         return sent
 
     def weight_part(self, i: int, arrived: Values) -> Values:
@@ -128,7 +138,10 @@ class StageExecutor:
         for node in nodes:
             role = node.meta["role"]
             for at, values in enumerate(found):
-                values.append(known[role.kind][role.name][at] if role.kind in known else self.leaf(node, i, at))
+                if is_kept(node):
+                    values.append(self.kept.part(node, i, at, self.device))
+                else:
+                    values.append(known[role.kind][role.name][at] if role.kind in known else self.leaf(node, i, at))
         arrived.clear()
         return found
 

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from ..codegen.pass_manager import kind_of
 from ..codegen.rank_program import GraphKey, StageProgram
-from ..codegen.split_batch import TailRun, join, parts_of
+from ..codegen.split_batch import TailRun, joined_output, parts_of
 from ..compiler import lower_stage, smaller_stages_of, stages_of
 from ..frontend.export import Captured
 from ..ir.graph import OutputRole, output_node
@@ -97,7 +97,7 @@ class _Simulation:
     def __init__(self, lowered: Lowered, plan: Plan, values: Mapping[str, Tensor]):
         self.plan, self.values, self.mesh, self.micro = plan, values, plan.sharding.mesh, lowered.micro
         self.runs = [SimulatedStage(programs, self.mesh) for programs in lowered.stages]
-        self.stages = {i: StageExecutor(run.programs, run, self.micro.is_smaller) for i, run in enumerate(self.runs)}
+        self.stages = {i: StageExecutor(run.programs, run, self.micro) for i, run in enumerate(self.runs)}
         self.links = Links(self.stages, len(self.stages))
         self.parts = [{**values, **part} for part in parts_of(self.micro, values)]
         self.outputs: dict[str, dict[int, Tensor]] = {}
@@ -121,7 +121,7 @@ class _Simulation:
                 gradient = whole_output(stage.program, OutputRole("gradient", name), [mine[name] for mine in sums])
                 gradients[name] = gradients[name] + gradient if name in gradients else gradient
         outputs = {
-            name: join([parts[i] for i in sorted(parts)], self.micro.joins[name])
+            name: joined_output(self.micro, name, [parts[i] for i in sorted(parts)])
             for name, parts in self.outputs.items()
         }
         simulators = [run.simulator for run in self.runs]

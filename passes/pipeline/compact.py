@@ -2,7 +2,8 @@
 
 Cutting a batch into micro-batches keeps the names of nodes, so what is known of the blocks of the whole batch's graph
 is known of theirs. A total is before all blocks. What the split of a tail (passes/pipeline/tail.py) has put in the
-place of a node, or behind it, is in the block of that node.
+place of a node, or behind it, is in the block of that node, and keys that are kept in that of their attention
+(passes/pipeline/sequence_chunks.py).
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from collections.abc import Hashable, Mapping
 from torch import fx
 
 from ...frontend.repeated_blocks import Compact
-from ...ir.graph import outputs_of
+from ...ir.graph import operand, outputs_of, tensor_of
+from ...ops import autopar
 
 Key = tuple[Hashable, int]  # origin and number of the block, as in Compact
 Known = Mapping[str, tuple[object, Key]]  # by name of a node of the whole batch: its target and key
@@ -61,8 +63,16 @@ def _keys(known: Known, graph: fx.Graph) -> dict[fx.Node, Key | None]:
 
 
 def _ends(graph: fx.Graph) -> dict[str, tuple[str, str]]:
-    """Return, by its name, what a node of a tail's split is, and the name of the node that it is about."""
+    """Return, by its name, what a node is that no whole batch has, of a tail's split or of keys that chunks keep, and
+    the name of the node that it is about."""
     found = {value.name: ("joined", role.name) for value, role in outputs_of(graph) if role.kind == "joined"}
+    for node in graph.nodes:
+        if node.target is autopar.with_earlier.default:
+            reader = next(iter(node.users))
+            found[node.name] = f"keys {reader.args.index(node)}", reader.name
+        elif node.target is autopar.of_own.default:
+            producer, item = tensor_of(operand(node))
+            found[node.name] = f"own {item}", producer.name
     for node in graph.find_nodes(op="placeholder"):
         if node.meta["role"].kind == "cotangent":
             name = node.meta["role"].name

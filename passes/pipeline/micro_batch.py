@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
@@ -29,6 +30,9 @@ from .one_part import one_part
 from .tail import Tail, without_tail
 from .unroll_few import unroll_few
 
+if TYPE_CHECKING:
+    from .sequence_chunks import Chunks
+
 aten = torch.ops.aten
 SUM, SAME = "sum", "same"
 
@@ -39,7 +43,9 @@ class MicroBatched:
     graph of the whole batch's inputs `total_inputs` (names). joins: by the position of an output of the call, how those
     of all micro-batches become one: "sum", "same", or the dim along which they are joined. `smaller`: the same graph of
     one sample less, for the last micro-batches of a batch of `samples` that they do not divide; its nodes have the same
-    names. `tail`: what is computed once, between the forwards of all micro-batches and their backwards."""
+    names. `tail`: what is computed once, between the forwards of all micro-batches and their backwards. `chunks`: of
+    each size of a micro-batch, what makes it a part of the tokens of `rows`, which are the batch cut into fewer, whole
+    rows (see sequence_chunks.py)."""
 
     captured: Captured
     micro_batches: int
@@ -50,11 +56,19 @@ class MicroBatched:
     smaller: Captured | None = None
     samples: int = 0
     tail: Tail | None = None
+    chunks: tuple[Chunks, ...] = ()
+    rows: MicroBatched | None = None
+
+    @property
+    def chunks_of_row(self) -> int:
+        """Return into how many chunks of tokens a row is cut, which follow one another; 1 where rows are whole."""
+        return self.chunks[0].count if self.chunks else 1
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Return the number of samples of each micro-batch."""
-        return sizes_of(self.samples, self.micro_batches)
+        count = self.chunks_of_row
+        return tuple(size for size in sizes_of(self.samples, self.micro_batches // count) for _ in range(count))
 
     @property
     def overlay(self) -> fx.Graph | None:

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from autopar import compiler, models
 from autopar.codegen.rank_program import RankProgram, StageProgram
-from autopar.codegen.split_batch import TailRun, join, parts_of
+from autopar.codegen.split_batch import TailRun, joined_output, parts_of
 from autopar.frontend.export import Captured
 from autopar.hardware.profile import load
 from autopar.ir.graph import is_op
 from autopar.ir.mesh import Mesh
+from autopar.passes.distribute.keep_keys import keep_keys
 from autopar.passes.distribute.partition import partition
 from autopar.passes.pipeline.micro_batch import MicroBatched
 from autopar.passes.pipeline.stages import Stage, cut
@@ -150,9 +151,9 @@ def play_stages(
 ) -> Step:
     """All micro-batches through all stages and back, without ranks and layouts. `cuts`: where the stages begin, if some
     micro-batches are smaller."""
-    programs = [_program(stage) for stage in stages]
+    programs = [_program(stage, micro) for stage in stages]
     if micro.smaller is not None:
-        smaller = map(_program, cut(micro.smaller.graph_module, cuts))
+        smaller = (_program(stage, micro) for stage in cut(micro.smaller.graph_module, cuts))
         programs = [replace(program, smaller=less) for program, less in zip(programs, smaller)]
     parts = [{**values, **part} for part in parts_of(micro, values)]
     tail = micro.tail and TailRun(micro, lambda node: values[node.name])
@@ -174,26 +175,27 @@ def play_stages(
         graph = cache(program.graph)
         return lambda key, arguments: [[v.clone() for v in graph(key)(*values)] for values in arguments]
 
-    executors = {i: StageExecutor([p], run_of(p), micro.is_smaller) for i, p in enumerate(programs)}
+    executors = {i: StageExecutor([p], run_of(p), micro) for i, p in enumerate(programs)}
     for executor in executors.values():
         executor.begin(lambda node, i, at: parts[i][node.name].clone(), take)
     stage_numbers = range(len(stages))
     numbers = range(micro.micro_batches)
-    for together in [numbers] if tail else [[i] for i in numbers]:
+    size = len(numbers) if tail else micro.chunks_of_row
+    for together in [numbers[first : first + size] for first in range(0, len(numbers), size)]:
         order = [Action("F", s, i) for i in together for s in stage_numbers]
-        order += [Action("B", s, i) for i in together for s in reversed(stage_numbers)]
+        order += [Action("B", s, i) for i in reversed(together) for s in reversed(stage_numbers)]
         for _ in walk(order, executors, Links(executors, len(stages))):
             pass
     gradients: dict[str, Tensor] = {}
     for executor in executors.values():
         for name, gradient in executor.end()[0].items():
             gradients[name] = gradients[name] + gradient if name in gradients else gradient
-    joined = {name: join([found[i] for i in sorted(found)], micro.joins[name]) for name, found in outputs.items()}
+    joined = {name: joined_output(micro, name, [found[i] for i in sorted(found)]) for name, found in outputs.items()}
     return Step(joined, gradients, buffers)
 
 
-def _program(stage: Stage) -> StageProgram:
-    parts = partition(stage.joint)
+def _program(stage: Stage, micro: MicroBatched) -> StageProgram:
+    parts = partition(keep_keys(stage.joint, micro.chunks_of_row))
     return StageProgram(stage, None, None, RankProgram(0, parts), parts.forward, None, None)
 
 
