@@ -55,6 +55,7 @@ from .passes.distribute.beside_exchange import beside_exchange
 from .passes.distribute.bucket import bucket
 from .passes.distribute.by_tier import by_tier
 from .passes.distribute.in_place import in_place
+from .passes.distribute.keep_keys import keep_keys
 from .passes.distribute.localize import localize
 from .passes.distribute.loop import loop
 from .passes.distribute.lower_ops import lower_ops
@@ -65,6 +66,7 @@ from .passes.distribute.save_on_host import save_on_host
 from .passes.distribute.tile import tile
 from .passes.pipeline.compute_once import compute_once
 from .passes.pipeline.micro_batch import MicroBatched, micro_batch
+from .passes.pipeline.sequence_chunks import in_chunks
 from .passes.pipeline.stages import Stage, cut
 from .passes.pipeline.tail import check_waits
 from .plans.check import check_decisions
@@ -155,12 +157,16 @@ MODEL = (
 FORWARD, JOINT = MODEL[:-3], MODEL[-3:]
 UNROLL = Pass("unroll", unroll, takes=CAPTURE, needs="a model of many equal blocks")  # of a capture with few of them
 MICRO_BATCHES = (
-    Pass("micro_batch", micro_batch, lambda pipeline: (pipeline.micro_batches,), takes=CAPTURE,
+    Pass("micro_batch", micro_batch, lambda pipeline: (pipeline.micro_batches // pipeline.row_chunks,), takes=CAPTURE,
          needs="--micro-batches 2"),
+    Pass("sequence_chunks", in_chunks, lambda pipeline: (pipeline.row_chunks,),
+         lambda pipeline: pipeline.row_chunks > 1, takes=CAPTURE, needs="--mesh pp=2 --sequence-chunks 2"),
 )  # fmt: skip
 STAGES = (Pass("cut", cut, lambda pipeline: (pipeline.cuts,), takes=CAPTURE, needs="an axis pp: --mesh pp=2,dp=2"),)
 RANK = (
     Pass("localize", localize, _localized),
+    Pass("keep_keys", keep_keys, lambda here: (here.plan.pipeline.row_chunks,),
+         lambda here: here.plan.pipeline.row_chunks > 1, needs="--mesh pp=2 --sequence-chunks 2"),
     Pass("add_rounds", add_rounds, when=lambda here: bool(here.plan.expert_capacity), needs="--expert-capacity 1.25"),
     Pass("tile", tile, lambda here: (here.plan.tiled,), lambda here: bool(here.plan.tiled), needs="--tile loss+mlp"),
     Pass("recompute", recompute, lambda here: (here.plan.sharding.recomputed, bool(here.plan.tiled))),

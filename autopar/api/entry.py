@@ -90,6 +90,7 @@ def plan(
     micro_batches: words.MicroBatches | None = None,
     schedule: words.Schedule | Schedule = "auto",
     stages_per_rank: int | None = None,
+    sequence_chunks: int | None = None,
     recompute: words.Recompute = "auto",
     tile: words.Tile = "auto",
     loops: words.Loops = "never",
@@ -122,7 +123,8 @@ def plan(
     into `micro_batches`, whose gradients add up; the plan says whether they are reduced once a step or each ("auto":
     the fewest that fit without recomputation; None: one, or on a mesh with an axis pp as many as are best). The stages
     along pp follow a `schedule`: a name of autopar/schedule/catalogue.py, a Schedule, or "auto", the best, with so many
-    stages a rank. For a number of devices the plan may have stages or not; it has some if a schedule is asked for.
+    stages a rank; a causal model's rows may follow one another through them in `sequence_chunks` of their tokens (None:
+    where a batch has few rows and that is faster; docs/sequences.md). For a number of devices the plan may have stages or not; it has some if a schedule is asked for.
     `recompute`: "auto", or "none", "selective" or "full" for all blocks. `tile`: what is computed in pieces
     of rows: the last linear layer and its loss, without logits ("loss"), MLPs ("mlp"), both ("loss+mlp"), "none", or
     "auto", where memory is short and that is faster (docs/sequences.md). `loops`: which gathers and reduce-scatters go
@@ -139,7 +141,8 @@ def plan(
         reduce_dtype=reduce_dtype, state_dtype=state_dtype, execution=execution, expert_load=expert_load,
         expert_capacity=expert_capacity, strategy=strategy, pin=pin,
         forbid=forbid, adapt=adapt, passes=passes, loss_fn=loss_fn, strict=strict, baselines=baselines,
-        micro_batches=micro_batches, schedule=schedule, stages_per_rank=stages_per_rank, recompute=recompute,
+        micro_batches=micro_batches, schedule=schedule, stages_per_rank=stages_per_rank,
+        sequence_chunks=sequence_chunks, recompute=recompute,
         tile=tile, loops=loops, offload=offload, fixes=fixes, solver=solver,
         tokens_per_second=tokens_per_second, name=name, report=report,
     ).plan  # fmt: skip
@@ -152,7 +155,7 @@ def search(
     execution=None, expert_load=1.0, expert_capacity=None, tokens_per_second=False, cache=NO_CACHE, **staged,
 ) -> Planned:  # fmt: skip
     """Plan as `plan` does, and return all that the search knows beside the plan. `cache`: a CompileCache, in which
-    captures are looked for and kept. `staged`: micro_batches, schedule, stages_per_rank, recompute, tile, loops,
+    captures are looked for and kept. `staged`: micro_batches, schedule, stages_per_rank, sequence_chunks, recompute, tile, loops,
     solver, and `refuses=False`, with which what does not fit is planned all the same."""
     check_model(model)
     precision = precision_on(Mesh.of(mesh) if isinstance(mesh, Mapping) else mesh, hardware, precision, model)
@@ -253,6 +256,7 @@ def compile(
     loops: words.Loops = "never",
     schedule: words.Schedule | Schedule = "auto",
     stages_per_rank: int | None = None,
+    sequence_chunks: int | None = None,
     pad: Padding | None = None,
     check_every: int | None = EVERY,
 ) -> ParallelModule:
@@ -283,7 +287,7 @@ def compile(
 
     An axis named pp makes stages of the model, on a rank or several each, through which micro-batches (None: as many as
     the planner finds best) run by `schedule`: a name of autopar/schedule/catalogue.py, a Schedule, or "auto", with
-    `stages_per_rank` (None: as many as are best). The loss is known on every rank; other outputs are known
+    `stages_per_rank` and `sequence_chunks` of rows (None: as many as are best). The loss is known on every rank; other outputs are known
     (`outputs="stage"`) where their stage is, None elsewhere, or ("everywhere") on all ranks. Each rank has the
     parameters of its stages. With inputs="local" the ranks along pp pass the same part, as those along tp do. Raises
     subclasses of AutoparError, the same one on every rank."""
@@ -334,6 +338,7 @@ def compile(
         loops=loops,
         schedule=schedule,
         stages_per_rank=stages_per_rank,
+        sequence_chunks=sequence_chunks,
         pad=pad,
         check_every=check_every,
     )

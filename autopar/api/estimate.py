@@ -99,6 +99,7 @@ def estimate(
     micro_batches: int | None = None,
     schedule: words.Schedule = "auto",
     stages_per_rank: int | None = None,
+    sequence_chunks: int | None = None,
     report: Callable[[str], None] = lambda text: None,
     **planning,
 ) -> Estimate:
@@ -114,6 +115,7 @@ def estimate(
         micro_batches=micro_batches,
         schedule=schedule,
         stages_per_rank=stages_per_rank,
+        sequence_chunks=sequence_chunks,
         refuses=False,
         report=report,
         **{"baselines": False} | planning,

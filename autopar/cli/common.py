@@ -135,6 +135,8 @@ def add_pipeline(parser) -> None:
     parser.add_argument("--schedule", metavar="NAME", help=schedule)
     several = "of a schedule that may have several, such as interleaved_1f1b"
     parser.add_argument("--stages-per-rank", type=count, metavar="V", help=several)
+    chunks = "of a causal model's rows, which follow one another through the stages (default: where that is faster)"
+    parser.add_argument("--sequence-chunks", type=count, metavar="C", help=chunks)
 
 
 def add_played(parser, baselines: bool = False, out: str = "where to write it") -> None:
@@ -191,6 +193,7 @@ def search(args: argparse.Namespace, report: Report, **options) -> Planned:
         loops=args.loops,
         schedule=getattr(args, "schedule", None) or "auto",
         stages_per_rank=getattr(args, "stages_per_rank", None),
+        sequence_chunks=getattr(args, "sequence_chunks", None),
         baselines=PIPELINES if staged else compares,
     )
     asked |= {"report": report, "cache": CompileCache.of_environment()} | planning(args) | options
@@ -305,7 +308,12 @@ def check(args: argparse.Namespace) -> None:
             )
         args.mesh = str(mesh)
         Restriction.of(args.strategy, inside(mesh))
-        check_staged(mesh, getattr(args, "schedule", None), getattr(args, "stages_per_rank", None))
+        check_staged(
+            mesh,
+            getattr(args, "schedule", None),
+            getattr(args, "stages_per_rank", None),
+            getattr(args, "sequence_chunks", None),
+        )
     if (schedule := getattr(args, "schedule", None)) not in (None, "auto"):
         canonical(schedule)
     if args.hardware is not None:

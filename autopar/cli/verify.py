@@ -44,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
             micro_batches=args.micro_batches,
             schedule=args.schedule or "auto",
             stages_per_rank=args.stages_per_rank,
+            sequence_chunks=args.sequence_chunks,
             **common.planning(args),
         )
     common.show(result)

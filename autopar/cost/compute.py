@@ -269,8 +269,8 @@ class ComputeCost:
 
 
 def _last_share(node: fx.Node, queries: int, keys: int) -> float:
-    """Return the share of all tokens that the queries of an attention are: less than all in a chunk of a sequence, whose
-    keys are those of the tokens before as well."""
+    """Return the share of all tokens that the queries of an attention are: of a chunk of a sequence less than all, as
+    its keys are those of the tokens before as well."""
     return queries / keys if bound(node)["first"] else 1.0
 
 

@@ -12,7 +12,7 @@ Tensors are (b, h, tokens, d), all local.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.library import Library, custom_op
 
 from .attention_forms import lse_dtype
@@ -72,6 +72,14 @@ def add_rows(sums: Tensor, gradient: Tensor, own: int) -> Tensor:
 def _(sums, gradient, own):
     b, h, _, d = gradient.shape
     return gradient.new_empty(b, own, h, d).transpose(1, 2)
+
+
+def own_share(node: fx.Node) -> float:
+    """Return the share of what a node gives that belongs to its own chunk: less than all where earlier keys come with
+    it."""
+    if node.target is not torch.ops.autopar.with_earlier.default:
+        return 1.0
+    return node.args[0].meta["val"].shape[TOKENS] / node.meta["val"].shape[TOKENS]
 
 
 def sums_dtype(dtype: torch.dtype) -> torch.dtype:

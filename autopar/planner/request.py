@@ -33,7 +33,8 @@ class PlanRequest:
     """Holds what is asked of a plan. `mesh`: or a number of devices, for which meshes are tried. `options`: what is
     said of the sharding. `micro_batches`: how many the batch is cut into, AUTO for the fewest that fit without
     recomputation; None for one without stages, and as many as are best with them. `schedule` of the stages, with so
-    many `stages_per_rank` (None: as many as are best)."""
+    many `stages_per_rank` (None: as many as are best). `sequence_chunks`: of the tokens of a micro-batch's rows, which
+    follow one another through the stages (None: as many as are best)."""
 
     mesh: Mesh | int
     options: PlanOptions
@@ -41,6 +42,7 @@ class PlanRequest:
     micro_batches: int | str | None = None
     schedule: str | Schedule = ANY_SCHEDULE
     stages_per_rank: int | None = None
+    sequence_chunks: int | None = None
 
     @staticmethod
     def of(
@@ -50,6 +52,7 @@ class PlanRequest:
         micro_batches: int | str | None = None,
         schedule: str | Schedule = ANY_SCHEDULE,
         stages_per_rank: int | None = None,
+        sequence_chunks: int | None = None,
         recompute: str = "auto",
         tile: str = "auto",
         loops: str = NEVER,
@@ -72,11 +75,12 @@ class PlanRequest:
             styles=styles or {},
             search=replace(asked.search, solver=solver),
         )
-        request = PlanRequest(mesh if is_count else read, asked, name, micro_batches, schedule, stages_per_rank)
+        staged = micro_batches, schedule, stages_per_rank, sequence_chunks
+        request = PlanRequest(mesh if is_count else read, asked, name, *staged)
         if not request.has_stages and micro_batches not in (None, AUTO):
             accumulation.check(micro_batches)
         if not is_count:
-            check_staged(read, schedule, stages_per_rank)
+            check_staged(read, schedule, stages_per_rank, sequence_chunks)
             if loops == ALWAYS and axis_of(read) is not None:
                 raise StrategyError("stages have no loops", fix='leave out loops="always", or the axis pp')
             asked.check(inside(read))
@@ -101,6 +105,7 @@ class PlanRequest:
                 schedule=self.schedule,
                 micro_batches=None if isinstance(many, str) else many,
                 stages_per_rank=self.stages_per_rank,
+                sequence_chunks=self.sequence_chunks,
                 report=report,
             )
         elif isinstance(many, str):

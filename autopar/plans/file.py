@@ -26,7 +26,7 @@ DEEPEST = 64
 MOST_DIGITS = 18  # of an integer
 MEMORY_KINDS = (  # in the order of the plan's text
     "parameters", "gradients", "optimizer", "buffers", "gathered parameters kept", "gathered parameters", "activations",
-    "recomputed block", "values between ops", "collective buffers", "op workspace", "allocator reserve",
+    "kept keys", "recomputed block", "values between ops", "collective buffers", "op workspace", "allocator reserve",
 )  # fmt: skip
 
 
@@ -288,6 +288,7 @@ OPTIONAL: Json = {
 }
 # The same of each of the alternatives.
 OF_ALTERNATIVES: Json = {"micro_batches": 1, "recomputed_blocks": 0, "offload": "none", "mesh": "", "schedule": ""}
+OF_PIPELINE: Json = {"row_chunks": 1, "attention_share": 0.0}
 SCHEMA: Kind = {
     "version": count, "hash": text, "fingerprint": text, "model": text, "mesh": text, "hardware": text,
     "precision": text, "reduce_dtype": narrow_reduction, "state_dtype": narrow_state, "execution": execution,
@@ -331,7 +332,7 @@ SCHEMA: Kind = {
             "sent_bytes": amount, "state_bytes": amount, "activation_bytes": amount, "peak_bytes": amount,
             "parameters": count, "name": text,
         }],
-        "owners": [[text]], "samples": count,
+        "owners": [[text]], "samples": count, "row_chunks": size, "attention_share": amount,
     },
     "meshes": [{
         "mesh": text, "bound": amount, "step_seconds": Either(amount), "peak_bytes": Either(amount),
@@ -348,6 +349,8 @@ def _in_full(body: Json) -> Json:
         body = body | {"sharding": {"loops": [], "exchanges": []} | sharding}
     if isinstance(routing := body.get("routing"), dict):
         body = body | {"routing": NO_ROUTING | routing}
+    if isinstance(pipeline := body.get("pipeline"), dict):
+        body = body | {"pipeline": OF_PIPELINE | pipeline}
     if not isinstance(rows, list):
         return body
     return body | {"alternatives": [OF_ALTERNATIVES | row if isinstance(row, dict) else row for row in rows]}

@@ -50,8 +50,10 @@ class StageCost:
 @dataclass(frozen=True)
 class Pipeline:
     """`ranks` devices along `axis`, one where the mesh has no such axis; stages begin at the forward ops `cuts`, in the
-    graph of one of `micro_batches`. By stage: `costs`, of the largest micro-batch, and `owners`, the parameters and
-    buffers that it reads. `samples`: of the whole batch, 0 where all micro-batches are taken as equal."""
+    graph of one of `micro_batches`, of which `row_chunks` that follow one another are chunks of the same rows' tokens. By
+    stage: `costs`, of the largest micro-batch, and `owners`, the parameters and
+    buffers that it reads. `samples`: of the whole batch, 0 where all micro-batches are taken as equal.
+    `attention_share`: of the seconds of a mean chunk, those of its attention, which has ever more keys to go over."""
 
     axis: str = AXIS
     ranks: int = 1
@@ -62,6 +64,8 @@ class Pipeline:
     costs: tuple[StageCost, ...] = ()
     owners: tuple[tuple[str, ...], ...] = ()
     samples: int = 0
+    row_chunks: int = 1
+    attention_share: float = 0.0
 
     def __post_init__(self) -> None:
         if len(self.cuts) + 1 != self.ranks * self.stages_per_rank:
@@ -91,13 +95,17 @@ class Pipeline:
     def orders(self) -> Schedule:
         """Return the actions of all ranks. Raise StrategyError for a schedule that there is not."""
         kind = KINDS[canonical(self.schedule)]
-        return _made(self.schedule, kind, self.ranks, self.micro_batches, self.stages_per_rank)
+        return _made(self.schedule, kind, self.ranks, self.micro_batches, self.stages_per_rank, self.row_chunks)
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Return what each micro-batch takes of the seconds of the largest: work is in proportion to samples."""
-        sizes = sizes_of(self.samples, self.micro_batches) if self.samples else (1,) * self.micro_batches
-        return tuple(size / sizes[0] for size in sizes)
+        """Return what each micro-batch takes of the seconds of the largest, or of a mean chunk of it: work is in
+        proportion to samples, and that of a causal attention to the keys up to a chunk's own."""
+        chunks, rows = self.row_chunks, self.micro_batches // self.row_chunks
+        sizes = sizes_of(self.samples, rows) if self.samples else (1,) * rows
+        keys = [(2 * chunk + 1) / chunks for chunk in range(chunks)]  # of the mean chunk's
+        of_chunk = [1 + self.attention_share * (more - 1) for more in keys]
+        return tuple(size / sizes[0] * share for size in sizes for share in of_chunk)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages of a rank along the axis."""
@@ -123,9 +131,9 @@ class Pipeline:
 
 
 @lru_cache(maxsize=64)
-def _made(name: str, kind: Kind, ranks: int, micro_batches: int, stages_per_rank: int) -> Schedule:
+def _made(name: str, kind: Kind, ranks: int, micro_batches: int, stages_per_rank: int, row_chunks: int) -> Schedule:
     """Make a schedule once for each kind that has the name: a user may put another in its place."""
-    return make(name, ranks, micro_batches, stages_per_rank)
+    return make(name, ranks, micro_batches, stages_per_rank, row_chunks=row_chunks)
 
 
 def axis_of(mesh: Mesh) -> str | None:
@@ -133,8 +141,19 @@ def axis_of(mesh: Mesh) -> str | None:
     return AXIS if mesh.axis_sizes.get(AXIS, 1) > 1 else None
 
 
-def check_staged(mesh: Mesh, schedule: str | Schedule | None, stages_per_rank: int | None) -> None:
-    """Raise PipelineError for what only stages have, if the mesh has no axis for them."""
+def check_staged(
+    mesh: Mesh, schedule: str | Schedule | None, stages_per_rank: int | None, sequence_chunks: int | None = None
+) -> None:
+    """Raise PipelineError for what only stages have, if the mesh has no axis for them, and for no number of chunks."""
+    if sequence_chunks is not None and (type(sequence_chunks) is not int or sequence_chunks < 1):
+        raise PipelineError(
+            f"sequence_chunks is {sequence_chunks!r}", fix="give a whole number of chunks from 1 on, or leave it out"
+        )
+    if AXIS not in mesh.names and sequence_chunks not in (None, 1):
+        raise PipelineError(
+            f"chunks of a sequence follow one another through stages along an axis {AXIS}, which {mesh} has not",
+            fix=f"name one, such as {AXIS}=2,{mesh}, or leave sequence_chunks out",
+        )
     if AXIS not in mesh.names and (schedule not in (None, "auto") or stages_per_rank is not None):
         raise PipelineError(
             f"a schedule, or stages a rank, are for a mesh with an axis {AXIS}, not {mesh}",

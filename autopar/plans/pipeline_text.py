@@ -32,7 +32,10 @@ def pipeline_line(plan: Plan) -> str:
 def batches_text(plan: Plan) -> str:
     """Return how many micro-batches there are of how many samples, as "4 micro-batches of 3 and 2 samples"."""
     m = plan.micro_batches
-    sizes = " and ".join(str(size) for size in sorted({*sizes_of(plan.samples, m)}, reverse=True))
+    chunks = plan.pipeline.row_chunks
+    sizes = " and ".join(str(size) for size in sorted({*sizes_of(plan.samples, m // chunks)}, reverse=True))
+    if chunks > 1:
+        return f"{m} micro-batches, each one of {chunks} chunks of the tokens of {sizes} samples"
     return f"{m} micro-batch{'es' if m > 1 else ''} of {sizes} samples"
 
 

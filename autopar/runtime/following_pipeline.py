@@ -12,6 +12,7 @@ from torch import Tensor, fx
 
 from ..codegen.follow_size import Differs, Line, Sizes, follow, followed
 from ..codegen.rank_program import GraphKey, StageProgram
+from ..passes.pipeline.micro_batch import MicroBatched
 from ..schedule.actions import Action
 from .outputs import OutputForms
 from .pipeline_step import PipelineStep

@@ -27,6 +27,7 @@ from . import building_block as blocks
 from . import phases
 from .actions import Action, Schedule
 from .play import check, play
+from .row_chunks import in_chunks
 from .weights import fill_weights
 
 Orders = Sequence[Sequence[Action | str] | str]
@@ -215,9 +216,11 @@ def make(
     micro_batches: int,
     stages_per_rank: int | None = None,
     seconds: tuple[float, float, float] | None = None,
+    row_chunks: int = 1,
 ) -> Schedule:
     """Make the schedule of this name. `stages_per_rank`: 2 for the interleaved ones unless given; the others have no
-    choice.
+    choice. `row_chunks`: how many micro-batches that follow one another are chunks of one row's tokens, for schedules
+    of one stage a rank (row_chunks.py).
 
     Any number of micro-batches from 1 on gives a schedule that is right; with few of them the idle time is longer.
     `seconds`: of F, I and W of a stage, where they are known to differ; the zero-bubble schedules are then filled for
@@ -225,7 +228,7 @@ def make(
     """
     name, kind, v = checked(name, ranks, micro_batches, stages_per_rank)
     try:
-        return _made(name, kind, ranks, micro_batches, v, seconds)
+        return _made(name, kind, ranks, micro_batches, v, seconds, row_chunks)
     except Exception as error:  # its function is a user's
         raise ScheduleError(
             f"schedule {name} cannot be made for {ranks} ranks and {micro_batches} micro-batches: {said(error)}",
@@ -235,14 +238,22 @@ def make(
 
 
 def _made(
-    name: str, kind: Kind, ranks: int, micro_batches: int, v: int, seconds: tuple[float, float, float] | None
+    name: str,
+    kind: Kind,
+    ranks: int,
+    micro_batches: int,
+    v: int,
+    seconds: tuple[float, float, float] | None,
+    row_chunks: int,
 ) -> Schedule:
     rank_of_stage = placed(ranks, v, kind.v_shaped)
     stages = [tuple(s for s, r in enumerate(rank_of_stage) if r == rank) for rank in range(ranks)]
     orders = [list(map(_action, _split(order))) for order in kind.orders(stages, micro_batches)]
+    if row_chunks > 1:
+        orders = in_chunks(orders, row_chunks)
     if kind.in_flight is None:
         return Schedule(name, ranks, micro_batches, rank_of_stage, tuple(map(tuple, orders)))
-    limit, units = kind.in_flight(ranks, v, micro_batches), (1.0, 1.0, 1.0)
+    limit, units = kind.in_flight(ranks, v, micro_batches) + row_chunks - 1, (1.0, 1.0, 1.0)
     known = seconds or units
     filled = [
         Schedule(

@@ -1,8 +1,8 @@
 """Let the chunks of a row write their keys and values into tensors that are kept, and add up gradients in others.
 
-    kept     = with_earlier(keys, 1024)      ->  kept = keep_rows(k_kept, keys)        k_kept: all keys up to the chunk's
-    attention(q, kept, ..., first=1024)      ->  attention(q, kept, ..., first=-512)   last, of which 512 are its own
-    own      = of_own(gradient, 512)         ->  own  = add_rows(g_own, gradient, 512)
+    kept = with_earlier(keys, 1024)      ->  kept = keep_rows(k_kept, keys)        k_kept: all keys up to the last of
+    attention(q, kept, ..., first=1024)  ->  attention(q, kept, ..., first=-512)   a chunk, of which 512 are its own
+    own  = of_own(gradient, 512)         ->  own  = add_rows(g_own, gradient, 512)
 
 The backward reads what is kept in place of what its forward saved, so keys are held once for all chunks of a row, and
 never computed again (autopar/ops/kept_keys.py).

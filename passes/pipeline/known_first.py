@@ -16,8 +16,8 @@ GIVEN = ("input", "total")  # kinds of leaves that are known before a micro-batc
 
 
 def known_first(joint: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Return (the graph that makes what is known, the joint graph that reads it). The first takes the leaves of GIVEN by
-    the names of their placeholders, and gives, with the names of placeholders of the second as roles, all that this
+    """Return (the graph that makes what is known, the joint graph that reads it). The first takes the leaves of GIVEN
+    by the names of their placeholders, and gives, with the names of placeholders of the second as roles, all that this
     reads: leaves themselves, and made tensors in the place of the ops that made them."""
     known = _known(joint.graph)
     read = [node for node in joint.graph.nodes if node in known and _is_leaf(node, known)]

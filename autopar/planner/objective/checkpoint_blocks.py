@@ -20,6 +20,7 @@ from dataclasses import replace
 from ...cost.compute import flops_of
 from ...ir.block_order import block_of
 from ...ir.layout import Layout
+from ...ops import autopar
 from ..problem.multipliers import Prices
 from ..problem.problem import Problem
 from .checkpoint_min_cut import FULL, Moves, Recomputation, Rematerialization
@@ -52,7 +53,8 @@ class Blocks:
             here = self.block[use.producer]
             if here and use.phase == "forward" and self.block[use.consumer] != here:
                 leaves_block.add(use.producer)
-        self.inner = {v for v, block in self.block.items() if block and v not in leaves_block}
+        kept = {v.index for v in problem.vertices if v.kind == "op" and v.node.target is autopar.with_earlier.default}
+        self.inner = {v for v, block in self.block.items() if block and v not in leaves_block | kept}
         self.reruns = {problem.vertices[v].cls for v in self.inner}
         self.members: dict[str, list[int]] = defaultdict(list)
         for v in sorted(self.inner):

@@ -38,7 +38,7 @@ from .timeline import COMPUTE, Timeline
 
 PARAMETERS = "parameters"
 RESIDENT = (PARAMETERS, "optimizer", "buffers")
-RESERVE = "allocator reserve"
+RESERVE, KEPT = "allocator reserve", "kept keys"
 HELD = ("parameter", "buffer", "constant")  # vertices that a device holds all through training
 GRADIENTS, SAVED, RETAINED, RECOMPUTED, TRANSIENT, WORKSPACE = (
     "gradients", "activations", "gathered parameters kept", "recomputed block", "values between ops", "op workspace",

@@ -17,6 +17,7 @@ from ...cost.redistribute import Redistribution, Redistributor
 from ...cost.transfer_prices import TransferPrices
 from ...ir.graph import operand
 from ...ir.layout import Layout, largest_local_numel
+from ...ops.kept_keys import own_share
 from ...rules import Strategy
 from ..problem.problem import Problem
 from ..problem.vertices import STATE, Vertex
@@ -192,9 +193,10 @@ class Pricer:
 
     def saved_bytes(self, producer: int, output: int, layout: Layout) -> float:
         """Return the bytes of a tensor on that device if it is saved for the backward, by every micro-batch in flight;
-        they share the copies of a parameter."""
-        is_shared = self.problem.vertices[producer].kind == "parameter"
-        return self.local_bytes(producer, output, layout) * (1.0 if is_shared else self.in_flight)
+        they share the copies of a parameter, and of kept keys each holds its own."""
+        vertex = self.problem.vertices[producer]
+        times = 1.0 if vertex.kind == "parameter" else self.in_flight * own_share(vertex.node)
+        return self.local_bytes(producer, output, layout) * times
 
     def bytes_of(self, value: torch.Tensor, layout: Layout) -> float:
         """Return the bytes on the device that holds most of a tensor of any problem in this layout."""

@@ -108,7 +108,7 @@ def _problem(
     search: PipelineSearch, segments: Chain, kind: str, v: int, room: float, others: OtherPlans | None
 ) -> dict[str, Any]:
     """Return what is to be cut, and into what, as arguments of `cut_looped` and of Loops."""
-    timing, is_v_shaped = timing_of(kind, search.ranks, v), KINDS[kind].v_shaped
+    timing, is_v_shaped = timing_of(kind, search.ranks, v, row_chunks=search.row_chunks), KINDS[kind].v_shaped
     ranks = search.ranks * v if is_v_shaped else search.ranks
     return {
         "segments": segments.segments,

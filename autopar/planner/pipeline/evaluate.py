@@ -12,6 +12,7 @@ as are the seconds of the step's tail, if there is one, for which the backwards 
                       + what its micro-batches in flight save + the most that comes and goes in one of its stages
                       + outputs of all micro-batches, if they are kept + messages + reserve
                       or, after all micro-batches, what reduces gradients
+                      + keys of whole rows, where chunks of them follow one another (kept_keys.py)
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from ..objective.evaluate import Evaluation
 from ..objective.memory_timeline import (
     BUCKETS,
     GRADIENTS,
+    KEPT,
     PARAMETERS,
     RESERVE,
     RETAINED,
@@ -40,6 +42,7 @@ from ..objective.player import stretch_of
 from ..objective.pricer import Pricer
 from ..objective.tail_cost import NO_TAIL, TailCost
 from ..problem.problem import Problem
+from .kept_keys import kept_bytes
 from .model import GPIPE, ONE_F_ONE_B, ZB_H1, ZB_H2, Timing, interleaved
 from .part import Part
 from .stage_costs import Parts
@@ -155,6 +158,9 @@ def evaluate_pipeline(
     unmade_bytes = 0.0
     for rank, held in enumerate(memory):
         held[SAVED] += played.peak(rank)
+        kept, growing = kept_bytes(orders, rank, pipeline.row_chunks, parts)
+        held[KEPT] += kept
+        held[TRANSIENT] += growing
         mine, outputs = [parts[s] for s in orders.stages_of(rank)], 0.0
         if pipeline.micro_batches > 1:  # the output of one is counted where the op that makes it runs
             outputs = pipeline.micro_batches * sum(part.output_bytes for part in mine)
@@ -209,7 +215,16 @@ def besides(held: Counter, output_bytes: float, reducing_bytes: Sequence[float])
     return output_bytes + max(0.0, max(reducing_bytes) - working)
 
 
-def timing_of(schedule: str, ranks: int, stages_per_rank: int, left: float = 1 / 3) -> Timing:
+def timing_of(schedule: str, ranks: int, stages_per_rank: int, left: float = 1 / 3, row_chunks: int = 1) -> Timing:
+    """Return the same as `_timing_of_rows` does, for rows in so many chunks, of which a rank holds so many more."""
+    timing = _timing_of_rows(schedule, ranks, stages_per_rank, left)
+    if row_chunks == 1:
+        return timing
+    held = timing.in_flight
+    return replace(timing, in_flight=lambda p, s, m: min(m, held(p, s, m) + row_chunks - 1))
+
+
+def _timing_of_rows(schedule: str, ranks: int, stages_per_rank: int, left: float) -> Timing:
     """Return what the stage solver takes a schedule for. Those whose ranks have their stages as a V are cut as if each
     stage were alone, with as much in flight as two of them share. `left`: the share of a bubble that weight gradients
     cannot fill."""

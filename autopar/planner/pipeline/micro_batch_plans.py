@@ -13,6 +13,7 @@ from ...frontend.export import Captured
 from ...ir.graph import output_node
 from ...ir.mesh import Mesh
 from ...passes.pipeline.micro_batch import FewBlocks, MicroBatched, few_blocks, micro_batch
+from ...passes.pipeline.sequence_chunks import few_in_chunks, in_chunks
 from ...passes.pipeline.tail import Tail
 from ...plans.pipeline import inside, sizes_of
 from ..objective.tail_cost import NO_TAIL, TailCost, tail_cost
@@ -42,7 +43,7 @@ Report = Callable[[str], None]
 
 
 class MicroBatchPlans:
-    """Plans of one of so many micro-batches of a captured graph of the whole batch, on the mesh of a stage, without
+    """Plans of one of so many micro-batches, or chunks of rows, of a captured graph of the whole batch, on the mesh of a stage, without
     the `axis` of the stages; of a deep model they are searched by few blocks. Raises
     MicroBatchError if the batch cannot be cut so."""
 
@@ -55,18 +56,21 @@ class MicroBatchPlans:
         options: PlanOptions,
         name: str,
         report: Report,
+        row_chunks: int = 1,
     ):
         self.captured, self.micro_batches, self.name, self.report = captured, micro_batches, name, report
+        self.row_chunks, rows = row_chunks, micro_batches // row_chunks
         self.mesh = inside(mesh, axis)
         self.ranks, self.limit = mesh.size(axis), float(options.memory_bytes or options.hardware.memory_bytes)
+        self.few_rows: list[FewBlocks] = []  # of whole rows
         self.starts: Starts = ()  # choices that the fastest plan is at least as good as
         if captured.compact is None:
-            self.micro = micro_batch(captured, micro_batches)
-        few = few_blocks(captured, micro_batches) if captured.compact else FewBlocks(self.micro.captured)
+            self.micro = in_chunks(micro_batch(captured, rows), row_chunks)
+        few = self._few(rows) if captured.compact else FewBlocks(self.micro.captured)
         self.few, self.few_blocks = few.captured, [few]  # of each size of micro-batches
         batch = samples_of(captured.signature)
-        self.samples, self.share = batch, batch / (micro_batches * sizes_of(batch, micro_batches)[0]) if batch else 1.0
-        smaller = few_blocks(captured, micro_batches, True) if captured.compact and self.share < 1 else None
+        self.samples, self.share = batch, batch / (rows * sizes_of(batch, rows)[0]) if batch else 1.0
+        smaller = self._few(rows, True) if captured.compact and self.share < 1 else None
         self.few_blocks += [smaller] if smaller else []
         overlay = smaller.captured if smaller else (self.micro.smaller if self.share < 1 else None)
         self.options = replace(
@@ -79,11 +83,17 @@ class MicroBatchPlans:
         )
         self.solvers = solvers_of(self.few, self.mesh, self.options, report)
 
+    def _few(self, rows: int, smaller: bool = False) -> FewBlocks:
+        """Return the few blocks of a micro-batch of so many, or of one of its chunks."""
+        self.few_rows.append(few_blocks(self.captured, rows, smaller))
+        return few_in_chunks(self.few_rows[-1], self.row_chunks)
+
     @cached_property
     def micro(self) -> MicroBatched:
         """Cut the batch of the whole graph into micro-batches."""
         self.report(f"cutting the batch into {self.micro_batches}")
-        return micro_batch(self.captured, self.micro_batches, self.few_blocks)
+        rows = micro_batch(self.captured, self.micro_batches // self.row_chunks, self.few_rows)
+        return in_chunks(rows, self.row_chunks, self.few_blocks)
 
     @cached_property
     def tail(self) -> Tail | None:

@@ -70,7 +70,9 @@ class Part:
     `gradient_bytes`: shards of gradients, and `whole_bytes`: what they are more while they wait for their reduction;
     `transient_bytes`: the most that comes and goes while an op of the part runs; `reducing_bytes`: the same while
     gradients that waited are reduced; `output_bytes`: what a micro-batch gives of the call's outputs; `host_bytes`:
-    what the host has of it meanwhile. `sent`, `returned`: bytes of each tensor that goes on to the next part in the
+    what the host has of it meanwhile; `kept_bytes`: of keys and values that a chunk of a row leaves to later ones,
+    `kept_sum_bytes`: of the sums of their gradients, `growing_bytes`: what the last chunk's attention takes more than a
+    mean one's (see kept_keys.py). `sent`, `returned`: bytes of each tensor that goes on to the next part in the
     forward, and of each that comes back from there. `modules`: of its forward ops, in order. All bytes but the host's
     are a device's."""
 
@@ -88,6 +90,9 @@ class Part:
     reducing_bytes: float = 0.0
     output_bytes: float = 0.0
     host_bytes: float = 0.0
+    kept_bytes: float = 0.0
+    kept_sum_bytes: float = 0.0
+    growing_bytes: float = 0.0
     parameters: int = 0
     sent: list[float] = field(default_factory=list)
     returned: list[float] = field(default_factory=list)

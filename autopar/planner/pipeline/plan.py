@@ -9,6 +9,7 @@ with nobody waiting. The gap to that bound is mostly the bubble; that no other c
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +37,7 @@ from ..spmd.plan_options import PlanOptions
 from ..spmd.planned import Planned
 from .baselines import evaluated_if_faster, experts
 from .beside_exchange import fastest_with_exchanges
+from .chunk_counts import chunk_counts
 from .estimate import Estimate
 from .evaluate import PipelineCost
 from .mapping import evaluated_if_near, mapped
@@ -70,6 +72,7 @@ def plan_pipeline(
     schedule: str | Schedule = AUTO,
     micro_batches: int | None = None,
     stages_per_rank: int | None = None,
+    sequence_chunks: int | None = None,
     report: Report = lambda text: None,
 ) -> Planned:
     """Find the best pipeline for the captured graph of a whole batch, over the axis pp of a mesh; `options` are those
@@ -85,7 +88,7 @@ def plan_pipeline(
     if given is not None and micro_batches is None:
         micro_batches = given.micro_batches
     batch = samples_of(captured.signature)
-    searches, warnings = _searches(captured, batch, mesh, options, micro_batches, kinds, name, report)
+    searches, warnings = _searches(captured, batch, mesh, options, micro_batches, kinds, name, report, sequence_chunks)
     estimates = [one for search in searches for one in search.estimates()]
     candidates = evaluated(estimates)
     more = _beside_misjudged(estimates, candidates)
@@ -216,12 +219,13 @@ def _searches(
     kinds: list[tuple[str, int]],
     name: str,
     report: Report,
+    sequence_chunks: int | None,
 ) -> tuple[list[PipelineSearch], list[str]]:
-    """Return a search for each number of micro-batches to try, and what is to be said of them. Raise PipelineError or
-    MicroBatchError for a number that was asked for and cannot be."""
+    """Return a search for each number of micro-batches to try, and of chunks of their rows, and what is to be said of
+    them. Raise PipelineError or MicroBatchError for a number that was asked for and cannot be."""
 
-    def search(count: int) -> PipelineSearch:
-        return PipelineSearch(captured, count, mesh, options, name, kinds, report)
+    def search(count: int, chunks: int = sequence_chunks or 1) -> PipelineSearch:
+        return PipelineSearch(captured, count * chunks, mesh, options, name, kinds, report, chunks)
 
     ranks = mesh.size(axis_of(mesh))
     if micro_batches is not None:
@@ -233,10 +237,14 @@ def _searches(
     full = [k for k in divisors if batch // k % ways == 0] or divisors
     wanted = {full[-1], *(next((k for k in full if k >= times * ranks), full[-1]) for times in COUNTS)}
     try:
-        return [search(k) for k in sorted(wanted)], []
+        searches = [search(k) for k in sorted(wanted)]
     except MicroBatchError as error:
         where = f" at {error.source}" if error.source else ""
         return [search(1)], [f"{error.message}{where}"]
+    if sequence_chunks is None and any(v == 1 for _, v in kinds) and KINDS[kinds[0][0]].given is None:
+        with contextlib.suppress(MicroBatchError):  # a model whose rows cannot be cut
+            searches += [search(full[-1], chunks) for chunks in chunk_counts(captured, full[-1], ranks)]
+    return searches, []
 
 
 def _refusal(closest: Candidate, limit: float) -> MemoryInfeasibleError:
@@ -260,6 +268,7 @@ def _refusal(closest: Candidate, limit: float) -> MemoryInfeasibleError:
 def _label(evaluated: PipelineCost) -> str:
     p = evaluated.pipeline
     several = f", {p.stages_per_rank} stages a rank" if p.stages_per_rank > 1 else ""
+    several += f", {p.row_chunks} chunks a row" if p.row_chunks > 1 else ""
     return f"{p.schedule}, {p.micro_batches} micro-batch{'es' if p.micro_batches > 1 else ''}{several}"
 
 

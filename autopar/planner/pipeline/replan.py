@@ -14,6 +14,7 @@ from ...frontend.export import Captured
 from ...ir.graph import fingerprint, is_op
 from ...ir.stage_placement import StagePlacement
 from ...passes.pipeline.micro_batch import MicroBatched, micro_batch
+from ...passes.pipeline.sequence_chunks import in_chunks
 from ...passes.pipeline.stages import cut
 from ...passes.pipeline.tail import check_waits
 from ...plans.pipeline import Pipeline
@@ -25,7 +26,7 @@ from ..spmd.plan_options import PlanOptions
 
 def with_owners(captured: Captured, plan: Plan) -> Plan:
     """Return a plan that says which parameters and buffers its stages read."""
-    micro = micro_batch(captured, plan.pipeline.micro_batches)
+    micro = _in_micro_batches(captured, plan.pipeline)
     owners = tuple(tuple(sorted(stage.leaves)) for stage in cut(micro.captured.graph_module, plan.pipeline.cuts))
     return replace(plan, pipeline=replace(plan.pipeline, owners=owners))
 
@@ -34,8 +35,12 @@ def plan_same_stages(captured: Captured, first: Plan, options: PlanOptions, mode
     """Return a plan for another capture of the model of `first`, with its stages and as many micro-batches, if it can
     be cut so. `options` fix the parameters' layouts. Raise StageError if a stage of the call reads parameters that it
     does not have."""
-    pipeline, count = first.pipeline, min(first.micro_batches, samples_of(captured.signature))
-    micro = _micro_batched(captured, replace(pipeline, micro_batches=count))
+    pipeline, chunks = first.pipeline, first.pipeline.row_chunks
+    count = min(first.micro_batches // chunks, samples_of(captured.signature))
+    micro = _micro_batched(captured, replace(pipeline, micro_batches=count * chunks))
+    if micro is None and chunks > 1:  # rows of other lengths, which the chunks do not divide
+        pipeline = replace(pipeline, row_chunks=1)
+        micro = _micro_batched(captured, replace(pipeline, micro_batches=count))
     if pipeline.is_staged:
         micro = micro or micro_batch(captured, 1)
         count, overlay = micro.micro_batches, micro.overlay
@@ -50,6 +55,7 @@ def plan_same_stages(captured: Captured, first: Plan, options: PlanOptions, mode
     planned = search(micro.captured, first.sharding.mesh, options, model)
     cuts = cuts_of(micro.captured.graph, pipeline.owners)
     samples = micro.samples if micro.smaller is not None else 0
+    pipeline = replace(pipeline, row_chunks=micro.chunks_of_row)
     pipeline = replace(pipeline, micro_batches=micro.micro_batches, cuts=cuts, costs=(), owners=(), samples=samples)
     plan = replace(
         planned.plan,
@@ -71,11 +77,16 @@ def plan_same_stages(captured: Captured, first: Plan, options: PlanOptions, mode
 def _micro_batched(captured: Captured, pipeline: Pipeline) -> MicroBatched | None:
     """Return a call cut into the micro-batches of a pipeline, None if that cannot run it part by part."""
     with contextlib.suppress(MicroBatchError, StageError):
-        micro = micro_batch(captured, pipeline.micro_batches)
+        micro = _in_micro_batches(captured, pipeline)
         if pipeline.is_staged:
             check_waits(micro.tail, pipeline.orders)
         return micro
     return None
+
+
+def _in_micro_batches(captured: Captured, pipeline: Pipeline) -> MicroBatched:
+    rows = micro_batch(captured, pipeline.micro_batches // pipeline.row_chunks)
+    return in_chunks(rows, pipeline.row_chunks)
 
 
 def cuts_of(graph: fx.Graph, owners: Sequence[Sequence[str]]) -> tuple[str, ...]:

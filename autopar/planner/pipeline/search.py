@@ -16,12 +16,14 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from operator import attrgetter
 
 from ...cost.collectives import CollectiveCost
-from ...errors import MemoryInfeasibleError
+from ...errors import MemoryInfeasibleError, StrategyError
 from ...frontend.export import Captured
 from ...ir.mesh import Mesh
+from ...ops import ATTENTION
 from ...passes.pipeline.micro_batch import MicroBatched
 from ...passes.pipeline.tail import check_waits
 from ...plans.pipeline import Pipeline, axis_of
@@ -109,9 +111,10 @@ class _Evaluated:
 
 
 class PipelineSearch:
-    """All that is tried of a captured graph of the whole batch with one number of micro-batches. `kinds`: schedules
-    with their stages a rank; of several those alone that can run the step. Raises MicroBatchError if the batch cannot
-    be cut so, or the only schedule cannot run it."""
+    """All that is tried of a captured graph of the whole batch with one number of micro-batches, of which `row_chunks`
+    that follow one another are chunks of the same rows. `kinds`: schedules with their stages a rank; of several those
+    alone that can run the step. Raises MicroBatchError if the batch cannot be cut so, or the only schedule cannot run
+    it."""
 
     def __init__(
         self,
@@ -122,6 +125,7 @@ class PipelineSearch:
         name: str,
         kinds: Sequence[tuple[str, int]],
         report: Report,
+        row_chunks: int = 1,
     ):
         axis = axis_of(mesh)
         assert axis is not None  # who searches has looked
@@ -132,9 +136,11 @@ class PipelineSearch:
         self._chains: dict[Planned, Chain] = {}
         self._prepared: dict[Planned, tuple[Planned, Chain, StageRecomputation | None]] = {}
         self._timetables: dict[tuple[str, int], Timetable] = {}
-        report(f"{mesh}, {micro_batches} micro-batches")
-        self.plans = MicroBatchPlans(captured, micro_batches, mesh, self.axis, options, name, report)
-        self.kinds = self._possible_with_tail(kinds)
+        chunks = f", {row_chunks} chunks a row" if row_chunks > 1 else ""
+        report(f"{mesh}, {micro_batches} micro-batches{chunks}")
+        self.plans = MicroBatchPlans(captured, micro_batches, mesh, self.axis, options, name, report, row_chunks)
+        self.row_chunks = row_chunks
+        self.kinds = self._possible_with_tail(kinds if row_chunks == 1 else _of_chunks(kinds))
 
     def _possible_with_tail(self, kinds: Sequence[tuple[str, int]]) -> Sequence[tuple[str, int]]:
         """Return those of some schedules, with their stages a rank, that can run the tail of the step, GPipe if none of
@@ -236,13 +242,27 @@ class PipelineSearch:
     def pipeline(self, kind: str, v: int, cuts: tuple[str, ...]) -> Pipeline:
         """Return a pipeline without costs."""
         samples = self.plans.samples if self.plans.share < 1 else 0
-        return Pipeline(self.axis, self.ranks, kind, self.micro_batches, v, cuts, samples=samples)
+        chunks = (self.row_chunks, self.attention_share) if self.row_chunks > 1 else (1, 0.0)
+        return Pipeline(self.axis, self.ranks, kind, self.micro_batches, v, cuts, (), (), samples, *chunks)
+
+    @cached_property
+    def attention_share(self) -> float:
+        """Return the share of a chunk's seconds that its attentions take, in the fastest plan."""
+        planned = self.plans.fastest
+        problem, e = planned.problem, planned.evaluation
+        copies = problem.copies(e.first)
+        seconds = sum(
+            float(problem.choices(v.index).seconds[e.choice[v.index]]) * copies[v.index]
+            for v in problem.vertices
+            if v.kind == "op" and v.node.target in ATTENTION
+        )
+        return min(1.0, seconds / e.seconds) if e.seconds else 0.0
 
     def timetable(self, kind: str, v: int) -> Timetable:
         """Return what plays a schedule with `v` stages a rank."""
         if (kind, v) not in self._timetables:
             pipeline = self.pipeline(kind, v, ("",) * (self.ranks * v - 1))
-            shares = pipeline.shares if pipeline.samples else ()
+            shares = pipeline.shares if pipeline.samples or pipeline.row_chunks > 1 else ()
             self._timetables[kind, v] = Timetable(pipeline.orders, shares)
         return self._timetables[kind, v]
 
@@ -371,3 +391,14 @@ class PipelineSearch:
                 segments = self._chain(whole)
             self._prepared[inner] = whole, segments, recomputation_of(whole) if is_free else None
         return self._prepared[inner]
+
+
+def _of_chunks(kinds: Sequence[tuple[str, int]]) -> Sequence[tuple[str, int]]:
+    """Return those of some schedules, with their stages a rank, whose orders are known for chunks of rows: all with one
+    stage a rank. Raise StrategyError if none of them is one."""
+    if able := [(name, v) for name, v in kinds if v == 1]:
+        return able
+    raise StrategyError(
+        f"{kinds[0][0]} has {kinds[0][1]} stages a rank, and chunks of rows need one",
+        fix="leave sequence_chunks out, or use schedule='1f1b' or 'zb_h1'",
+    )

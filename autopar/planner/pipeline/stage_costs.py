@@ -26,6 +26,7 @@ from torch import fx
 
 from ...ir.graph import bytes_of, is_op, is_tensor, output_node, tensor_of
 from ...ir.stage_placement import StagePlacement, first_of
+from ...ops import autopar
 from ..objective.bucket_bytes import BUCKETS, GATHERED, bucket_bytes
 from ..objective.checkpoint_blocks import recomputed_vertices
 from ..objective.checkpoint_min_cut import key_of
@@ -46,6 +47,7 @@ from ..objective.pricer import Pricer
 from ..problem.problem import Problem
 from ..problem.vertices import STATE, Vertex
 from ..spmd.outputs import bytes_of_outputs
+from .kept_keys import add_kept
 from .part import FORWARD, INPUT, WEIGHT, Part, no_work
 
 COMING_AND_GOING = (RECOMPUTED, GATHERED, TRANSIENT, BUCKETS, WORKSPACE)
@@ -144,6 +146,9 @@ class Parts:
                 continue
             options, k = self.problem.choices(v.index), self.e.choice[v.index]
             seconds, mask = float(options.seconds[k]), self.where.get(v.node, 0)
+            if v.node.target is autopar.with_earlier.default:
+                for part in self._charged(mask):
+                    add_kept(part, v, self.pricer.bytes_of(v.values[0], options.strategies[k].outputs[0]))
             if v.kind == "op":
                 self._op(v, seconds, mask)
                 continue
