@@ -124,7 +124,8 @@ def plan(
     the fewest that fit without recomputation; None: one, or on a mesh with an axis pp as many as are best). The stages
     along pp follow a `schedule`: a name of autopar/schedule/catalogue.py, a Schedule, or "auto", the best, with so many
     stages a rank; a causal model's rows may follow one another through them in `sequence_chunks` of their tokens (None:
-    where a batch has few rows and that is faster; docs/sequences.md). For a number of devices the plan may have stages or not; it has some if a schedule is asked for.
+    where a batch has few rows and that is faster; docs/sequences.md). For a number of devices the plan may have stages
+    or not; it has some if a schedule is asked for.
     `recompute`: "auto", or "none", "selective" or "full" for all blocks. `tile`: what is computed in pieces
     of rows: the last linear layer and its loss, without logits ("loss"), MLPs ("mlp"), both ("loss+mlp"), "none", or
     "auto", where memory is short and that is faster (docs/sequences.md). `loops`: which gathers and reduce-scatters go
@@ -155,8 +156,8 @@ def search(
     execution=None, expert_load=1.0, expert_capacity=None, tokens_per_second=False, cache=NO_CACHE, **staged,
 ) -> Planned:  # fmt: skip
     """Plan as `plan` does, and return all that the search knows beside the plan. `cache`: a CompileCache, in which
-    captures are looked for and kept. `staged`: micro_batches, schedule, stages_per_rank, sequence_chunks, recompute, tile, loops,
-    solver, and `refuses=False`, with which what does not fit is planned all the same."""
+    captures are looked for and kept. `staged`: micro_batches, schedule, stages_per_rank, sequence_chunks, recompute,
+    tile, loops, solver, and `refuses=False`, with which what does not fit is planned all the same."""
     check_model(model)
     precision = precision_on(Mesh.of(mesh) if isinstance(mesh, Mapping) else mesh, hardware, precision, model)
     device_type = "cuda" if hardware_of(mesh, hardware).is_gpu else None
@@ -287,10 +288,10 @@ def compile(
 
     An axis named pp makes stages of the model, on a rank or several each, through which micro-batches (None: as many as
     the planner finds best) run by `schedule`: a name of autopar/schedule/catalogue.py, a Schedule, or "auto", with
-    `stages_per_rank` and `sequence_chunks` of rows (None: as many as are best). The loss is known on every rank; other outputs are known
-    (`outputs="stage"`) where their stage is, None elsewhere, or ("everywhere") on all ranks. Each rank has the
-    parameters of its stages. With inputs="local" the ranks along pp pass the same part, as those along tp do. Raises
-    subclasses of AutoparError, the same one on every rank."""
+    `stages_per_rank` and `sequence_chunks` of rows (None: as many as are best). The loss is known on every rank; other
+    outputs are known (`outputs="stage"`) where their stage is, None elsewhere, or ("everywhere") on all ranks. Each
+    rank has the parameters of its stages. With inputs="local" the ranks along pp pass the same part, as those along tp
+    do. Raises subclasses of AutoparError, the same one on every rank."""
     if inputs not in ("global", "local"):
         raise InputError(f"inputs is {inputs!r}", fix='use "global" or "local"')
     if pad and inputs != "local":

@@ -114,9 +114,10 @@ def attention(
     of the first query, counted from the end of the keys if it is negative: under a causal mask it attends to keys 0 to
     `first`, and numbers that are added close none of them. If `group` is given, so many heads of queries read one of
     keys, and the first one here is number `head`. With `documents` (b, s) and `key_documents` (b, t), integers, or one
-    row for all samples, a query attends to the keys whose integer is its own. `sinks` (h,): autopar/ops/attention_sinks.py. Scores x, scaled, become softcap *
-    tanh(x / softcap) before the mask, if that is not 0. `as_softmax`, under an additive mask: the gradient of a query
-    whose keys a lowest number closes all is that of attending to them alike, as a softmax gives it. With a `window`
+    row for all samples, a query attends to the keys whose integer is its own. `sinks` (h,): see attention_sinks.py.
+    Scores x, scaled, become softcap * tanh(x / softcap) before the mask, if that is not 0. `as_softmax`, under an
+    additive mask: the gradient of a query whose keys a lowest number closes all is that of attending to them alike, as
+    a softmax gives it. With a `window`
     that is not 0 a query attends to the keys less than so many places away from it: attention_window.py. Returns the
     output (b, h, s, d_v) and the log-sum-exp (b, h, s): 0 and -inf for a query that may attend to no key."""
     mask, scale, first = additive(mask, q.dtype), _scale(q, scale), _counted(first, k)

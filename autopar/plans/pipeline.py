@@ -50,10 +50,10 @@ class StageCost:
 @dataclass(frozen=True)
 class Pipeline:
     """`ranks` devices along `axis`, one where the mesh has no such axis; stages begin at the forward ops `cuts`, in the
-    graph of one of `micro_batches`, of which `row_chunks` that follow one another are chunks of the same rows' tokens. By
-    stage: `costs`, of the largest micro-batch, and `owners`, the parameters and
-    buffers that it reads. `samples`: of the whole batch, 0 where all micro-batches are taken as equal.
-    `attention_share`: of the seconds of a mean chunk, those of its attention, which has ever more keys to go over."""
+    graph of one of `micro_batches`, of which `row_chunks` that follow one another are chunks of the same rows' tokens.
+    By stage: `costs`, of the largest micro-batch, or of a mean chunk of it, and `owners`, the parameters and buffers
+    that it reads. `samples`: of the whole batch, 0 where all micro-batches are taken as equal. `attention_share`: of
+    the seconds of a mean chunk, those of its attention, which has ever more keys to go over."""
 
     axis: str = AXIS
     ranks: int = 1

@@ -43,9 +43,9 @@ Report = Callable[[str], None]
 
 
 class MicroBatchPlans:
-    """Plans of one of so many micro-batches, or chunks of rows, of a captured graph of the whole batch, on the mesh of a stage, without
-    the `axis` of the stages; of a deep model they are searched by few blocks. Raises
-    MicroBatchError if the batch cannot be cut so."""
+    """Plans of one of so many micro-batches of a captured graph of the whole batch, of which `row_chunks` that follow
+    one another are chunks of the same rows, on the mesh of a stage, without the `axis` of the stages; of a deep model
+    they are searched by few blocks. Raises MicroBatchError if the batch cannot be cut so."""
 
     def __init__(
         self,
