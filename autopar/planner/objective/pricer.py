@@ -158,6 +158,8 @@ class Pricer:
         """Return the seconds of one redistribution of a tensor that moves `bytes_` global bytes, casts included, and
         their shares by stream; `bucket` as in `seconds`."""
         seconds = self.seconds(source, target, bytes_, bucket)
+        if (producer, output) in self.problem.staying and source != target:
+            seconds = np.inf
         split: tuple[float, ...] = (1.0,)
         if 0.0 < seconds < np.inf:
             split = self._shares(source, target, bucket or bytes_)

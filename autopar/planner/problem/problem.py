@@ -17,6 +17,7 @@ from torch import fx
 
 from ... import rules
 from ...cost.compute import EAGER, FREE, ComputeCost
+from ...ops import autopar
 from ...cost.memory import Optimizer
 from ...cost.orthogonalize import OrthogonalizeCost
 from ...cost.update import UpdateCost
@@ -109,6 +110,14 @@ class Problem:
     def views(self) -> frozenset[int]:
         """Return the vertices that only look at the memory of what they read."""
         return frozenset(v.index for v in self.vertices if v.kind == "op" and v.node.target in FREE)
+
+    @cached_property
+    def staying(self) -> frozenset[tuple[int, int]]:
+        """Return the tensors that are read in the layout in which they are made: keys with those of earlier chunks, and
+        their gradients, which a device keeps (autopar/ops/kept_keys.py)."""
+        ops = [v for v in self.vertices if v.kind == "op"]
+        kept = ((v.index, 0) for v in ops if v.node.target is autopar.with_earlier.default)
+        return frozenset((*kept, *(v.inputs[0] for v in ops if v.node.target is autopar.of_own.default)))
 
     @cached_property
     def never_made(self) -> frozenset[tuple[int, int]]:

@@ -41,6 +41,8 @@ class TransferGrid:
         whole = pricer.problem.tensor_bytes[tensor]
         moved = [pricer.moved_bytes(*tensor, slots, p) for p in sources]
         rows, amounts = pricer.prices.rows(sources, targets), list(dict.fromkeys([whole, *moved]))
+        if tensor in pricer.problem.staying:
+            rows = np.where([[p == q for q in targets] for p in sources], rows, IMPOSSIBLE)
         tables = [pricer.table(bytes_, pricer.bucket_of(tensor[0], slots, bytes_)) for bytes_ in amounts]
         width, casts = tables[0].shape[1], None
         if len(amounts) > 1:
