@@ -239,7 +239,7 @@ def _placeholders(graph: fx.Graph) -> list[fx.Node]:
 def _check(plan: Plan, schedule: Asynchronous) -> None:
     found = plan.pipeline
     p, m = schedule.stages, schedule.group
-    if (found.ranks, found.stages_per_rank, found.micro_batches) != (p, 1, m):
+    if (found.ranks, found.stages_per_rank, found.micro_batches, found.row_chunks) != (p, 1, m, 1):
         raise StageError(
             f"{schedule.name} needs a plan of {p} stages, one a rank, and a batch in {m}, which the given one is not",
             fix=f'plan with schedule="1f1b" and micro_batches={m}, or leave plan= out',

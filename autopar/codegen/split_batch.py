@@ -58,7 +58,8 @@ def _chunks_of(micro: MicroBatched, rows: Mapping[str, Tensor], number: int) -> 
 
 def _chunk(leaf: Tensor, dim: int, times: int, count: int, i: int) -> Tensor:
     """Return the `i`-th chunk of a leaf that has the tokens of a row so many `times` in a dim."""
-    return torch.cat([whole.chunk(count, dim)[i] for whole in leaf.chunk(times, dim)], dim)
+    parts = [whole.chunk(count, dim)[i] for whole in leaf.chunk(times, dim)]
+    return parts[0] if times == 1 else torch.cat(parts, dim)
 
 
 def joined_output(micro: MicroBatched, name: str, parts: Sequence[Tensor]) -> Tensor:

@@ -23,12 +23,22 @@ class JoinedOutputs:
     without values; `gathered`: outputs whose parts change their layout once all are made, before they are joined."""
 
     def __init__(self, micro: MicroBatched, likes: Mapping[str, Tensor], gathered: Collection[str]):
-        self.micro, self.likes, self.gathered = micro, likes, gathered
+        self.micro, self.likes, self.gathered = micro.of_rows, likes, gathered
+        self.chunks = micro.chunks[0] if micro.chunks else None
+        self.of_row: dict[str, dict[int, Tensor]] = {}  # chunks of rows that are not all there
         self.parts: dict[str, dict[int, Tensor]] = {}
         self.wholes: dict[str, Tensor] = {}
 
     def take(self, name: str, i: int, part: Tensor) -> None:
-        """Take an output of micro-batch `i`."""
+        """Take an output of micro-batch `i`, which may be a chunk of its rows."""
+        if self.chunks is not None:
+            found, count = self.of_row.setdefault(name, {}), self.chunks.count
+            found[i] = part
+            i = i // count
+            numbers = range(i * count, (i + 1) * count)
+            if not found.keys() >= {*numbers}:
+                return
+            part = join([found.pop(number) for number in numbers], self.chunks.joins[name])
         if isinstance(dim := self.micro.joins[name], int) and name not in self.gathered:
             self._place(name, i, part, dim)
         else:

@@ -28,7 +28,7 @@ class PipelineCall:
         named = dict(zip(step.micro.captured.signature.tensor_names, inputs))
         self.unmade = step.unmade
         self.tensors = saved_call(step, named) if self.unmade else None
-        for node in step.micro.captured.graph.nodes:
+        for node in step.micro.of_rows.captured.graph.nodes:
             role = node.meta["role"] if node.op == "placeholder" else None
             if role is not None and role.kind == "input":
                 values[node.name] = named[role.name]

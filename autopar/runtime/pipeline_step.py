@@ -171,13 +171,16 @@ class PipelineStep:
         """Find what outputs become, given their forms."""
         self.output_forms, self.forms = forms, dict[str, OutputForm]()
         self.empty: dict[str, Tensor] = {}  # outputs' shape and dtype on this rank, without values
-        large = {name for name, how in self.micro.joins.items() if isinstance(how, int)} - {str(self.returns.loss)}
+        joins = [self.micro.of_rows.joins, *(chunks.joins for chunks in self.micro.chunks[:1])]
+        large = {name for of in joins for name, how in of.items() if isinstance(how, int)} - {str(self.returns.loss)}
         self.unmade = large if self.trains and self.plan.unmade_bytes else set()
         self.gathered: dict[str, tuple[Layout, Layout]] = {}  # outputs gathered to be joined: before, after
         for role, layout in self._layouts_of_outputs():
             if role.kind == "output" and layout is not None:
-                how, like = self.micro.joins[role.name], forms.values[role.name]
-                joined = self._joined_layout(layout, how) if like.dim() else layout
+                how, like = self.micro.of_rows.joins[role.name], forms.values[role.name]
+                if self.micro.chunks and like.dim():
+                    layout = _joined_layout(layout, self.micro.chunks[0].joins[role.name], self.micro.chunks_of_row)
+                joined = self._joined_rows(layout, how) if like.dim() else layout
                 if isinstance(how, int) and self.micro.smaller and layout != joined:
                     self.gathered[role.name] = layout, joined
                 self.forms[role.name] = forms.form(role.name, joined)
@@ -193,16 +196,13 @@ class PipelineStep:
             found += [(role, Layout.replicated(value.meta["val"].dim())) for value, role in made]
         return found
 
-    def _joined_layout(self, layout: Layout, how: str | int) -> Layout:
-        """Return the layout of the micro-batches' outputs one after the other: each is sharded for itself. No layout
-        says so of micro-batches that are not equal: what is joined is not cut there then."""
-        if not isinstance(how, int):
-            return layout
-        if self.micro.smaller is not None:
-            dims = tuple(() if d == how else axes for d, axes in enumerate(layout.dims))
-            return Layout(dims, layout.partial, layout.parts)
-        parts = [n * (self.micro.micro_batches if d == how else 1) for d, n in enumerate(layout.parts)]
-        return Layout(layout.dims, layout.partial, tuple(parts))
+    def _joined_rows(self, layout: Layout, how: str | int) -> Layout:
+        """Return the layout of the micro-batches' outputs one after the other. No layout says it of micro-batches that
+        are not equal: what is joined is not cut there then."""
+        if self.micro.smaller is None or not isinstance(how, int):
+            return _joined_layout(layout, how, self.micro.of_rows.micro_batches)
+        dims = tuple(() if d == how else axes for d, axes in enumerate(layout.dims))
+        return Layout(dims, layout.partial, layout.parts)
 
     def compile(self, options: Mapping[str, object]) -> None:
         """Run all graphs through torch.compile, with these options of it."""
@@ -308,9 +308,9 @@ class PipelineStep:
         others'."""
         if name not in self.gathered:
             return part
-        how, (layout, joined) = self.micro.joins[name], self.gathered[name]
+        how, (layout, joined) = self.micro.of_rows.joins[name], self.gathered[name]
         shape = list(self.forms[name].spec.shape)
-        shape[how] = shape[how] // self.micro.samples * self.micro.sizes[i]
+        shape[how] = shape[how] // self.micro.samples * self.micro.of_rows.sizes[i]
         mesh, device_mesh = self.stage.mesh, self.stage.device_mesh
         if in_zigzag(layout):
             return local_part(whole_of(part, shape, layout, mesh, device_mesh), joined, mesh, self.stage.coordinate)
@@ -371,6 +371,12 @@ class _PipelineLoss(torch.autograd.Function):
             scale = scale / ctx.seed
         _, *nodes = [node for node, _ in ctx.next_functions]  # the first is the anchor's
         return None, None, None, None, *step.gradients(sums, scale, step.parameters, nodes)
+
+
+def _joined_layout(layout: Layout, how: str | int, count: int) -> Layout:
+    """Return the layout of so many parts one after the other, of which each is sharded for itself."""
+    parts = [n * (count if d == how else 1) for d, n in enumerate(layout.parts)]
+    return Layout(layout.dims, layout.partial, tuple(parts))
 
 
 def forwards(schedule: Schedule) -> Schedule:

@@ -1,39 +1,69 @@
 """Split from a joint graph what follows from its inputs alone: positions, shifted labels, masks, how many tokens count.
 
 It is computed first, once for a row of tokens, so that a chunk of the row (passes/pipeline/sequence_chunks.py) reads
-its own part of it whatever ops it takes to make.
+its own part of it whatever ops it takes to make. Whole numbers take little memory; numbers that follow from them, such
+as rotary embeddings, take more and are made chunk by chunk where the ops that make them allow that.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import torch
 from torch import fx
 
 from ..._torch import graph_module
-from ...ir.graph import OutputRole, Role, is_op, is_tensor, leaf_name, output_node
+from ...ir.graph import OutputRole, Role, is_op, is_tensor, leaf_name, output_node, values_of
 from ...ops.streams import stream_of
 
 GIVEN = ("input", "total")  # kinds of leaves that are known before a micro-batch runs
 
 
-def known_first(joint: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
+def known_first(joint: fx.GraphModule, numbers: bool) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Return (the graph that makes what is known, the joint graph that reads it). The first takes the leaves of GIVEN
     by the names of their placeholders, and gives, with the names of placeholders of the second as roles, all that this
-    reads: leaves themselves, and made tensors in the place of the ops that made them."""
-    known = _known(joint.graph)
+    reads: leaves themselves, and made tensors in the place of the ops that made them. `numbers`: in floating point
+    too, not integers and booleans alone."""
+    known = _known(joint.graph, numbers)
     read = [node for node in joint.graph.nodes if node in known and _is_leaf(node, known)]
     rest, names = _rest(joint, known, read)
     return _first(joint, known, read, names), rest
 
 
-def _known(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes that follow from inputs and constants alone."""
+def of_no_input(known: fx.Graph) -> frozenset[str]:
+    """Return the names of leaves, of the graph that makes them, that follow from no input."""
+    roles = output_node(known).meta["roles"]
+    return frozenset(role.name for value, role in zip(output_node(known).args[0], roles) if not _has_inputs(value))
+
+
+def _known(graph: fx.Graph, numbers: bool) -> set[fx.Node]:
+    """Return the nodes that follow from inputs and constants alone; without `numbers` only those of integers, booleans
+    and single numbers, and what they follow from."""
     known: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder" and node.meta["role"].kind in GIVEN or node.op == "get_attr":
             known.add(node)
         elif node.op == "call_function" and stream_of(node) is None and known.issuperset(node.all_input_nodes):
             known.add(node)
-    return known
+    if numbers:
+        return known
+    small = [n for n in known if n.op != "call_function" or not any(_is_large(value) for value in values_of(n))]
+    return _needed(small)
+
+
+def _is_large(value: torch.Tensor) -> bool:
+    return value.is_floating_point() and value.dim() > 0
+
+
+def _needed(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return nodes and all that they follow from."""
+    needed, stack = set[fx.Node](), [*nodes]
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            stack.extend(node.all_input_nodes)
+    return needed
 
 
 def _is_leaf(node: fx.Node, known: set[fx.Node]) -> bool:
@@ -45,14 +75,7 @@ def _is_leaf(node: fx.Node, known: set[fx.Node]) -> bool:
 
 def _has_inputs(node: fx.Node) -> bool:
     """Return whether a known node follows from an input."""
-    stack, seen = [node], set[fx.Node]()
-    while stack:
-        one = stack.pop()
-        if one.op == "placeholder":
-            return True
-        stack += [a for a in one.all_input_nodes if a not in seen]
-        seen.update(one.all_input_nodes)
-    return False
+    return any(one.op == "placeholder" for one in _needed([node]))
 
 
 def _rest(joint: fx.GraphModule, known: set[fx.Node], read: list[fx.Node]) -> tuple[fx.GraphModule, dict[fx.Node, str]]:
@@ -80,12 +103,7 @@ def _first(
     joint: fx.GraphModule, known: set[fx.Node], read: list[fx.Node], names: dict[fx.Node, str]
 ) -> fx.GraphModule:
     """Return the graph that makes the leaves."""
-    needed, stack = set[fx.Node](), [*read]
-    while stack:
-        node = stack.pop()
-        if node not in needed:
-            needed.add(node)
-            stack.extend(node.all_input_nodes)
+    needed = _needed(read)
     graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in joint.graph.nodes:
         if node in needed:

@@ -65,6 +65,11 @@ class MicroBatched:
         return self.chunks[0].count if self.chunks else 1
 
     @property
+    def of_rows(self) -> MicroBatched:
+        """Return the batch cut into micro-batches of whole rows."""
+        return self if self.rows is None else self.rows
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         """Return the number of samples of each micro-batch."""
         count = self.chunks_of_row

@@ -12,6 +12,7 @@ of a mean chunk.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -30,7 +31,7 @@ from ...plans.sharding import NodeSharding
 from ...rules.reading import bound
 from .batch_axis import AXIS, BatchAxis, axis_from, partial_of
 from .compact import compact_of, few_of
-from .known_first import known_first
+from .known_first import known_first, of_no_input
 from .micro_batch import SAME, FewBlocks, MicroBatched
 from .one_part import one_part
 
@@ -43,14 +44,16 @@ OF_KEYS = ("mask", "key_documents")  # arguments of an attention that say someth
 class Chunks:
     """`count` chunks of so many `tokens` each. `known`: the graph that makes leaves of a row (passes/pipeline/
     known_first.py). By name of a leaf: `cut`, (dim, how many times the tokens of a row are in it) of one that is cut;
-    `growing`: the dim of one that says something of keys, of which a chunk reads those up to its own last. `joins`: by
-    the position of an output, as in MicroBatched. `draws`: whether ops draw random numbers."""
+    `growing`: the dim of one that says something of keys, of which a chunk reads those up to its own last. `alike`:
+    those that are the same for all rows. `joins`: by the position of an output, as in MicroBatched. `draws`: whether
+    ops draw random numbers."""
 
     count: int
     tokens: int
     known: fx.GraphModule
     cut: Mapping[str, tuple[int, int]]
     growing: Mapping[str, int]
+    alike: frozenset[str]
     joins: Mapping[str, str | int]
     draws: bool
 
@@ -58,7 +61,14 @@ class Chunks:
 def chunk_of(captured: Captured, count: int) -> tuple[Captured, Chunks]:
     """Return the joint graph of one of `count` chunks of the rows of a captured graph, without its few blocks, and what
     makes its leaves. Raises MicroBatchError, with the op, if rows cannot be computed chunk by chunk."""
-    known, rest = known_first(captured.graph_module)
+    with contextlib.suppress(MicroBatchError):  # a mask of numbers may be made of all tokens
+        return _chunk_of(captured, count, numbers=False)
+    return _chunk_of(captured, count, numbers=True)
+
+
+def _chunk_of(captured: Captured, count: int, numbers: bool) -> tuple[Captured, Chunks]:
+    """Return the same; `numbers`: whether those that follow from the inputs are made for whole rows, too."""
+    known, rest = known_first(captured.graph_module, numbers)
     try:
         tokens, given = _with_kept_keys(rest.graph, count)
         seeds = {tensor_of(operand(node)): (TOKENS, 1) for node in given if node.target is autopar.with_earlier.default}
@@ -80,7 +90,9 @@ def chunk_of(captured: Captured, count: int) -> tuple[Captured, Chunks]:
         if name in leaves and (dim := layout.dim_of(AXIS)) is not None
     }
     draws = any(n.meta["role"].kind == "random" for n in local.graph.find_nodes(op="placeholder"))
-    chunks = Chunks(count, tokens // count, known, cut, growing, _joins(rest.graph, axis), draws)
+    chunks = Chunks(
+        count, tokens // count, known, cut, growing, of_no_input(known.graph), _joins(rest.graph, axis), draws
+    )
     return replace(captured, graph_module=local, compact=None), chunks
 
 

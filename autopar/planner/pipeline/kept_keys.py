@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...ops.kept_keys import TOKENS, own_share, sums_dtype
+from ...rules.reading import bound
 from ...schedule.actions import Schedule
 from ..problem.vertices import Vertex
 from .part import Part
@@ -19,11 +20,16 @@ from .part import Part
 def add_kept(part: Part, vertex: Vertex, bytes_: float) -> None:
     """Add an attention's keys, or values, to the part that runs it: `bytes_` are those that a mean chunk reads."""
     value, own = vertex.values[0], own_share(vertex.node)
-    earlier, keys = vertex.node.args[1], value.shape[TOKENS]
-    assert isinstance(earlier, int)
     part.kept_bytes += bytes_ * own
     part.kept_sum_bytes += bytes_ * own * sums_dtype(value.dtype).itemsize / value.dtype.itemsize
-    part.growing_bytes = max(part.growing_bytes, 2 * bytes_ * (keys + earlier) / keys - 2 * bytes_)
+
+
+def add_growing(part: Part, vertex: Vertex, bytes_: float) -> None:
+    """Add what the attention of a row's last chunk takes more than the `bytes_` that a mean one makes and fills: in
+    proportion to its keys."""
+    given = bound(vertex.node)
+    earlier, keys = int(given["first"]), given["k"].meta["val"].shape[TOKENS]
+    part.growing_bytes = max(part.growing_bytes, bytes_ * earlier / keys)
 
 
 def kept_bytes(orders: Schedule, rank: int, chunks: int, parts: Sequence[Part]) -> tuple[float, float]:

@@ -18,7 +18,7 @@ import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, starmap
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from torch import fx
 
 from ...ir.graph import bytes_of, is_op, is_tensor, output_node, tensor_of
 from ...ir.stage_placement import StagePlacement, first_of
-from ...ops import autopar
+from ...ops import ATTENTION, autopar
 from ..objective.bucket_bytes import BUCKETS, GATHERED, bucket_bytes
 from ..objective.checkpoint_blocks import recomputed_vertices
 from ..objective.checkpoint_min_cut import key_of
@@ -47,7 +47,7 @@ from ..objective.pricer import Pricer
 from ..problem.problem import Problem
 from ..problem.vertices import STATE, Vertex
 from ..spmd.outputs import bytes_of_outputs
-from .kept_keys import add_kept
+from .kept_keys import add_growing, add_kept
 from .part import FORWARD, INPUT, WEIGHT, Part, no_work
 
 COMING_AND_GOING = (RECOMPUTED, GATHERED, TRANSIENT, BUCKETS, WORKSPACE)
@@ -149,6 +149,11 @@ class Parts:
             if v.node.target is autopar.with_earlier.default:
                 for part in self._charged(mask):
                     add_kept(part, v, self.pricer.bytes_of(v.values[0], options.strategies[k].outputs[0]))
+            elif v.node.target in ATTENTION and self.pricer.problem.staying:
+                made = zip(v.values[1:3], options.strategies[k].outputs[1:3]) if v.phase == "backward" else ()
+                grows = sum(starmap(self.pricer.bytes_of, made)) + self.pricer.inside_bytes(v, k)
+                for part in self._charged(mask):
+                    add_growing(part, v, grows)
             if v.kind == "op":
                 self._op(v, seconds, mask)
                 continue

@@ -15,7 +15,7 @@ from ...errors import AutoparError, StrategyError
 from ...ir.graph import describe
 from ...ir.layout import ZIGZAG, Layout
 from ...ir.mesh import Mesh
-from ...ops import ATTENTION, autopar
+from ...ops import ATTENTION, OF_KEPT_KEYS, autopar
 from ...rules import Rule
 from ...rules.layers import QUERY_HEADS, RING
 from ...rules.reading import bound
@@ -81,10 +81,11 @@ def allowed_strategies(
             if v.quantizes_weight:  # where its shards are, or where they have been gathered
                 roles = {axis: FREE if role == DATA else role for axis, role in roles.items()}
             rows = v.node.target in NORMS
-            if v.node.target not in ATTENTION:
+            if v.node.target not in ATTENTION | OF_KEPT_KEYS:
                 roles = {axis: SEQUENCE if role in SEQUENCE_ROLES else role for axis, role in roles.items()}
             else:
                 roles = roles | restriction.in_attention
+            if v.node.target in ATTENTION:
                 if SEQUENCE_HEADS in roles.values():
                     _check_heads(v, options.strategies, restriction.of_attention, mesh, fits)
                 if SEQUENCE_RING in roles.values():

@@ -17,7 +17,6 @@ from torch import fx
 
 from ... import rules
 from ...cost.compute import EAGER, FREE, ComputeCost
-from ...ops import autopar
 from ...cost.memory import Optimizer
 from ...cost.orthogonalize import OrthogonalizeCost
 from ...cost.update import UpdateCost
@@ -27,6 +26,7 @@ from ...ir.graph import bytes_of, output_node, tensor_of, values_of
 from ...ir.layout import Layout
 from ...ir.mesh import Mesh
 from ...ir.stage_placement import StagePlacement
+from ...ops import autopar
 from ...rules import Rule
 from ...rules.loss_regions import LossRegion
 from ...rules.row_regions import RowRegion
