@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import count
 
 import torch
 from torch import Tensor, fx
@@ -18,7 +17,9 @@ def parts_of(micro: MicroBatched, values: Mapping[str, Tensor]) -> list[dict[str
     """Return what each micro-batch is given by placeholder name: global inputs, sums over the whole batch, its random
     state."""
     if micro.rows is not None:
-        return [part for rows, i in zip(parts_of(micro.rows, values), count()) for part in _chunks_of(micro, rows, i)]
+        alike: dict[str, Tensor] = {}
+        each = enumerate(parts_of(micro.rows, values))
+        return [part for number, rows in each for part in _chunks_of(micro, rows, number, alike)]
     leaves: dict[str, dict[str, str]] = {"input": {}, "random": {}}
     for node in micro.captured.graph.find_nodes(op="placeholder"):
         if (role := node.meta["role"]).kind in leaves:
@@ -37,12 +38,18 @@ def parts_of(micro: MicroBatched, values: Mapping[str, Tensor]) -> list[dict[str
     return parts
 
 
-def _chunks_of(micro: MicroBatched, rows: Mapping[str, Tensor], number: int) -> list[dict[str, Tensor]]:
-    """Return what the chunks of a micro-batch of whole rows, the one of a `number`, are given."""
+def _chunks_of(
+    micro: MicroBatched, rows: Mapping[str, Tensor], number: int, alike: dict[str, Tensor]
+) -> list[dict[str, Tensor]]:
+    """Return what the chunks of a micro-batch of whole rows, the one of a `number`, are given. `alike`: leaves that are
+    the same for all, held once."""
     chunks = micro.chunks[micro.is_smaller(number * micro.chunks_of_row)]
     graph = chunks.known.graph
     made = chunks.known(*(rows[node.name] for node in graph.find_nodes(op="placeholder")))
     leaves = {role.name: value for role, value in zip(output_node(graph).meta["roles"], made)}
+    for name in chunks.alike:
+        shape = leaves[name].shape  # of which smaller micro-batches may have less
+        leaves[name] = alike.setdefault(f"{name} {tuple(shape)}", leaves[name])
     found = []
     for i in range(chunks.count):
         part = {name: _chunk(leaf, *chunks.cut[name], chunks.count, i) if name in chunks.cut else leaf
