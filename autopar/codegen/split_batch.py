@@ -47,6 +47,7 @@ def _chunks_of(
     graph = chunks.known.graph
     made = chunks.known(*(rows[node.name] for node in graph.find_nodes(op="placeholder")))
     leaves = {role.name: value for role, value in zip(output_node(graph).meta["roles"], made)}
+    leaves |= {name: leaves[same] for name, same in chunks.again.items()}
     for name in chunks.alike:
         shape = leaves[name].shape  # of which smaller micro-batches may have less
         leaves[name] = alike.setdefault(f"{name} {tuple(shape)}", leaves[name])

@@ -48,7 +48,7 @@ class StageExecutor:
         self.sums: list[dict[str, Tensor]] = [{} for _ in self.programs]
         if self.program.copies is not None:
             takes, roles = self._signature(GraphKey("C"))
-            made = self.run(GraphKey("C"), self._arguments(takes, 0, {}))
+            made = self.run(GraphKey("C"), self._arguments(GraphKey("C"), takes, 0, {}))
             self.copies = {role.name: list(values) for role, *values in zip(roles, *made)}
 
     def end(self) -> list[dict[str, Tensor]]:
@@ -76,7 +76,7 @@ class StageExecutor:
         """Run the forward of a micro-batch."""
         key = GraphKey("F", self.is_smaller(i))
         takes, roles = self._signature(key)
-        results = [list(r) for r in self.run(key, self._arguments(takes, i, arrived))]
+        results = [list(r) for r in self.run(key, self._arguments(key, takes, i, arrived))]
         sent, given = {}, [role for role in roles if role is not None]
         for role, *values in zip(given, *results):
             if role.kind == "activation":
@@ -131,23 +131,25 @@ class StageExecutor:
             self._signatures[key, at] = takes, output_node(graph).meta["roles"]
         return self._signatures[key, at]
 
-    def _arguments(self, nodes: Sequence[fx.Node], i: int, arrived: Values) -> list[list[Tensor]]:
-        """Return by rank what placeholders take for a micro-batch. Empties `arrived`."""
+    def _arguments(self, key: GraphKey, nodes: Sequence[fx.Node], i: int, arrived: Values) -> list[list[Tensor]]:
+        """Return by rank what placeholders of a graph take for a micro-batch. Empties `arrived`."""
         known = {"activation": arrived, "arriving": arrived, "copy": self.copies}
         found: list[list[Tensor]] = [[] for _ in self.programs]
         for node in nodes:
             role = node.meta["role"]
             for at, values in enumerate(found):
                 if is_kept(node):
-                    values.append(self.kept.part(node, i, at, self.device))
+                    own = next(one for one in self._signature(key, at)[0] if one.name == node.name)
+                    values.append(self.kept.part(own, i, at, self.device))
                 else:
                     values.append(known[role.kind][role.name][at] if role.kind in known else self.leaf(node, i, at))
         arrived.clear()
         return found
 
     def _backward_arguments(self, i: int, arrived: Values) -> list[list[Tensor]]:
-        saved, (takes, _) = self.saved.pop(i), self._signature(GraphKey("B", self.is_smaller(i)))
-        return [s + a for s, a in zip(saved, self._arguments(takes[len(saved[0]) :], i, arrived))]
+        key = GraphKey("B", self.is_smaller(i))
+        saved, (takes, _) = self.saved.pop(i), self._signature(key)
+        return [s + a for s, a in zip(saved, self._arguments(key, takes[len(saved[0]) :], i, arrived))]
 
     def _add_up(self, key: GraphKey, i: int, arguments: list[list[Tensor]]) -> tuple[Values, list[list[Tensor]]]:
         """Run a backward or a part of it, add the gradients of parameters to the sums, and return (what goes to the

@@ -20,16 +20,17 @@ from itertools import zip_longest
 import torch
 from torch import fx
 
+from ..._torch import schema_names
 from ...cost.compute import FREE
 from ...errors import MicroBatchError
 from ...frontend.export import Captured
-from ...ir.graph import call, describe, operand, output_node, tensor_of
+from ...ir.graph import Role, call, describe, leaf_name, operand, output_node, tensor_of
 from ...ir.layout import Layout
 from ...ops import ATTENTION, autopar
 from ...ops.kept_keys import TOKENS
 from ...plans.sharding import NodeSharding
 from ...rules.reading import bound
-from .batch_axis import AXIS, BatchAxis, axis_from, partial_of
+from .batch_axis import AXIS, BatchAxis, NeedsAllSamples, axis_from, partial_of
 from .compact import compact_of, few_of
 from .known_first import known_first, of_no_input
 from .micro_batch import SAME, FewBlocks, MicroBatched
@@ -44,15 +45,16 @@ OF_KEYS = ("mask", "key_documents")  # arguments of an attention that say someth
 class Chunks:
     """`count` chunks of so many `tokens` each. `known`: the graph that makes leaves of a row (passes/pipeline/
     known_first.py). By name of a leaf: `cut`, (dim, how many times the tokens of a row are in it) of one that is cut;
-    `growing`: the dim of one that says something of keys, of which a chunk reads those up to its own last. `alike`:
-    those that are the same for all rows. `joins`: by the position of an output, as in MicroBatched. `draws`: whether
-    ops draw random numbers."""
+    `growing`: the dim of one that says something of keys, of which a chunk reads those up to its own last; `again`: the
+    leaf that has the same values. `alike`: those that are the same for all rows. `joins`: by the position of an output,
+    as in MicroBatched. `draws`: whether ops draw random numbers."""
 
     count: int
     tokens: int
     known: fx.GraphModule
     cut: Mapping[str, tuple[int, int]]
     growing: Mapping[str, int]
+    again: Mapping[str, str]
     alike: frozenset[str]
     joins: Mapping[str, str | int]
     draws: bool
@@ -70,6 +72,7 @@ def _chunk_of(captured: Captured, count: int, numbers: bool) -> tuple[Captured, 
     """Return the same; `numbers`: whether those that follow from the inputs are made for whole rows, too."""
     known, rest = known_first(captured.graph_module, numbers)
     try:
+        again = _apart(rest.graph)
         tokens, given = _with_kept_keys(rest.graph, count)
         seeds = {tensor_of(operand(node)): (TOKENS, 1) for node in given if node.target is autopar.with_earlier.default}
         seeds |= {(node, 0): (TOKENS, 1) for node in given if node.target is autopar.of_own.default}
@@ -77,8 +80,10 @@ def _chunk_of(captured: Captured, count: int, numbers: bool) -> tuple[Captured, 
         growing = _growing(rest.graph, axis, tokens)
         local = one_part(rest, axis, count, 1, settle=lambda local: _at_mean(local.graph, tokens // count, count))
     except MicroBatchError as error:
+        is_op = isinstance(error, NeedsAllSamples)
+        why = f"{error.op} computes with all of them at once" if is_op else error.message
         raise MicroBatchError(
-            f"a row cannot be computed in {count} chunks of its tokens: {error.message}",
+            f"a row cannot be computed in {count} chunks of its tokens: {why}",
             node=error.node,
             source=error.source,
             fix=FIX,
@@ -91,7 +96,7 @@ def _chunk_of(captured: Captured, count: int, numbers: bool) -> tuple[Captured, 
     }
     draws = any(n.meta["role"].kind == "random" for n in local.graph.find_nodes(op="placeholder"))
     chunks = Chunks(
-        count, tokens // count, known, cut, growing, of_no_input(known.graph), _joins(rest.graph, axis), draws
+        count, tokens // count, known, cut, growing, again, of_no_input(known.graph), _joins(rest.graph, axis), draws
     )
     return replace(captured, graph_module=local, compact=None), chunks
 
@@ -169,6 +174,29 @@ def _with_kept_keys(graph: fx.Graph, count: int) -> tuple[int, dict[fx.Node, Nod
                 item.replace_all_uses_with(own, delete_user_cb=lambda user, own=own: user is not own)
                 given[own] = NodeSharding((partial_of(item),), (_of_tokens(item),))
     return tokens, given
+
+
+def _apart(graph: fx.Graph) -> dict[str, str]:
+    """Give what attentions read of keys a leaf of its own, in place, where queries read the same; return the names of
+    the new leaves, with those of the others."""
+    again: dict[str, str] = {}
+    made: dict[fx.Node, fx.Node] = {}
+    for node in [node for node in graph.nodes if node.target in ATTENTION]:
+        leaf = bound(node)["key_documents"]
+        if leaf is None or leaf.op != "placeholder":
+            continue
+        if leaf not in made:
+            role = Role("input", f"{leaf.meta['role'].name}.keys")
+            with graph.inserting_after(leaf):
+                made[leaf] = graph.placeholder(leaf_name(role))
+            made[leaf].meta = {**leaf.meta, "role": role}
+            again[made[leaf].name] = leaf.name
+        position = schema_names(node.target).index("key_documents")
+        if position < len(node.args):
+            node.update_arg(position, made[leaf])
+        else:
+            node.update_kwarg("key_documents", made[leaf])
+    return again
 
 
 def _tokens(node: fx.Node) -> int:
@@ -250,8 +278,7 @@ def _at_mean(graph: fx.Graph, tokens: int, count: int) -> None:
             node.update_arg(1, earlier)
             node.meta["val"] = _rows(node.meta["val"], earlier + tokens)
         elif node.target in ATTENTION:
-            names = [argument.name for argument in node.target._schema.arguments]
-            position = names.index("first")
+            position = schema_names(node.target).index("first")
             if position < len(node.args):
                 node.update_arg(position, earlier)
             else:
