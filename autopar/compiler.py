@@ -136,7 +136,8 @@ def _model(call: ModelCall) -> tuple[nn.Module]:
 def _localized(here: Local) -> tuple:
     plan = here.plan
     lowering = "native" if plan.sharding.hierarchy else plan.reduce_scatter  # else by_tier lowers it
-    return plan.sharding, here.rank, lowering, None, reduce_type(plan.reduce_dtype), plan.expert_capacity
+    experts = plan.expert_capacity, plan.hot_experts
+    return plan.sharding, here.rank, lowering, None, reduce_type(plan.reduce_dtype), *experts
 
 
 MODEL = (

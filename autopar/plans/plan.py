@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 # fields that a file leaves out where they say nothing
 LEFT_OUT = (
     "reduce_dtype state_dtype outputs batches tiled packed fp8 attentions routing unmade_bytes saved_on_host "
-    "beside_seconds shardings expert_capacity".split()
+    "beside_seconds shardings expert_capacity hot_experts".split()
 )
 
 
@@ -107,6 +107,7 @@ class Plan:
     beside_seconds: float = 0.0  # of communication, what loops hide beside products
     routing: Routing | None = None  # of experts whose rows are sent to them
     expert_capacity: float | None = None  # times the mean of rows that a device takes of experts in one round
+    hot_experts: int = 0  # of each layer, whose matrices are copied to all devices in the place of their rows
     pipeline: Pipeline = Pipeline()  # the sharding is of one micro-batch, on the mesh of a stage
     shardings: tuple[StageSharding, ...] = ()  # of stages; empty if all are sharded alike
     planning_seconds: float = field(default=0.0, compare=False)
