@@ -46,9 +46,7 @@ def combine_tokens(y: Tensor, group: Tensor, experts: int, active: int, dtype: t
 
 
 @custom_op("autopar::route", mutates_args=())
-def route(
-    group: Tensor, firsts: list[int], hot: Tensor | None = None, home: int = 0
-) -> tuple[Tensor, Tensor, Tensor]:
+def route(group: Tensor, firsts: list[int], hot: Tensor | None = None, home: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """Return the order of rows by the device that owns their expert, that order's inverse and how many rows go to each
     device. `firsts`: the first expert of every device but the first; `hot`: experts whose rows stay on their own
     device, `home`."""

@@ -21,6 +21,7 @@ from .entries import (
     Alternative,
     BatchCandidate,
     Collective,
+    ExpertCopies,
     Flops,
     MeshCandidate,
     Offloaded,
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 # fields that a file leaves out where they say nothing
 LEFT_OUT = (
     "reduce_dtype state_dtype outputs batches tiled packed fp8 attentions routing unmade_bytes saved_on_host "
-    "beside_seconds shardings expert_capacity hot_experts".split()
+    "beside_seconds shardings expert_capacity hot_experts expert_copies".split()
 )
 
 
@@ -108,6 +109,7 @@ class Plan:
     routing: Routing | None = None  # of experts whose rows are sent to them
     expert_capacity: float | None = None  # times the mean of rows that a device takes of experts in one round
     hot_experts: int = 0  # of each layer, whose matrices are copied to all devices in the place of their rows
+    expert_copies: ExpertCopies | None = None  # what that costs
     pipeline: Pipeline = Pipeline()  # the sharding is of one micro-batch, on the mesh of a stage
     shardings: tuple[StageSharding, ...] = ()  # of stages; empty if all are sharded alike
     planning_seconds: float = field(default=0.0, compare=False)
@@ -206,6 +208,7 @@ class Plan:
                 "flops": Flops(**fields.get("flops", {})),
                 "program": DecidedProgram(**fields.get("program", {})),
                 "routing": Routing(**fields["routing"]) if "routing" in fields else None,
+                "expert_copies": ExpertCopies(**fields["expert_copies"]) if "expert_copies" in fields else None,
                 "pipeline": pipeline,
                 "meshes": tuple(MeshCandidate(**m) for m in fields["meshes"]),
                 "batches": tuple(BatchCandidate(**b) for b in fields.get("batches", ())),

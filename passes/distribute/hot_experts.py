@@ -56,7 +56,7 @@ class HotExchange(RowExchange):
         return made
 
     def hot(self, group: fx.Node, axes: tuple[str, ...], experts: int, is_sent: bool) -> fx.Node:
-        """Return the hot experts of a grouping, of which a device has a block of the rows if they are sent, else all."""
+        """Return the hot experts of a grouping; a device has a block of its rows if they are sent, else all."""
         return self._counted(group, axes, experts, is_sent)[1]
 
     def _counted(self, group: fx.Node, axes: tuple[str, ...], experts: int, is_sent: bool) -> tuple[fx.Node, fx.Node]:

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from ...cost.exchange import exchange_axes, exchange_bytes, exchange_seconds
+from ...cost.expert_copies import copies_of
 from ...cost.orthogonalize import ELEMENT_BYTES
 from ...cost.ring import ring_of
 from ...errors import AutoparError
@@ -39,7 +40,7 @@ from .attention_schemes import schemes_of
 from .attention_text import is_packed
 from .model_flops import flops_of_step
 from .outputs import held_bytes, kept_bytes, outputs_in, with_outputs
-from .routing import routing_of
+from .routing import copies_in, routing_of
 from .values_on_host import described, exposed_seconds
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ def describe_plan(planned: Planned) -> Plan:
     rows = tuple(_alternative(name, one, pipeline, planned) for name, one in planned.others.items())
     rows += tuple(map(_staged_alternative, planned.staged_rows))
     sharding = _sharding(problem, e, pricer)
+    copies = copies_in(problem, e, pricer)
     plan = Plan(
         model=planned.model,
         mesh=problem.mesh,
@@ -109,6 +111,8 @@ def describe_plan(planned: Planned) -> Plan:
         flops=flops_of_step(problem.graph, sum(pipeline.shares), options.hardware),
         state_dtype=options.state_dtype,
         expert_capacity=options.expert_capacity,
+        hot_experts=problem.skew.hot if copies else 0,
+        expert_copies=copies,
         execution=options.execution,
         outputs=outputs_in(sharding, problem, pricer, planned.captured),
     )
@@ -210,6 +214,11 @@ def collectives_of(
             count[key] += copies * micro_batches
             wire[key] += copies * micro_batches * exchange_bytes(v.node, strategy, problem.mesh)
             seconds[key] += copies * exchange_seconds(v.node, strategy, problem.mesh, hardware)
+        if made := copies_of(v.node, strategy, problem.mesh, problem.skew.hot):
+            key = ("all_reduce", made.axes, v.node.meta["phase"])
+            count[key] += copies * micro_batches
+            wire[key] += copies * micro_batches * made.sent_bytes(problem.mesh)
+            seconds[key] += copies * problem.copy_cost.all_reduce_seconds(made) if problem.copy_cost else 0.0
         if ring := ring_of(v.node, strategy, problem.mesh):
             key = ("all_to_all", ring.axes, v.node.meta["phase"])
             count[key] += copies * micro_batches * ring.messages
