@@ -202,11 +202,10 @@ def _op_choices(node: fx.Node, rule: Rule | None, part_sets, mesh: Mesh, cost: C
             traffic += sum(bytes_of(value) * fraction(layout, mesh) for value, layout in zip(outputs, option.outputs))
         price = cost.seconds(node, option, mesh, traffic) if moves_rows(node, option) else 0.0
         load, sent = (of(node, option, mesh, cost.skew) for of in (load_of, sent_load_of))
-        moved = load * exchange_seconds(node, option, mesh, cost.hardware)
-        if sent != load:
-            moved -= (load - sent) * link_seconds(node, option, mesh, cost.hardware)
-        copied = cost.copies.seconds(node, option, mesh) if cost.copies else 0.0
-        seconds.append(load * price + moved + copied)
+        busiest = load * (price + exchange_seconds(node, option, mesh, cost.hardware))
+        if sent != load:  # rows of hot experts are on no link
+            busiest -= (load - sent) * link_seconds(node, option, mesh, cost.hardware)
+        seconds.append(busiest + (cost.copies.seconds(node, option, mesh) if cost.copies else 0.0))
     if rule is not None and rule.apart:
         options, seconds = _cheapest(options, seconds)
     choices = _free(options)

@@ -19,7 +19,7 @@ from ...errors import AutoparError
 from ...hardware.schema import Hardware
 from ...ir.graph import PARTNERS, fingerprint, op_base_name, output_node
 from ...ops import autopar
-from ...plans.entries import Alternative, Collective
+from ...plans.entries import Alternative, Collective, ExpertCopies
 from ...plans.pipeline import Pipeline
 from ...plans.plan import Plan
 from ...plans.sharding import NodeSharding, Sharding
@@ -86,7 +86,7 @@ def describe_plan(planned: Planned) -> Plan:
         recomputed=_recomputed(e, True),
         recomputed_selectively=_recomputed(e, False),
         recomputed_kinds=_recomputed_kinds(problem, e),
-        warnings=planned.warnings,
+        warnings=planned.warnings + _without_copies(options.hot, copies),
         layouts=_layouts(problem, e),
         sharding=sharding,
         reduce_scatter=options.hardware.reduce_scatter_lowering,
@@ -118,6 +118,13 @@ def describe_plan(planned: Planned) -> Plan:
     )
     plan = of_step(plan, e, pricer.tail.seconds)
     return with_outputs(plan, held_bytes(problem, e, pricer, sum(pipeline.shares)), planned.captured)
+
+
+def _without_copies(hot: int, copies: ExpertCopies | None) -> tuple[str, ...]:
+    """Return what is said where experts are to be copied and no rows are sent to them."""
+    if not hot or copies is not None:
+        return ()
+    return (f"no rows are sent to experts here, so that none is copied in their place (hot_experts={hot})",)
 
 
 def _alternative(name: str, other: Outcome | AutoparError, pipeline: Pipeline, planned: Planned) -> Alternative:
