@@ -151,7 +151,9 @@ def test_layers_of_transformers(kind, bias):
 def test_families(name, mesh):
     torch.manual_seed(0)
     model, given = FAMILIES[name](4, 5)
-    plan, captured = step.plan_and_capture(model, mesh, given, hardware="cpu-gloo", baselines=False, strategy="expert")
+    plan, captured = step.plan_and_capture(
+        model, mesh, given, hardware=toy(link=1e7), baselines=False, strategy="expert"
+    )
     plan = replace(plan, hot_experts=1)
     assert autopar.added_to_owners.default in targets(plan, captured)
     report = verify_plan(captured, plan, model, given)
