@@ -1,4 +1,4 @@
-"""What copies of hot experts gain under uneven routing: planned steps of large models, and steps of two gloo processes.
+"""Tell what copies of hot experts gain under uneven routing: planned steps of large models, and steps of two processes.
 
     OMP_NUM_THREADS=1 python benchmarks/hot_experts.py [--only qwen3] >> benchmarks/results/hot_experts.txt
     OMP_NUM_THREADS=1 python benchmarks/hot_experts.py --measure >> benchmarks/results/hot_experts.txt
@@ -99,7 +99,7 @@ class Net(nn.Module):
 
 
 def steps_of(rank: int, tokens: int, hot: int, steps: int) -> tuple[Measured, float, float]:
-    """What a process measured, the load of the busiest, and the error of gradients."""
+    """Return what a process measured, the load of the busiest, and the error of gradients."""
     memory_follows_tensors()
     torch.manual_seed(1)
     x = torch.randn(tokens, HIDDEN)

@@ -39,7 +39,6 @@ from ..planner.request import PlanRequest
 from ..planner.spmd import accumulation
 from ..planner.spmd.batch import AUTO
 from ..planner.spmd.planned import Planned
-from ..plans.expert_balance import ExpertBalance
 from ..plans.plan import Plan
 from ..processes import agree, last_words, process_groups, watch
 from ..processes.machines import fitted_to_machines
@@ -79,9 +78,9 @@ def plan(
     reduce_dtype: str | torch.dtype | None = None,
     state_dtype: str | torch.dtype | None = None,
     execution: words.Execution | None = None,
-    expert_load: float | Sequence[float] | ExpertBalance = 1.0,
+    expert_load: words.ExpertLoad = 1.0,
     expert_capacity: float | None = None,
-    hot_experts: int | str = "auto",
+    hot_experts: words.HotExperts = "auto",
     pin: Mapping[str, str] | None = None,
     forbid: Mapping[str, str | Sequence[str]] | None = None,
     adapt: Sequence[Adaptation] = (),
@@ -114,13 +113,11 @@ def plan(
     "fp16", in which gradients are added up over devices, if it is narrower than theirs. `state_dtype`: "bf16",
     in which the optimizer's tensors are kept from step to step (runtime/narrow_state.py). `execution`: "eager", op by
     op, or "compiled", through torch.compile, pointwise ops fused and launches hidden; None: as `compile` runs graphs on
-    the devices of the profile, compiled on GPUs, unless values may wait on the host. `expert_load`: rows of experts
-    that the busiest device is assumed to get, over the mean of all, an ExpertBalance that says it, or the rows of each
-    expert (cost/skew.py). `hot_experts`: of each layer, whose matrices are copied to all devices in the place of their
-    rows: a number, or "auto", as many as make a step fastest under an uneven load. `expert_capacity`: times the
-    mean, the most that a device holds at a time whatever the routing: more go in further rounds, exactly (None: no
-    limit; docs/planning.md). `adapt`: LoRA, QLoRA, FakeQuant, FP8 (autopar/adapt), planned with the rest. `passes`:
-    autopar.Pass values of your own, each run after the compiler's pass that it names (docs/extending.md).
+    the devices of the profile, compiled on GPUs, unless values may wait on the host. `expert_load`: rows of the
+    busiest device's experts over the mean, as a number or an ExpertBalance has it, or those of each expert.
+    `expert_capacity`: times the mean, the most that a device holds at a time; more go in further rounds.
+    `hot_experts` of a layer are copied to all devices in the place of their rows ("auto": if that pays). `adapt`: LoRA,
+    QLoRA, FakeQuant, FP8, planned with the rest. `passes`: autopar.Pass values of your own (docs/extending.md).
     `baselines=False` leaves the expert strategies out, "pipelines" adds experts' pipelines on the devices of a mesh
     without stages, which takes longer. `example_inputs` are the whole batch of a step, which is cut
     into `micro_batches`, whose gradients add up; the plan says whether they are reduced once a step or each ("auto":
@@ -153,19 +150,17 @@ def search(
     model: nn.Module, mesh, example_inputs, *, adapt=(), passes=(), loss_fn=None, fixes=True, name=None,
     report=lambda text: None, hardware=None, memory=None, optimizer="adamw", precision="auto", strategy=None, pin=None,
     strict=False, baselines=True, forbid=None, offload="none", reduce_dtype=None, state_dtype=None,
-    execution=None, expert_load=1.0, expert_capacity=None, hot_experts="auto", tokens_per_second=False,
-    cache=NO_CACHE, **staged,
+    execution=None, tokens_per_second=False, cache=NO_CACHE, **staged,
 ) -> Planned:  # fmt: skip
     """Plan as `plan` does, and return all that the search knows beside the plan. `cache`: a CompileCache, in which
     captures are looked for and kept. `staged`: micro_batches, schedule, stages_per_rank, recompute, tile, loops,
-    solver, and `refuses=False`, with which what does not fit is planned all the same."""
+    solver, what is said of experts, and `refuses=False`, with which what does not fit is planned all the same."""
     check_model(model)
     precision = precision_on(Mesh.of(mesh) if isinstance(mesh, Mapping) else mesh, hardware, precision, model)
     device_type = "cuda" if hardware_of(mesh, hardware).is_gpu else None
     execution = execution_on(device_type, execution, offload)
     asked = dict(hardware=hardware, memory=memory, optimizer=optimizer, precision=precision, strategy=strategy, pin=pin)
-    asked |= dict(strict=strict, fixed={}, baselines=baselines, forbid=forbid, offload=offload, expert_load=expert_load)
-    asked |= dict(expert_capacity=expert_capacity, hot_experts=hot_experts)
+    asked |= dict(strict=strict, fixed={}, baselines=baselines, forbid=forbid, offload=offload)
     asked |= dict(reduce_dtype=reduce_dtype, state_dtype=state_dtype, execution=execution, styles=styles_of(model))
     request = PlanRequest.of(mesh, name or type(model).__name__, **asked, **staged)
     adaptations, added = order.checked(adapt), pass_manager.check_added(passes, PASSES)
@@ -243,9 +238,9 @@ def compile(
     reduce_dtype: str | torch.dtype | None = None,
     state_dtype: str | torch.dtype | None = None,
     execution: words.Execution | None = None,
-    expert_load: float | Sequence[float] | ExpertBalance = 1.0,
+    expert_load: words.ExpertLoad = 1.0,
     expert_capacity: float | None = None,
-    hot_experts: int | str = "auto",
+    hot_experts: words.HotExperts = "auto",
     pin: Mapping[str, str] | None = None,
     adapt: Sequence[Adaptation] = (),
     passes: Sequence[Pass] = (),

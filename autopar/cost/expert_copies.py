@@ -29,8 +29,8 @@ KERNELS = 4  # to pick, sum, put together and place
 
 @dataclass(frozen=True)
 class Copies:
-    """What a product has copied: axes over which, bytes of the matrices of a device's own experts, of the copies, and
-    of these as they travel."""
+    """Holds what a product has copied: axes over which, bytes of the matrices of a device's own experts, of the
+    copies, and of these as they travel."""
 
     axes: tuple[str, ...]
     own_bytes: float

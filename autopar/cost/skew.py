@@ -1,4 +1,4 @@
-"""How unevenly the rows of a mixture fall on its experts, and what the busiest device gets if some are copied.
+"""The skew of the rows of a mixture over its experts, and the load of the busiest device if some are copied.
 
 Which rows an expert gets is known at run time. A plan assumes a load: rows of the device with most of them over those
 of a device on average. With h hot experts copied to all of D devices, their rows stay on the device that has them, and

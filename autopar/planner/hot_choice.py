@@ -1,4 +1,4 @@
-"""How many hot experts of each layer are copied to all devices, by the seconds of a step.
+"""Choose how many hot experts of each layer are copied to all devices, by the seconds of a step.
 
 Where the rows of experts are assumed to be uneven, plans are made with 1, 2, 4 and 8 copies as long as each is faster
 than the one before, beside the plan without, which stays if none is faster. Each is the plan that is found if so many

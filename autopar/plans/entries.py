@@ -141,7 +141,7 @@ class Routing:
 
 @dataclass(frozen=True)
 class ExpertCopies:
-    """What copies of hot experts' matrices cost. `load`: of the busiest device without them; `sent_bytes`: that a
+    """The cost of copies of hot experts' matrices. `load`: of the busiest device without them; `sent_bytes`: that a
     device sends in a step for copies and sums of their gradients, which take `seconds`, and `held_bytes` for those of
     one product."""
 

@@ -21,7 +21,7 @@ def test_without_copies_it_is_what_was_said(load, devices):
 @pytest.mark.parametrize(("experts", "devices"), [(8, 8), (16, 4), (128, 8), (256, 64)])
 @pytest.mark.parametrize("load", [1.2, 2.0, 4.0])
 def test_shares_of_a_load_have_that_load(experts, devices, load):
-    """By Zipf's law, on a device that has the first expert and average others."""
+    """Shares follow Zipf's law, on a device that has the first expert and average others."""
     load = min(load, devices)
     shares = zipf(experts, devices, load)
     assert shares.sum() == pytest.approx(1.0) and all(np.diff(shares) <= 0)

@@ -58,7 +58,7 @@ def _busiest(model: Mixture, x: torch.Tensor) -> int:
 
 @pytest.mark.slow
 def test_memory_is_as_planned():
-    """Of a skew that is known: half of all rows go to each of two experts of one device, of which one or both are
+    """The skew is known: half of all rows go to each of two experts of one device, of which one or both are
     copied."""
     for hot in (0, 1, 2):
         for planned, held in gloo.run(2, _memory, hot, seconds=300):

@@ -164,7 +164,7 @@ def test_families(name, mesh):
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_recomputed_blocks_with_a_balance_loss(recompute, routing):
-    """Which experts are hot is found once, and is another in each block."""
+    """Each block finds its own hot experts, once."""
     model, given = Blocks(4, 2, routing), inputs()
     plan, captured = planned(model, "ep=4", given, 1, recompute=recompute)
     assert len(plan.recomputed) == (3 if recompute == "full" else 0)
