@@ -33,7 +33,7 @@ def fastest(options: PlanOptions, graph: fx.Graph, planned: Callable[[PlanOption
     refused: MemoryInfeasibleError | None = None
     for hot in (0, *(n for n in CANDIDATES if n < max(experts))):
         try:
-            found = planned(replace(options, hot_experts=hot))
+            found = planned(replace(options, hot_experts=hot, may_copy_none=True))
         except MemoryInfeasibleError as error:
             refused = refused or error
             continue

@@ -86,7 +86,7 @@ def describe_plan(planned: Planned) -> Plan:
         recomputed=_recomputed(e, True),
         recomputed_selectively=_recomputed(e, False),
         recomputed_kinds=_recomputed_kinds(problem, e),
-        warnings=planned.warnings + _without_copies(options.hot, copies),
+        warnings=planned.warnings + _without_copies(0 if options.may_copy_none else options.hot, copies),
         layouts=_layouts(problem, e),
         sharding=sharding,
         reduce_scatter=options.hardware.reduce_scatter_lowering,

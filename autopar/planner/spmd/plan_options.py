@@ -43,7 +43,8 @@ class PlanOptions:
     another graph that runs with the same decisions, of fewer samples. `tail`: what a step without stages computes
     between all forwards and all backwards, with so many micro-batches `in_flight`. `expert_load`:
     of the busiest device, or the share of each expert (autopar/cost/skew.py); `expert_capacity`: see `Plan`;
-    `hot_experts`: how many of each layer are copied, "auto" none (autopar/planner/hot_choice.py tries some)."""
+    `hot_experts`: how many of each layer are copied, "auto" none (autopar/planner/hot_choice.py tries some), of
+    which a plan `may_copy_none` without a warning."""
 
     hardware: Hardware
     memory_bytes: float | None = None
@@ -75,6 +76,7 @@ class PlanOptions:
     expert_load: float | tuple[float, ...] = 1.0
     expert_capacity: float | None = None
     hot_experts: int | str = AUTO_EXPERTS
+    may_copy_none: bool = False
 
     def of_state(self) -> Optimizer:
         """Return the optimizer with the type that its state is kept in. Raise StrategyError for an unknown one."""
