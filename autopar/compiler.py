@@ -138,7 +138,8 @@ def _model(call: ModelCall) -> tuple[nn.Module]:
 def _localized(here: Local) -> tuple:
     plan = here.plan
     lowering = "native" if plan.sharding.hierarchy else plan.reduce_scatter  # else by_tier lowers it
-    return plan.sharding, here.rank, lowering, None, reduce_type(plan.reduce_dtype), plan.expert_capacity
+    experts = plan.expert_capacity, plan.hot_experts
+    return plan.sharding, here.rank, lowering, None, reduce_type(plan.reduce_dtype), *experts
 
 
 MODEL = (
@@ -156,24 +157,22 @@ MODEL = (
 )
 FORWARD, JOINT = MODEL[:-3], MODEL[-3:]
 UNROLL = Pass("unroll", unroll, takes=CAPTURE, needs="a model of many equal blocks")  # of a capture with few of them
+PARTS, CHUNKS = "--micro-batches 2", "--mesh pp=2 --sequence-chunks 2"
 MICRO_BATCHES = (
-    Pass("micro_batch", micro_batch, lambda pipeline: (pipeline.micro_batches // pipeline.row_chunks,), takes=CAPTURE,
-         needs="--micro-batches 2"),
-    Pass("sequence_chunks", in_chunks, lambda pipeline: (pipeline.row_chunks,),
-         lambda pipeline: pipeline.row_chunks > 1, takes=CAPTURE, needs="--mesh pp=2 --sequence-chunks 2"),
+    Pass("micro_batch", micro_batch, lambda p: (p.micro_batches // p.row_chunks,), takes=CAPTURE, needs=PARTS),
+    Pass("sequence_chunks", in_chunks, lambda p: (p.row_chunks,), lambda p: p.row_chunks > 1, CAPTURE, needs=CHUNKS),
 )  # fmt: skip
 STAGES = (Pass("cut", cut, lambda pipeline: (pipeline.cuts,), takes=CAPTURE, needs="an axis pp: --mesh pp=2,dp=2"),)
 RANK = (
     Pass("localize", localize, _localized),
-    Pass("keep_keys", keep_keys, lambda here: (here.plan.pipeline.row_chunks,),
-         lambda here: here.plan.pipeline.row_chunks > 1, needs="--mesh pp=2 --sequence-chunks 2"),
+    Pass("keep_keys", keep_keys, lambda here: (here.plan.row_chunks,),
+         lambda here: here.plan.row_chunks > 1, needs=CHUNKS),
     Pass("add_rounds", add_rounds, when=lambda here: bool(here.plan.expert_capacity), needs="--expert-capacity 1.25"),
     Pass("tile", tile, lambda here: (here.plan.tiled,), lambda here: bool(here.plan.tiled), needs="--tile loss+mlp"),
     Pass("recompute", recompute, lambda here: (here.plan.sharding.recomputed, bool(here.plan.tiled))),
     Pass("save_on_host", save_on_host, lambda here: (here.plan.saved_on_host,),
          lambda here: here.plan.saved_on_host is not None, needs="--offload activations and little --memory"),
-    Pass("loop", loop, lambda here: (here.plan.sharding.loops,), lambda here: bool(here.plan.sharding.loops),
-         needs="--loops auto"),
+    Pass("loop", loop, lambda h: (h.plan.sharding.loops,), lambda h: bool(h.plan.sharding.loops), needs="--loops auto"),
     Pass("lower_ops", lower_ops),
     Pass("beside_exchange", beside_exchange, lambda here: (here.plan.sharding.exchanges,),
          lambda here: bool(here.plan.sharding.exchanges), needs="rows of experts that are sent beside products"),
@@ -185,7 +184,7 @@ RANK = (
     Pass("overlap", overlap, lambda here: (here.plan.overlaps,)),
 )  # fmt: skip
 PARTITION = Pass("partition", partition, takes=CAPTURE)
-COMPUTE_ONCE = Pass("compute_once", compute_once, takes=CAPTURE, needs="--micro-batches 2")  # of a stage
+COMPUTE_ONCE = Pass("compute_once", compute_once, takes=CAPTURE, needs=PARTS)  # of a stage
 PASSES = (*MODEL, UNROLL, *MICRO_BATCHES, *STAGES, *RANK, PARTITION, COMPUTE_ONCE, SPLIT_BACKWARD)
 
 
@@ -329,9 +328,7 @@ def lower_deferred(captured: Captured, plan: Plan, rank: int, saved: tuple[str, 
     unreduced = replace(plan, sharding=defer.without_reductions(graph, plan.sharding))
     parts = partition(_local(captured, captured.graph_module, unreduced, rank, prefix="deferred "))
     if parts.saved != saved:
-        raise VerifyError(
-            "a backward without reductions needs other saved values than the one with them", mesh=plan.mesh
-        )
+        raise VerifyError("without reductions a backward needs other saved values than with them", mesh=plan.mesh)
     reduce, sharding = defer.reductions(graph, plan.sharding)
     reduce = _local(captured, reduce, replace(plan, sharding=sharding, saved_on_host=None), rank, prefix="reductions ")
     return DeferredProgram(parts.backward, reduce, defer.unreduced_layouts(graph, plan.sharding))
@@ -379,9 +376,7 @@ def lower_stage(stage: Stage, micro: MicroBatched, plan: Plan, rank: int, check:
         return program
     less = _lowered(smaller, micro, plan, rank, check, waits)
     if _shared(program) != _shared(less):
-        raise VerifyError(
-            f"stage {stage.index} makes other copies or gradients of smaller micro-batches", mesh=plan.mesh
-        )
+        raise VerifyError(f"stage {stage.index} makes other copies for smaller micro-batches", mesh=plan.mesh)
     return replace(program, smaller=replace(less, copies=None))
 
 

@@ -261,6 +261,7 @@ class CallCompiler:
             reduce_dtype=first.reduce_dtype,
             state_dtype=first.state_dtype,
             expert_capacity=first.expert_capacity,
+            hot_experts=first.hot_experts,
         )
         tile = with_regions(self.options["tile"], captured.graph)
         return replace(asked_again, tile=tile, loops=self.options["loops"])

@@ -78,8 +78,9 @@ def plan(
     reduce_dtype: str | torch.dtype | None = None,
     state_dtype: str | torch.dtype | None = None,
     execution: words.Execution | None = None,
-    expert_load: float = 1.0,
+    expert_load: words.ExpertLoad = 1.0,
     expert_capacity: float | None = None,
+    hot_experts: words.HotExperts = "auto",
     pin: Mapping[str, str] | None = None,
     forbid: Mapping[str, str | Sequence[str]] | None = None,
     adapt: Sequence[Adaptation] = (),
@@ -109,28 +110,27 @@ def plan(
     `forbid`: glob -> a layout that it may not take, or several. `strategy`: a recipe, or two for two axes,
     "megatron_sp+zero1". `precision`: "fp32", the model in its own types, or "bf16" or "fp16", mixed precision as
     autopar/frontend/precision.py says; torch.bfloat16 and the like mean the same; "auto" is bf16 where the hardware
-    computes faster in it and the model is in fp32, but never on a DeviceMesh of CPUs. `reduce_dtype`: "bf16" or
-    "fp16", in which gradients are added up over devices, if it is narrower than theirs. `state_dtype`: "bf16",
-    in which the optimizer's tensors are kept from step to step (runtime/narrow_state.py). `execution`: "eager", op by
-    op, or "compiled", through torch.compile, pointwise ops fused and launches hidden; None: as `compile` runs graphs on
-    the devices of the profile, compiled on GPUs, unless values may wait on the host. `expert_load`: rows of experts
-    that the busiest device is assumed to get, over the mean of all (cost/expert_load.py). `expert_capacity`: times the
-    mean, the most that a device holds at a time whatever the routing: more go in further rounds, exactly (None: no
-    limit; docs/planning.md). `adapt`: LoRA, QLoRA, FakeQuant, FP8 (autopar/adapt), planned with the rest. `passes`:
-    autopar.Pass values of your own, each run after the compiler's pass that it names (docs/extending.md).
-    `baselines=False` leaves the expert strategies out, "pipelines" adds experts' pipelines on the devices of a mesh
-    without stages, which takes longer. `example_inputs` are the whole batch of a step, which is cut
-    into `micro_batches`, whose gradients add up; the plan says whether they are reduced once a step or each ("auto":
-    the fewest that fit without recomputation; None: one, or on a mesh with an axis pp as many as are best). The stages
-    along pp follow a `schedule`: a name of autopar/schedule/catalogue.py, a Schedule, or "auto", the best, with so many
-    stages a rank; a causal model's rows may follow one another through them in `sequence_chunks` of their tokens (None:
-    where a batch has few rows and that is faster; docs/sequences.md). For a number of devices the plan may have stages
-    or not; it has some if a schedule is asked for.
-    `recompute`: "auto", or "none", "selective" or "full" for all blocks. `tile`: what is computed in pieces
+    computes faster in it and the model is in fp32, but never on a DeviceMesh of CPUs. `reduce_dtype`: "bf16" or "fp16",
+    in which gradients are added up over devices, if it is narrower than theirs. `state_dtype`: "bf16", in which the
+    optimizer's tensors are kept from step to step (runtime/narrow_state.py). `execution`: "eager", op by op, or
+    "compiled", through torch.compile, pointwise ops fused and launches hidden; None: as `compile` runs graphs on the
+    devices of the profile, compiled on GPUs, unless values may wait on the host. `expert_load`: rows of the busiest
+    device's experts over the mean, as a number or an ExpertBalance has it, or those of each expert. `expert_capacity`:
+    times the mean, the most that a device holds at a time; more go in further rounds. `hot_experts` of a layer are
+    copied to all devices in the place of their rows ("auto": if that pays). `adapt`: LoRA, QLoRA, FakeQuant, FP8,
+    planned with the rest. `passes`: autopar.Pass values of your own (docs/extending.md). `baselines=False` leaves the
+    expert strategies out, "pipelines" adds experts' pipelines on the devices of a mesh without stages, which takes
+    longer. `example_inputs` are the whole batch of a step, which is cut into `micro_batches`, whose gradients add up;
+    the plan says whether they are reduced once a step or each ("auto": the fewest that fit without recomputation; None:
+    one, or on a mesh with an axis pp as many as are best). The stages along pp follow a `schedule`: a name of
+    autopar/schedule/catalogue.py, a Schedule, or "auto", the best, with so many stages a rank; a causal model's rows
+    may follow one another through them in `sequence_chunks` of their tokens (None: where a batch has few rows and that
+    is faster; docs/sequences.md). For a number of devices the plan may have stages or not; it has some if a schedule is
+    asked for. `recompute`: "auto", or "none", "selective" or "full" for all blocks. `tile`: what is computed in pieces
     of rows: the last linear layer and its loss, without logits ("loss"), MLPs ("mlp"), both ("loss+mlp"), "none", or
     "auto", where memory is short and that is faster (docs/sequences.md). `loops`: which gathers and reduce-scatters go
-    round beside the products that read or make what they move: "never", "auto", where that is faster, or "always"
-    where it can be (docs/planning.md). `offload`: what the host holds: "none"; where memory is short, values that the
+    round beside the products that read or make what they move: "never", "auto", where that is faster, or "always" where
+    it can be (docs/planning.md). `offload`: what the host holds: "none"; where memory is short, values that the
     backward reads ("activations"), or also parameters that train, with their gradients and optimizer state ("auto"); or
     all of those parameters ("optimizer"). `solver`: "dual", the search, or "ilp", which for a small model on a mesh
     without stages gives the full integer program to OR-tools, as a cross-check. With `tokens_per_second` the batch is
@@ -140,11 +140,10 @@ def plan(
     return search(
         model, mesh, example_inputs, hardware=hardware, memory=memory, optimizer=optimizer, precision=precision,
         reduce_dtype=reduce_dtype, state_dtype=state_dtype, execution=execution, expert_load=expert_load,
-        expert_capacity=expert_capacity, strategy=strategy, pin=pin,
+        expert_capacity=expert_capacity, hot_experts=hot_experts, strategy=strategy, pin=pin,
         forbid=forbid, adapt=adapt, passes=passes, loss_fn=loss_fn, strict=strict, baselines=baselines,
-        micro_batches=micro_batches, schedule=schedule, stages_per_rank=stages_per_rank,
-        sequence_chunks=sequence_chunks, recompute=recompute,
-        tile=tile, loops=loops, offload=offload, fixes=fixes, solver=solver,
+        micro_batches=micro_batches, schedule=schedule, stages_per_rank=stages_per_rank, solver=solver,
+        sequence_chunks=sequence_chunks, recompute=recompute, tile=tile, loops=loops, offload=offload, fixes=fixes,
         tokens_per_second=tokens_per_second, name=name, report=report,
     ).plan  # fmt: skip
 
@@ -153,19 +152,18 @@ def search(
     model: nn.Module, mesh, example_inputs, *, adapt=(), passes=(), loss_fn=None, fixes=True, name=None,
     report=lambda text: None, hardware=None, memory=None, optimizer="adamw", precision="auto", strategy=None, pin=None,
     strict=False, baselines=True, forbid=None, offload="none", reduce_dtype=None, state_dtype=None,
-    execution=None, expert_load=1.0, expert_capacity=None, tokens_per_second=False, cache=NO_CACHE, **staged,
+    execution=None, tokens_per_second=False, cache=NO_CACHE, **staged,
 ) -> Planned:  # fmt: skip
     """Plan as `plan` does, and return all that the search knows beside the plan. `cache`: a CompileCache, in which
-    captures are looked for and kept. `staged`: micro_batches, schedule, stages_per_rank, sequence_chunks, recompute,
-    tile, loops, solver, and `refuses=False`, with which what does not fit is planned all the same."""
+    captures are looked for and kept. `staged`: what `PlanRequest.of` takes besides, `refuses=False` too, with which
+    what does not fit is planned all the same."""
     check_model(model)
     precision = precision_on(Mesh.of(mesh) if isinstance(mesh, Mapping) else mesh, hardware, precision, model)
     device_type = "cuda" if hardware_of(mesh, hardware).is_gpu else None
     execution = execution_on(device_type, execution, offload)
     asked = dict(hardware=hardware, memory=memory, optimizer=optimizer, precision=precision, strategy=strategy, pin=pin)
-    asked |= dict(strict=strict, fixed={}, baselines=baselines, forbid=forbid, offload=offload, expert_load=expert_load)
-    asked |= dict(expert_capacity=expert_capacity)
-    asked |= dict(reduce_dtype=reduce_dtype, state_dtype=state_dtype, execution=execution, styles=styles_of(model))
+    asked |= dict(strict=strict, fixed={}, baselines=baselines, forbid=forbid, offload=offload, execution=execution)
+    asked |= dict(reduce_dtype=reduce_dtype, state_dtype=state_dtype, styles=styles_of(model))
     request = PlanRequest.of(mesh, name or type(model).__name__, **asked, **staged)
     adaptations, added = order.checked(adapt), pass_manager.check_added(passes, PASSES)
 
@@ -211,17 +209,14 @@ def explain(
     """Explain why the plan of a model chose what it chose for the parameters, ops and modules whose names the glob
     `pattern` matches, and what up to `alternatives` others would cost each; `print` the result. `mesh`,
     `example_inputs` and `planning` as in `autopar.plan`; a finished search (`autopar.api.entry.search`) needs none of
-    them. On a mesh with an axis pp the result also says why the pipeline is as it is, or says that alone without a
-    pattern. Raises subclasses of AutoparError."""
+    them. With an axis pp the result also says why the pipeline is as it is. Raises subclasses of AutoparError."""
     planned = model
     if not isinstance(model, Planned):
         planned = search(model, mesh, example_inputs, report=report, **{"baselines": False} | planning)
     if planned.staged:
         return explain_pipeline(planned, pattern, alternatives, report)
     if pattern is None:
-        raise StrategyError(
-            "without a pipeline there is nothing to explain but what a pattern names", fix='such as "*.weight"'
-        )
+        raise StrategyError("without a pipeline there is nothing to explain but a pattern", fix='use "*.weight"')
     return explain_plan(planned, pattern, alternatives, report=report)
 
 
@@ -242,8 +237,9 @@ def compile(
     reduce_dtype: str | torch.dtype | None = None,
     state_dtype: str | torch.dtype | None = None,
     execution: words.Execution | None = None,
-    expert_load: float = 1.0,
+    expert_load: words.ExpertLoad = 1.0,
     expert_capacity: float | None = None,
+    hot_experts: words.HotExperts = "auto",
     pin: Mapping[str, str] | None = None,
     adapt: Sequence[Adaptation] = (),
     passes: Sequence[Pass] = (),
@@ -270,8 +266,7 @@ def compile(
     `outputs="sharded"` they are DTensors of the whole batch. `pad`: for batches that each rank pads to its own longest
     sample, by the name of an input the value that it is padded with, or (value, "left"): {"input_ids": 0, "labels":
     -100, "attention_mask": 0}. Ranks then agree on a length in every call, and outputs have the rank's own
-    (runtime/lengths.py). `plan`: a Plan or the path of one, instead of planning,
-    whose precision "auto" then means.
+    (runtime/lengths.py). `plan`: a Plan or the path of one, instead of planning, whose precision "auto" then means.
     `weights`: a Hugging Face safetensors folder from which each rank reads its shards; the model may be on the meta
     device. `baselines=True` sets the experts' strategies beside the plan, which takes as long as the search itself;
     else they are looked at only where the plan may be more than 0.2% from the best. `execution`: "eager" or "compiled",
@@ -325,6 +320,7 @@ def compile(
         execution=execution,
         expert_load=expert_load,
         expert_capacity=expert_capacity,
+        hot_experts=hot_experts,
         strategy=strategy,
         pin=pin,
         loss_fn=loss_fn,

@@ -1,7 +1,10 @@
 """The words that the arguments of `autopar.plan` and `compile` take, as types. Where a name may be registered, or two
 be joined ("megatron_sp+zero1"), other text is as good; the words that autopar has are listed for editors."""
 
+from collections.abc import Sequence
 from typing import Literal
+
+from ..plans.expert_balance import ExpertBalance
 
 Inputs = Literal["global", "local"]
 Outputs = Literal["stage", "everywhere", "sharded"]
@@ -11,6 +14,8 @@ Tile = Literal["auto", "none", "loss", "mlp", "loss+mlp"]
 Loops = Literal["never", "auto", "always"]
 Solver = Literal["dual", "ilp"]
 Execution = Literal["eager", "compiled"]
+ExpertLoad = float | Sequence[float] | ExpertBalance
+HotExperts = int | Literal["auto"]
 MicroBatches = int | Literal["auto"]
 Strategy = (
     Literal[

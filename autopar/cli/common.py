@@ -56,9 +56,20 @@ def add_model(parser, batch: int | None = 8, seq: int | None = 64, searches: boo
         parser.add_argument(name, type=count, default=default, required=default is None, metavar="N", help=what + after)
 
 
+def _load(text: str) -> float | tuple[float, ...]:
+    """Read the load of the busiest device, or the rows of each expert."""
+    numbers = tuple(map(float, text.split(",")))
+    return numbers[0] if len(numbers) == 1 else numbers
+
+
+def _count_or_auto(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
 def add_planning(parser, hardware: str | None) -> None:
     """Add --hardware, --precision, --reduce-dtype, --state-dtype, --execution, --expert-load, --expert-capacity,
-    --strategy, --memory, --offload and --pin. `hardware`: the default, None for that of the devices here."""
+    --hot-experts, --strategy, --memory, --offload and --pin. `hardware`: the default, None for that of the
+    devices here."""
     profiles = f"{', '.join(profile.names())}, or a TOML file (default {hardware or 'that of this machine'})"
     parser.add_argument("--hardware", default=hardware, help=profiles)
     precision = (
@@ -74,9 +85,12 @@ def add_planning(parser, hardware: str | None) -> None:
     execution += "compiled on GPUs, but where values may wait on the host, else eager)"
     parser.add_argument("--execution", choices=("eager", "compiled"), help=execution)
     load = "rows of experts that the busiest device is assumed to get, over the mean (default 1.0: balanced routing)"
-    parser.add_argument("--expert-load", type=float, default=1.0, metavar="X", help=load)
+    load = f"{load}; or the rows of each expert, X,Y,..."
+    parser.add_argument("--expert-load", type=_load, default=1.0, metavar="X", help=load)
     capacity = "times the mean of rows of experts, the most that a device holds at a time; more go in further rounds"
     parser.add_argument("--expert-capacity", type=float, metavar="X", help=f"{capacity} (default: no limit)")
+    hot = "experts of each layer that are copied to all devices in the place of their rows (default auto: as pays)"
+    parser.add_argument("--hot-experts", type=_count_or_auto, default="auto", metavar="N", help=hot)
     known = f"{', '.join(RECIPES)}, or one that --model FILE.py:FUNCTION registers (default: whatever is fastest)"
     parser.add_argument("--strategy", help=known)
     parser.add_argument("--memory", help="memory limit of a device, such as 40GiB or 80GB (default: the hardware's)")
@@ -282,6 +296,7 @@ def planning(args: argparse.Namespace) -> dict:
         execution=args.execution,
         expert_load=args.expert_load,
         expert_capacity=args.expert_capacity,
+        hot_experts=args.hot_experts,
         strategy=args.strategy,
         memory=args.memory,
         offload=args.offload,

@@ -58,7 +58,8 @@ COPIED_EVERY = 10  # steps, of what each rank holds into another one's memory
 WARM_UP = 2  # steps that are not timed
 OF_A_PLAN = (
     "hardware", "precision", "reduce_dtype", "state_dtype", "execution", "expert_load", "expert_capacity",
-    "strategy", "memory", "offload", "pin", "adapt", "micro_batches", "stages_per_rank", "sequence_chunks",
+    "hot_experts", "strategy", "memory", "offload", "pin", "adapt", "micro_batches", "stages_per_rank",
+    "sequence_chunks",
 )  # fmt: skip
 OF_A_RUN = ("model", "batch", "seq", "seed", "lr", "data")  # settings that stay when a run goes on
 

@@ -39,9 +39,11 @@ from ..rules import Strategy
 from ..rules.reading import bound
 from . import fp8
 from .attention import Shape, attention_seconds, own_kernel, zigzag_seconds
+from .expert_copies import CopyCost
 from .product_seconds import ProductSeconds
 from .products import PRODUCTS, Product, shapes_of
 from .ring import ring_of
+from .skew import Skew
 
 aten = torch.ops.aten
 
@@ -162,18 +164,19 @@ class _Work:
 
 class ComputeCost:
     """Prices ops on one device of a Hardware. It remembers nodes: their `meta` must not change while it is in use.
-    `expert_load`: rows of the device whose experts get most of them over those of a device on average, of which it
-    takes `expert_capacity` times the average at a time, if that is given."""
+    `skew`: of the rows of experts, of which a device takes `expert_capacity` times the average at a time, if that is
+    given; `copies`: the price of copies of hot experts, if there are any."""
 
     def __init__(
         self,
         hardware: Hardware,
         execution: str = EAGER,
-        expert_load: float = 1.0,
+        skew: Skew = Skew(),
         expert_capacity: float | None = None,
+        copies: CopyCost | None = None,
     ):
-        self.hardware, self.fuses, self.expert_load = hardware, execution == COMPILED, expert_load
-        self.expert_capacity = expert_capacity
+        self.hardware, self.fuses, self.skew = hardware, execution == COMPILED, skew
+        self.expert_capacity, self.copies = expert_capacity, copies
         self.launch_seconds = min(hardware.launch_seconds, GAP_SECONDS) if self.fuses else hardware.launch_seconds
         self._product_seconds = ProductSeconds(hardware)
         self._works: dict[fx.Node, _Work | None] = {}

@@ -32,6 +32,7 @@ from . import (  # noqa: F401  (most for their ops, which they register)
     fp8_linear,
     grouped,
     host_copies,
+    hot_experts,
     kept_keys,
     linear_loss,
     matmul,

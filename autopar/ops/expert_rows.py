@@ -46,10 +46,11 @@ def combine_tokens(y: Tensor, group: Tensor, experts: int, active: int, dtype: t
 
 
 @custom_op("autopar::route", mutates_args=())
-def route(group: Tensor, firsts: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+def route(group: Tensor, firsts: list[int], hot: Tensor | None = None, home: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """Return the order of rows by the device that owns their expert, that order's inverse and how many rows go to each
-    device. `firsts`: the first expert of every device but the first."""
-    owner = owner_of(group, firsts)
+    device. `firsts`: the first expert of every device but the first; `hot`: experts whose rows stay on their own
+    device, `home`."""
+    owner = owner_of(group, firsts, hot, home)
     order = owner.argsort(stable=True)
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     counts = torch.zeros(len(firsts) + 1, dtype=torch.int64, device=group.device)
@@ -57,9 +58,18 @@ def route(group: Tensor, firsts: list[int]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @custom_op("autopar::own_rows", mutates_args=())
-def own_rows(group: Tensor, firsts: list[int], device: int, expected: int) -> Tensor:
-    """Return which rows belong to the experts of one device, `expected` ones where a graph is made."""
-    return (owner_of(group, firsts) == device).nonzero().squeeze(1)
+def own_rows(
+    group: Tensor,
+    firsts: list[int],
+    device: int,
+    expected: int,
+    hot: Tensor | None = None,
+    blocks: list[int] | None = None,
+) -> Tensor:
+    """Return which rows belong to the experts of one device, `expected` ones where a graph is made. Those of `hot`
+    experts belong to the device in whose block they are; `blocks`: the first row of each but the first."""
+    home = 0 if hot is None else owner_of(torch.arange(len(group), device=group.device), blocks or [])
+    return (owner_of(group, firsts, hot, home) == device).nonzero().squeeze(1)
 
 
 @custom_op("autopar::counts_on_host", mutates_args=())
@@ -82,9 +92,10 @@ def sizes(counts: Tensor, is_way_back: bool) -> tuple[list[int], list[int]]:
     return (received, sent) if is_way_back else (sent, received)
 
 
-def owner_of(group: Tensor, firsts: list[int]) -> Tensor:
-    """Return the device that has the expert of each row."""
-    return torch.bucketize(group, torch.tensor(firsts, dtype=group.dtype, device=group.device), right=True)
+def owner_of(group: Tensor, firsts: list[int], hot: Tensor | None = None, home: Tensor | int = 0) -> Tensor:
+    """Return the device that has the expert of each row; of the rows of `hot` experts their `home`."""
+    owner = torch.bucketize(group, torch.tensor(firsts, dtype=group.dtype, device=group.device), right=True)
+    return owner if hot is None else torch.where(torch.isin(group, hot), home, owner)
 
 
 _rows: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of traced counts, by the way that they say
@@ -105,12 +116,14 @@ combine_tokens.register_fake(lambda y, group, experts, active, dtype: y.new_empt
 
 
 @route.register_fake
-def _(group, firsts):
+def _(group, firsts, hot=None, home=0):
     order = group.new_empty(group.shape, dtype=torch.int64)
     return order, torch.empty_like(order), group.new_empty(len(firsts) + 1, dtype=torch.int64)
 
 
-own_rows.register_fake(lambda group, firsts, device, expected: group.new_empty(traced(expected), dtype=torch.int64))
+own_rows.register_fake(
+    lambda group, firsts, device, expected, hot=None, blocks=None: group.new_empty(traced(expected), dtype=torch.int64)
+)
 counts_on_host.register_fake(lambda sent, received: sent.new_empty(2, len(sent), device="cpu"))
 
 

@@ -17,12 +17,12 @@ from .expert_rows import owner_of, rows_by
 
 @custom_op("autopar::route_tokens", mutates_args=())
 def route_tokens(
-    group: Tensor, order: Tensor, firsts: list[int], active: int, ways: int
+    group: Tensor, order: Tensor, firsts: list[int], active: int, ways: int, hot: Tensor | None = None, home: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return which tokens to send, sorted by device, for each row in `order` whether it is the first of its token on
     its device, and how many tokens go to each device. `firsts`: the first expert of every device but the first;
-    `ways`: the devices that a token goes to where a graph is made."""
-    owner = owner_of(group, firsts).view(-1, active)
+    `ways`: the devices that a token goes to where a graph is made; `hot`, `home` as of `route`."""
+    owner = owner_of(group, firsts, hot, home).view(-1, active)
     is_sent = torch.zeros(len(owner), len(firsts) + 1, dtype=torch.bool, device=group.device).scatter_(1, owner, True)
     is_again = (owner.unsqueeze(2) == owner.unsqueeze(1)).tril(-1).any(2)  # (token, row): one before is on its device
     sent = is_sent.t().nonzero()[:, 1].clone()  # compiled code takes no view that begins anywhere
@@ -46,7 +46,7 @@ def sum_rows(y: Tensor, place: Tensor, counts: Tensor, expected: int) -> Tensor:
 
 
 @route_tokens.register_fake
-def _(group, order, firsts, active, ways):
+def _(group, order, firsts, active, ways, hot=None, home=0):
     tokens, flags = (
         group.new_empty(traced(len(group) // active * ways), dtype=torch.int64),
         order.new_empty(len(order), dtype=torch.int8),

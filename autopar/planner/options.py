@@ -16,7 +16,8 @@ from ..errors import StrategyError
 from ..frontend.precision import AUTO, precision_name
 from ..hardware.profile import load as load_hardware
 from ..hardware.schema import Hardware
-from .spmd.plan_options import IN_DOUBT, PlanOptions
+from ..plans.expert_balance import ExpertBalance
+from .spmd.plan_options import AUTO_EXPERTS, IN_DOUBT, PlanOptions
 
 PIPELINES = "pipelines"  # of `baselines`: experts' pipelines are costed beside a plan without stages, too
 
@@ -41,6 +42,7 @@ def options_of(
     execution=EAGER,
     expert_load=1.0,
     expert_capacity=None,
+    hot_experts=AUTO_EXPERTS,
 ) -> PlanOptions:
     """Read the arguments of `autopar.plan` and `compile` as PlanOptions, checked as far as they can be without a model.
     Raise StrategyError or HardwareError for what cannot be right."""
@@ -67,13 +69,13 @@ def options_of(
         raise StrategyError(
             f"cannot read {forbid!r:.80} as what is forbidden", fix='map globs to layouts, such as {"*.bias": "R"}'
         )
-    for what, value in (("expert_load", expert_load), ("expert_capacity", expert_capacity)):
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, (int, float))
-            and (what, value) != ("expert_capacity", None)
-        ):
-            raise StrategyError(f"{what} is {value!r:.80}", fix="give a number, 1.0 for balanced routing")
+    expert_load = _load_of(expert_load)
+    if expert_capacity is not None:
+        _check_number("expert_capacity", expert_capacity)
+    if not isinstance(hot_experts, (int, str)):
+        raise StrategyError(
+            f"cannot copy hot_experts={hot_experts!r:.80} of each layer", fix='give a number, or "auto"'
+        )
     profile = hardware_of(mesh, hardware)
     return PlanOptions(
         profile,
@@ -94,7 +96,25 @@ def options_of(
         execution=execution,
         expert_load=expert_load,
         expert_capacity=expert_capacity,
+        hot_experts=hot_experts,
     )
+
+
+def _load_of(value) -> float | tuple[float, ...]:
+    """Read what is said of the rows of experts: the load of the busiest device, a measured balance that says it, or
+    the rows of each expert. Raise StrategyError for anything else."""
+    value = value.load if isinstance(value, ExpertBalance) else value
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        _check_number("expert_load", value)
+        return value
+    for share in value:
+        _check_number("expert_load", share)
+    return tuple(map(float, value))
+
+
+def _check_number(what: str, value) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise StrategyError(f"{what} is {value!r:.80}", fix="give a number, 1.0 for balanced routing")
 
 
 def hardware_of(mesh, hardware: str | Path | Hardware | None) -> Hardware:

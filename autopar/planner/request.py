@@ -11,6 +11,7 @@ from ..ir.mesh import Mesh
 from ..plans.axes import check_axes
 from ..plans.pipeline import axis_of, check_staged, inside
 from ..schedule.actions import Schedule
+from . import hot_choice
 from .made_to_fit import made_to_fit
 from .objective.loops import ALWAYS, NEVER
 from .options import PIPELINES, options_of
@@ -95,6 +96,12 @@ class PlanRequest:
         """Return the best plan of the captured call of a whole batch, with all that the search knows. Raises
         subclasses of AutoparError."""
         check_globs(self.options.strategy, captured.graph)
+        return hot_choice.fastest(
+            self.options, captured.graph, lambda options: replace(self, options=options)._found(captured, report)
+        )
+
+    def _found(self, captured: Captured, report: Report) -> Planned:
+        """Return the best plan with as many copies of experts as the options say."""
         many = self.micro_batches
         if isinstance(self.mesh, Mesh) and axis_of(self.mesh):
             planned = plan_pipeline(

@@ -35,7 +35,7 @@ def diff_text(a: Plan, b: Plan) -> str:
 def _made_for(plan: Plan) -> dict[str, str]:
     names = (
         "model", "mesh", "hardware", "execution", "precision", "reduce_dtype", "optimizer", "state_dtype", "strategy",
-        "micro_batches", "reduces_once", "expert_capacity",
+        "micro_batches", "reduces_once", "expert_capacity", "hot_experts",
     )  # fmt: skip
     graph = {"graph": plan.fingerprint[:12], "memory limit": size(plan.memory_limit_bytes)}
     return {name: str(getattr(plan, name)) for name in names} | graph

@@ -140,6 +140,18 @@ class Routing:
 
 
 @dataclass(frozen=True)
+class ExpertCopies:
+    """The cost of copies of hot experts' matrices. `load`: of the busiest device without them; `sent_bytes`: that a
+    device sends in a step for copies and sums of their gradients, which take `seconds`, and `held_bytes` for those of
+    one product."""
+
+    load: float
+    sent_bytes: float
+    held_bytes: float
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Flops:
     """The FLOPs of a step by the model's mathematics, over all devices, most of them in `dtype`, in which a device does
     `peak_per_second` at best. `published`: the largest share of that in published runs on such devices, 0 if none is

@@ -265,6 +265,7 @@ SHARDING: Kind = {
 NO_FLOPS: Json = {"model": 0.0, "dtype": "fp32", "peak_per_second": 0.0, "published": 0.0}
 NO_ROUTING: Json = {"load": 1.0, "worst_peak_bytes": 0.0, "sent_bytes": 0.0, "gathered_bytes": 0.0,
                     "beside_seconds": 0.0, "gained_seconds": 0.0}  # fmt: skip
+NO_COPIES: Json = {"load": 1.0, "sent_bytes": 0.0, "held_bytes": 0.0, "seconds": 0.0}
 NO_PROGRAM: Json = {"choices": 0, "excluded": 0, "decided": 0, "variables": 0, "proved": False}
 OPTIONAL: Json = {
     "reduce_dtype": "bf16",
@@ -281,6 +282,8 @@ OPTIONAL: Json = {
     "beside_seconds": 0.0,
     "routing": NO_ROUTING,
     "expert_capacity": 1.0,
+    "hot_experts": 0,
+    "expert_copies": NO_COPIES,
     "saved_on_host": {"values": [], "bytes_": 0.0, "seconds": 0.0, "exposed_seconds": 0.0},
     "update_seconds": 0.0,
     "flops": NO_FLOPS,
@@ -318,7 +321,9 @@ SCHEMA: Kind = {
     "outputs": [{"name": text, "shape": [count], "layout": text, "wire_bytes": amount, "seconds": amount}],
     "routing": {"load": amount, "worst_peak_bytes": amount, "sent_bytes": amount, "gathered_bytes": amount,
                 "beside_seconds": amount, "gained_seconds": amount},
-    "expert_capacity": capacity, "unmade_bytes": amount, "beside_seconds": amount, "packed": count, "fp8": text,
+    "expert_capacity": capacity, "hot_experts": count,
+    "expert_copies": {"load": amount, "sent_bytes": amount, "held_bytes": amount, "seconds": amount},
+    "unmade_bytes": amount, "beside_seconds": amount, "packed": count, "fp8": text,
     "attentions": [{"name": text, "copies": size, "scheme": text, "pairs": amount, "balance": amount,
                     "sent_bytes": amount}],
     "saved_on_host": {"values": [(text, count)], "bytes_": amount, "seconds": amount, "exposed_seconds": amount},

@@ -21,6 +21,7 @@ from .entries import (
     Alternative,
     BatchCandidate,
     Collective,
+    ExpertCopies,
     Flops,
     MeshCandidate,
     Offloaded,
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 # fields that a file leaves out where they say nothing
 LEFT_OUT = (
     "reduce_dtype state_dtype outputs batches tiled packed fp8 attentions routing unmade_bytes saved_on_host "
-    "beside_seconds shardings expert_capacity".split()
+    "beside_seconds shardings expert_capacity hot_experts expert_copies".split()
 )
 
 
@@ -107,6 +108,8 @@ class Plan:
     beside_seconds: float = 0.0  # of communication, what loops hide beside products
     routing: Routing | None = None  # of experts whose rows are sent to them
     expert_capacity: float | None = None  # times the mean of rows that a device takes of experts in one round
+    hot_experts: int = 0  # of each layer, whose matrices are copied to all devices in the place of their rows
+    expert_copies: ExpertCopies | None = None  # what that costs
     pipeline: Pipeline = Pipeline()  # the sharding is of one micro-batch, on the mesh of a stage
     shardings: tuple[StageSharding, ...] = ()  # of stages; empty if all are sharded alike
     planning_seconds: float = field(default=0.0, compare=False)
@@ -126,6 +129,11 @@ class Plan:
         data: Json = json.loads(json.dumps(values, default=asdict))  # lists for tuples
         data["hash"] = file.content_hash(data)
         return data
+
+    @property
+    def row_chunks(self) -> int:
+        """Return into how many chunks of their tokens rows are cut."""
+        return self.pipeline.row_chunks
 
     @property
     def micro_batches(self) -> int:
@@ -205,6 +213,7 @@ class Plan:
                 "flops": Flops(**fields.get("flops", {})),
                 "program": DecidedProgram(**fields.get("program", {})),
                 "routing": Routing(**fields["routing"]) if "routing" in fields else None,
+                "expert_copies": ExpertCopies(**fields["expert_copies"]) if "expert_copies" in fields else None,
                 "pipeline": pipeline,
                 "meshes": tuple(MeshCandidate(**m) for m in fields["meshes"]),
                 "batches": tuple(BatchCandidate(**b) for b in fields.get("batches", ())),

@@ -22,8 +22,25 @@ def routing_lines(plan: Plan) -> list[str]:
     if plan.expert_capacity:
         most = f"{plan.expert_capacity:.2f} times the mean of the rows"
         assumed, held = f"a device takes at most {most} at a time, more in further rounds; {assumed}", f"{held} at once"
+    if plan.hot_experts:
+        held = held.replace("if one device got all rows of its group", "if one device got all others of its group")
     return [
         f"experts: {assumed}" + (held if r.worst_peak_bytes else ""),
+        *_of_copies(plan),
         f"rows of experts: {size(r.sent_bytes)} sent by a device, {size(r.gathered_bytes)} if all tokens were gathered"
         + (beside if r.beside_seconds else ""),
+    ]
+
+
+def _of_copies(plan: Plan) -> list[str]:
+    """Return a line on hot experts that are copied, if any are."""
+    made = plan.expert_copies
+    if made is None:
+        return []
+    most, load = plan.hot_experts, plan.routing.load if plan.routing else 1.0
+    which = f"the {most} experts with most rows of each layer are" if most > 1 else "the expert with most rows is"
+    return [
+        f"hot experts: {which} copied to all devices, {size(made.sent_bytes)} sent by a device in {ms(made.seconds)}, "
+        f"{size(made.held_bytes)} held; the busiest device is assumed to get {made.load:.2f} times the mean of the "
+        f"rows without, {load:.2f} with"
     ]

@@ -1,4 +1,4 @@
-"""What the chunks of a row leave each other on a device: keys and values, and the sums of their gradients.
+"""Hold what the chunks of a row leave each other on a device: keys and values, and the sums of their gradients.
 
 A tensor is made for the whole row when its first chunk asks for it; every chunk sees its beginning, up to its own last
 token. Keys go with the row's last backward, or after the last chunk's forward where there is none; sums begin at zero.

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,6 +48,7 @@ from .capped_rows import CappedExchange
 from .emit import Builder, Emitter
 from .exchange_rows import RowExchange
 from .exchange_tokens import TokenExchange
+from .hot_experts import HotExchange
 from .ring_attention import RingAttention
 from .zigzag_attention import ZigzagAttention
 
@@ -66,13 +67,15 @@ def localize(
     coordinate: Mapping[str, int | range] | None = None,
     reduce_dtype: torch.dtype | None = None,
     expert_capacity: float | None = None,
+    hot_experts: int = 0,
 ) -> fx.GraphModule:
     """Build the graph that `rank` runs. `reduce_scatter` is "native" or "all_to_all" (see
     passes.distribute.emit.Emitter). `coordinate`: instead of the rank's, one that may span several places along an axis
     whose shards never move: the graph of all of them as one. `reduce_dtype`: in which gradients are added up over
     devices, if it is narrower than they are. `expert_capacity`: as in `Plan`; rows beyond it are left out (see
-    add_rounds.py)."""
-    localizer = _Localizer(joint, sharding, rank, reduce_scatter, coordinate, reduce_dtype, expert_capacity)
+    add_rounds.py); `hot_experts`: as in `Plan` (see hot_experts.py)."""
+    how = reduce_scatter, coordinate, reduce_dtype, expert_capacity, hot_experts
+    localizer = _Localizer(joint, sharding, rank, *how)
     for node in joint.graph.nodes:
         if node.op == "placeholder":
             localizer.placeholder(node)
@@ -123,6 +126,7 @@ class _Localizer:
         coordinate: Mapping | None = None,
         reduce_dtype: torch.dtype | None = None,
         expert_capacity: float | None = None,
+        hot_experts: int = 0,
     ):
         self.joint, self.sharding, self.mesh, self.rank = joint, sharding, sharding.mesh, rank
         self.coordinate, self.is_micro_batch = coordinate or self.mesh.coordinate(rank), coordinate is not None
@@ -130,7 +134,11 @@ class _Localizer:
         self.builder = Builder(fx.Graph())
         self.emitter = Emitter(self.builder, self.mesh, self.coordinate, reduce_scatter)
         device = self.builder, self.mesh, self.coordinate, rank
-        self.exchange = CappedExchange(*device, expert_capacity) if expert_capacity else RowExchange(*device)
+        self.exchange = RowExchange(*device)
+        if expert_capacity or hot_experts:
+            self.exchange = (
+                CappedExchange(*device, expert_capacity) if expert_capacity else HotExchange(*device, hot_experts)
+            )
         self.exchange_tokens = TokenExchange(self.exchange)
         self.ring = RingAttention(self.builder, self.mesh, self.coordinate, rank)
         self.zigzag = ZigzagAttention(self.builder, self.mesh, self.coordinate)
@@ -204,6 +212,9 @@ class _Localizer:
             self._by_steps(self.zigzag, node, sharding, args)
             return
         args, kwargs = rules.local_call(node, sharding, self.mesh, self.coordinate, args, kwargs)
+        if self.exchange.has_copies(node, sharding):
+            self._by_steps(self.exchange.product, node, sharding, (*args, *kwargs.values()))
+            return
         single = isinstance(node.meta["val"], torch.Tensor)
         self.builder.meta = {
             **_origin(node),
@@ -232,8 +243,8 @@ class _Localizer:
             local.meta |= {"global": node.meta["val"], "layout": sharding.outputs[0]}
         self.own[node.name, 0] = local, sharding.outputs[0]
 
-    def _by_steps(self, steps: RingAttention | ZigzagAttention, node: fx.Node, sharding, args) -> None:
-        """Compute attention by several calls."""
+    def _by_steps(self, steps: Callable[..., list[fx.Node]], node: fx.Node, sharding, args) -> None:
+        """Compute attention, or a product with copies, by several calls."""
         self.builder.meta = _origin(node)
         outputs = steps(node, sharding, args)
         self._check(node, [x.meta["val"] for x in outputs], sharding)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+
+from autopar.ops import autopar
 
 from .quantized_base import adapted, peft_step
 
@@ -28,13 +32,19 @@ def test_gradients_are_those_of_peft_on_the_dequantized_base(kind, config, optio
             assert (result.gradients[name] - wanted).norm() <= 1e-5 * wanted.norm(), (mesh, strategy, name)
 
 
-def test_a_stack_of_experts():
+@pytest.mark.parametrize("hot", [0, 1, 3])
+def test_a_stack_of_experts(hot):
+    """Also of experts that are cut, of which hot ones are copied as they compute, dequantized."""
     names = ["experts.gate_up_proj", "experts.down_proj"]
     found = adapted(
         "mixtral", target_modules=["q_proj"], r=2, quantize_parameters=names, quant_type="int8", block_size=16
     )
     assert sum(any(name.endswith(n) for n in names) for name in found.quantized) == 2
     loss, gradients = peft_step(found, r=2, target_modules=["q_proj"])
-    result = found.step(found.plan("dp=2,tp=2", "auto"))
+    plan = found.plan("ep=2", "expert") if hot else found.plan("dp=2,tp=2", "auto")
+    result = found.step(replace(plan, hot_experts=hot))
+    if hot:
+        targets = [node.target for node in result.programs[0].local.graph.nodes]
+        assert autopar.copies_of.default in targets and autopar.added_to_owners.default not in targets
     for name, wanted in gradients.items():
         assert (result.gradients[name] - wanted).norm() <= 1e-5 * wanted.norm(), name

@@ -77,7 +77,7 @@ def _batch(samples: int, tokens: int, seed: int) -> dict:
 
 
 def _mask(q, documents):
-    """Of the keys of a query's own document, those up to the query."""
+    """A query reads the keys of its own document up to its own."""
     tokens = q.shape[2]
     causal = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).tril()
     return causal & (documents[:, None, :, None] == documents[:, None, None, :])

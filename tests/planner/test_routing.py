@@ -9,6 +9,7 @@ import pytest
 from autopar import compiler
 from autopar.api.entry import search
 from autopar.cost.expert_load import load_of_rows
+from autopar.cost.skew import Skew
 from autopar.errors import StrategyError
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
@@ -69,7 +70,7 @@ def test_plans_without_owners_say_nothing():
     captured = captured_of(2)
     plan = make_plan(captured, Mesh.parse("dp=4"), PlanOptions(toy(), strategy="ddp", baselines=False))
     assert plan.routing is None and "experts:" not in str(plan)
-    assert load_of_rows(Layout((("dp",), ())), plan.mesh, 2.0) == 1.0
+    assert load_of_rows(Layout((("dp",), ())), plan.mesh, Skew(2.0)) == 1.0
 
 
 @pytest.mark.parametrize("load", [0.5, float("inf"), float("nan")])

@@ -31,8 +31,9 @@ def test_parts_are_where_cat_puts_them(seed):
     starts = [sum(sizes[:i]) if uneven else i for i in range(many)]
     micro = SimpleNamespace(
         joins={"0": dim, "1": "sum", "2": "same"}, micro_batches=many, samples=samples, start=starts.__getitem__,
-        smaller=object() if uneven else None,
+        smaller=object() if uneven else None, chunks=(),
     )  # fmt: skip
+    micro.of_rows = micro
     shape = [2, 3, 4]
     parts = [torch.randn([*shape[:dim], each * n, *shape[dim + 1 :]], generator=generator) for n in sizes]
     whole = torch.cat(parts, dim)

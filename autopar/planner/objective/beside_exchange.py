@@ -21,7 +21,7 @@ from itertools import groupby
 from torch import fx
 
 from ...cost.exchange import exchange_axes, is_all_latency, link_seconds
-from ...cost.expert_load import load_of
+from ...cost.expert_load import sent_load_of
 from ...hardware.schema import Hardware
 from ...passes.distribute.heavy_ops import is_product
 from ...plans.sharding import BesideExchange
@@ -60,8 +60,8 @@ def exchanged_seconds(problem: Problem, e: Evaluation, pricer: Pricer, hardware:
     for v, copies in zip(problem.vertices, problem.copies(e.first)):
         strategy = problem.choices(v.index).strategies[e.choice[v.index]]
         if v.kind == "op" and e.overlap and exchange_axes(v.node, strategy, mesh):
-            load = load_of(v.node, strategy, mesh, pricer.expert_load)
-            total += load * link_seconds(v.node, strategy, mesh, hardware) * copies
+            sent = sent_load_of(v.node, strategy, mesh, pricer.expert_load)
+            total += sent * link_seconds(v.node, strategy, mesh, hardware) * copies
     return total
 
 
@@ -149,8 +149,8 @@ class _Layer:
         axes = exchange_axes(v.node, strategy, mesh)
         if not axes or run.recomputed or is_all_latency(v.node, strategy, mesh, self.hardware):
             return None
-        load = load_of(v.node, strategy, mesh, self.pricer.expert_load)
-        seconds = load * link_seconds(v.node, strategy, mesh, self.hardware)
+        sent = sent_load_of(v.node, strategy, mesh, self.pricer.expert_load)
+        seconds = sent * link_seconds(v.node, strategy, mesh, self.hardware)
         return _Travelling(run, seconds, self.pricer.prices.stream_of("all_to_all", axes))
 
     def found(self) -> Iterator[Beside]:

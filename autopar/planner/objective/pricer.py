@@ -10,10 +10,12 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from ...cost.expert_copies import copies_of
 from ...cost.expert_load import load_of, load_of_rows
 from ...cost.hierarchy import InSteps
 from ...cost.moves import Move
 from ...cost.redistribute import Redistribution, Redistributor
+from ...cost.skew import Skew
 from ...cost.transfer_prices import TransferPrices
 from ...ir.graph import operand
 from ...ir.layout import Layout, largest_local_numel
@@ -57,7 +59,7 @@ class Pricer:
     reduces_once: bool = False
     gathers_once: bool = False
     reduce_dtype: torch.dtype | None = None
-    other_load: float | None = None
+    other_load: Skew | None = None
     in_flight: float = 1.0
     tail: TailCost = NO_TAIL
     _local: dict[tuple, float] = field(default_factory=dict, init=False, repr=False)
@@ -71,14 +73,14 @@ class Pricer:
         return self.prices.redistribute
 
     @property
-    def expert_load(self) -> float:
-        """Return the rows that the busiest device holds at once over the mean of all."""
+    def expert_load(self) -> Skew:
+        """Return what is assumed of the rows that the busiest device holds at once."""
         return self.held_load if self.other_load is None else self.other_load
 
     @property
-    def held_load(self) -> float:
+    def held_load(self) -> Skew:
         """Return that which is planned for: the capacity, if devices have one."""
-        return self.problem.expert_capacity or self.problem.expert_load
+        return Skew(self.problem.expert_capacity) if self.problem.expert_capacity else self.problem.skew
 
     @property
     def exchanges(self) -> bool:
@@ -208,8 +210,8 @@ class Pricer:
             self._local[key] = local_bytes * load_of_rows(layout, self.problem.mesh, self.expert_load)
         return self._local[key]
 
-    def with_load(self, expert_load: float) -> Pricer:
-        """Return a pricer under which the busiest device of experts has so many times the mean of their rows."""
+    def with_load(self, expert_load: Skew) -> Pricer:
+        """Return a pricer under which something else is assumed of the rows of experts."""
         return replace(self, other_load=expert_load)
 
     def saved_for_rounds(self, vertex: Vertex, strategy: Strategy) -> float:
@@ -223,6 +225,8 @@ class Pricer:
             strategy = self.problem.classes[vertex.cls].strategies[k]
             load = load_of(vertex.node, strategy, self.problem.mesh, self.expert_load)
             self._inside[key] = load * inside_bytes(self.problem, vertex, strategy)
+            if copies := copies_of(vertex.node, strategy, self.problem.mesh, self.problem.skew.hot):
+                self._inside[key] += copies.inside_bytes
             if self.other_load is None:
                 self._inside[key] += round_bytes(self.problem, vertex, strategy)
         return self._inside[key]

@@ -20,7 +20,7 @@ from ...errors import AutoparError, MemoryInfeasibleError, MeshError, MicroBatch
 from ...frontend.export import Captured
 from ...ir.graph import fingerprint
 from ...ir.mesh import Mesh
-from ...plans.entries import Alternative, Collective, Routing
+from ...plans.entries import Alternative, Collective, ExpertCopies, Routing
 from ...plans.pipeline import AXIS, axis_of, inside
 from ...plans.plan import Plan
 from ...schedule.actions import Schedule
@@ -315,6 +315,7 @@ def described(
         update_seconds=evaluated.parameter_seconds,
         attentions=tuple(replace(one, sent_bytes=one.sent_bytes / ranks) for one in inner.attentions),
         routing=_routing(best),
+        expert_copies=_copies(best),
         flops=replace(inner.flops, model=inner.flops.model * sum(pipeline.shares) / sum(inner.pipeline.shares)),
         outputs=outputs_in(inner.sharding, best.inner.whole[0], best.inner.pricer, captured),
         shardings=stage_shardings(*best.inner.whole, pipeline.cuts, best.of_stage),
@@ -373,6 +374,12 @@ def _routing(best: Candidate) -> Routing | None:
     beside = best.inner.whole[1].travelling_seconds * sum(pipeline.shares) / pipeline.ranks
     gained = best.gained_seconds
     return Routing(inner.load, 0.0, sent, gathered, beside_seconds=beside, gained_seconds=gained)
+
+
+def _copies(best: Candidate) -> ExpertCopies | None:
+    """Return what copies of experts cost a rank on average."""
+    inner, ranks = best.inner.plan.expert_copies, best.evaluated.pipeline.ranks
+    return inner and replace(inner, sent_bytes=inner.sent_bytes / ranks, seconds=inner.seconds / ranks)
 
 
 def _alternative(name: str, one: Estimate | Candidate | AutoparError) -> Alternative:

@@ -16,14 +16,12 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from operator import attrgetter
 
 from ...cost.collectives import CollectiveCost
-from ...errors import MemoryInfeasibleError, StrategyError
+from ...errors import MemoryInfeasibleError
 from ...frontend.export import Captured
 from ...ir.mesh import Mesh
-from ...ops import ATTENTION
 from ...passes.pipeline.micro_batch import MicroBatched
 from ...passes.pipeline.tail import check_waits
 from ...plans.pipeline import Pipeline, axis_of
@@ -39,6 +37,7 @@ from ..spmd.planned import Planned
 from .best_cut import best_cut
 from .between import plans_between
 from .checkpoint import StageRecomputation, recomputation_of
+from .chunk_counts import attention_share, of_chunks
 from .estimate import Estimate, estimate, even_seconds
 from .evaluate import PipelineCost, evaluate_pipeline, parts_of
 from .micro_batch_plans import MicroBatchPlans
@@ -140,7 +139,7 @@ class PipelineSearch:
         report(f"{mesh}, {micro_batches} micro-batches{chunks}")
         self.plans = MicroBatchPlans(captured, micro_batches, mesh, self.axis, options, name, report, row_chunks)
         self.row_chunks = row_chunks
-        self.kinds = self._possible_with_tail(kinds if row_chunks == 1 else _of_chunks(kinds))
+        self.kinds = self._possible_with_tail(kinds if row_chunks == 1 else of_chunks(kinds))
 
     def _possible_with_tail(self, kinds: Sequence[tuple[str, int]]) -> Sequence[tuple[str, int]]:
         """Return those of some schedules, with their stages a rank, that can run the tail of the step, GPipe if none of
@@ -242,21 +241,8 @@ class PipelineSearch:
     def pipeline(self, kind: str, v: int, cuts: tuple[str, ...]) -> Pipeline:
         """Return a pipeline without costs."""
         samples = self.plans.samples if self.plans.share < 1 else 0
-        chunks = (self.row_chunks, self.attention_share) if self.row_chunks > 1 else (1, 0.0)
+        chunks = (self.row_chunks, attention_share(self.plans.fastest)) if self.row_chunks > 1 else (1, 0.0)
         return Pipeline(self.axis, self.ranks, kind, self.micro_batches, v, cuts, (), (), samples, *chunks)
-
-    @cached_property
-    def attention_share(self) -> float:
-        """Return the share of a chunk's seconds that its attentions take, in the fastest plan."""
-        planned = self.plans.fastest
-        problem, e = planned.problem, planned.evaluation
-        copies = problem.copies(e.first)
-        seconds = sum(
-            float(problem.choices(v.index).seconds[e.choice[v.index]]) * copies[v.index]
-            for v in problem.vertices
-            if v.kind == "op" and v.node.target in ATTENTION
-        )
-        return min(1.0, seconds / e.seconds) if e.seconds else 0.0
 
     def timetable(self, kind: str, v: int) -> Timetable:
         """Return what plays a schedule with `v` stages a rank."""
@@ -391,14 +377,3 @@ class PipelineSearch:
                 segments = self._chain(whole)
             self._prepared[inner] = whole, segments, recomputation_of(whole) if is_free else None
         return self._prepared[inner]
-
-
-def _of_chunks(kinds: Sequence[tuple[str, int]]) -> Sequence[tuple[str, int]]:
-    """Return those of some schedules, with their stages a rank, whose orders are known for chunks of rows: all with one
-    stage a rank. Raise StrategyError if none of them is one."""
-    if able := [(name, v) for name, v in kinds if v == 1]:
-        return able
-    raise StrategyError(
-        f"{kinds[0][0]} has {kinds[0][1]} stages a rank, and chunks of rows need one",
-        fix="leave sequence_chunks out, or use schedule='1f1b' or 'zb_h1'",
-    )

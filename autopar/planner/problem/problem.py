@@ -16,9 +16,12 @@ import numpy as np
 from torch import fx
 
 from ... import rules
+from ...cost.collectives import CollectiveCost
 from ...cost.compute import EAGER, FREE, ComputeCost
+from ...cost.expert_copies import CopyCost
 from ...cost.memory import Optimizer
 from ...cost.orthogonalize import OrthogonalizeCost
+from ...cost.skew import Skew
 from ...cost.update import UpdateCost
 from ...frontend.export import Captured
 from ...frontend.repeated_blocks import Compact
@@ -59,8 +62,9 @@ class Problem:
         default_factory=dict
     )  # by class, strategies that another graph allows (see overlay.py)
     orthogonalize: OrthogonalizeCost | None = None
-    expert_load: float = 1.0
+    skew: Skew = Skew()
     expert_capacity: float | None = None
+    copy_cost: CopyCost | None = None  # of hot experts, if there are any
     tiled: tuple[LossRegion | RowRegion, ...] = ()  # computed in pieces, see tiled.py
     # by how many of the blocks left out decide as block 2 does, the problem of the whole graph and, by vertex, its own
     written: dict[int, tuple[Problem, dict[int, list[int]]]] = field(default_factory=dict, init=False, repr=False)
@@ -192,13 +196,14 @@ def build(
     orthogonalize: OrthogonalizeCost | None = None,
     execution: str = EAGER,
     zigzag: bool = False,
-    expert_load: float = 1.0,
+    skew: Skew = Skew(),
     expert_capacity: float | None = None,
+    collectives: CollectiveCost | None = None,
 ) -> Problem:
     """Return the problem of a captured joint graph, of a step of so many `micro_batches`. `fixed` gives layouts by
     placeholder name; `orthogonalize`: the price of Muon's updates of matrices; `execution`: how the graph runs;
-    `zigzag`: whether sequences may be cut so; `expert_load` and `expert_capacity` as in `ComputeCost`. `fold` gives the
-    classes; leaves that different `pins` name do not share one."""
+    `zigzag`: whether sequences may be cut so; `skew` and `expert_capacity` as in `ComputeCost`; `collectives`: what
+    prices copies of hot experts. `fold` gives the classes; leaves that different `pins` name do not share one."""
     compact = captured.compact
     graph = compact.graph if compact else captured.graph
     vertices, uses = vertices_of(graph)
@@ -226,7 +231,8 @@ def build(
     for v, cls in zip(vertices, fold(vertices, uses)):
         v.cls = cls
     _couple(vertices)
-    cost = ComputeCost(hardware, execution, expert_load, expert_capacity)
+    copies = CopyCost(collectives, hardware, skew.hot) if collectives and skew.hot else None
+    cost = ComputeCost(hardware, execution, skew, expert_capacity, copies)
     update = UpdateCost(hardware.reached_memory_bytes_per_second, micro_batches)
     classes: dict[int, Choices] = {}
     for v in vertices:
@@ -266,8 +272,9 @@ def build(
         offload,
         compact,
         orthogonalize=orthogonalize,
-        expert_load=expert_load,
+        skew=skew,
         expert_capacity=expert_capacity,
+        copy_cost=copies,
     )
     for v, copies in zip(vertices, problem.copies(problem.half)):
         classes[v.cls].copies += copies

@@ -10,8 +10,8 @@ from torch import fx
 
 from ... import rules
 from ...cost.compute import ComputeCost, fused_inputs
-from ...cost.exchange import WAYS, exchange_seconds, goes_once, moves_rows
-from ...cost.expert_load import load_of
+from ...cost.exchange import WAYS, exchange_seconds, goes_once, link_seconds, moves_rows
+from ...cost.expert_load import load_of, sent_load_of
 from ...cost.memory import Optimizer
 from ...cost.orthogonalize import OrthogonalizeCost
 from ...cost.update import UpdateCost
@@ -201,8 +201,11 @@ def _op_choices(node: fx.Node, rule: Rule | None, part_sets, mesh: Mesh, cost: C
         if not is_fused_away:
             traffic += sum(bytes_of(value) * fraction(layout, mesh) for value, layout in zip(outputs, option.outputs))
         price = cost.seconds(node, option, mesh, traffic) if moves_rows(node, option) else 0.0
-        load = load_of(node, option, mesh, cost.expert_load)
-        seconds.append(load * (price + exchange_seconds(node, option, mesh, cost.hardware)))
+        load, sent = (of(node, option, mesh, cost.skew) for of in (load_of, sent_load_of))
+        busiest = load * (price + exchange_seconds(node, option, mesh, cost.hardware))
+        if sent != load:  # rows of hot experts are on no link
+            busiest -= (load - sent) * link_seconds(node, option, mesh, cost.hardware)
+        seconds.append(busiest + (cost.copies.seconds(node, option, mesh) if cost.copies else 0.0))
     if rule is not None and rule.apart:
         options, seconds = _cheapest(options, seconds)
     choices = _free(options)

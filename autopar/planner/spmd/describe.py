@@ -12,13 +12,14 @@ import torch
 from torch import fx
 
 from ...cost.exchange import exchange_axes, exchange_bytes, exchange_seconds
+from ...cost.expert_copies import copies_of
 from ...cost.orthogonalize import ELEMENT_BYTES
 from ...cost.ring import ring_of
 from ...errors import AutoparError
 from ...hardware.schema import Hardware
 from ...ir.graph import PARTNERS, fingerprint, op_base_name, output_node
 from ...ops import autopar
-from ...plans.entries import Alternative, Collective
+from ...plans.entries import Alternative, Collective, ExpertCopies
 from ...plans.pipeline import Pipeline
 from ...plans.plan import Plan
 from ...plans.sharding import NodeSharding, Sharding
@@ -39,7 +40,7 @@ from .attention_schemes import schemes_of
 from .attention_text import is_packed
 from .model_flops import flops_of_step
 from .outputs import held_bytes, kept_bytes, outputs_in, with_outputs
-from .routing import routing_of
+from .routing import copies_in, routing_of
 from .values_on_host import described, exposed_seconds
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ def describe_plan(planned: Planned) -> Plan:
     rows = tuple(_alternative(name, one, pipeline, planned) for name, one in planned.others.items())
     rows += tuple(map(_staged_alternative, planned.staged_rows))
     sharding = _sharding(problem, e, pricer)
+    copies = copies_in(problem, e, pricer)
     plan = Plan(
         model=planned.model,
         mesh=problem.mesh,
@@ -84,7 +86,7 @@ def describe_plan(planned: Planned) -> Plan:
         recomputed=_recomputed(e, True),
         recomputed_selectively=_recomputed(e, False),
         recomputed_kinds=_recomputed_kinds(problem, e),
-        warnings=planned.warnings,
+        warnings=planned.warnings + _without_copies(0 if options.may_copy_none else options.hot, copies),
         layouts=_layouts(problem, e),
         sharding=sharding,
         reduce_scatter=options.hardware.reduce_scatter_lowering,
@@ -109,11 +111,20 @@ def describe_plan(planned: Planned) -> Plan:
         flops=flops_of_step(problem.graph, sum(pipeline.shares), options.hardware),
         state_dtype=options.state_dtype,
         expert_capacity=options.expert_capacity,
+        hot_experts=problem.skew.hot if copies else 0,
+        expert_copies=copies,
         execution=options.execution,
         outputs=outputs_in(sharding, problem, pricer, planned.captured),
     )
     plan = of_step(plan, e, pricer.tail.seconds)
     return with_outputs(plan, held_bytes(problem, e, pricer, sum(pipeline.shares)), planned.captured)
+
+
+def _without_copies(hot: int, copies: ExpertCopies | None) -> tuple[str, ...]:
+    """Return what is said where experts are to be copied and no rows are sent to them."""
+    if not hot or copies is not None:
+        return ()
+    return (f"no rows are sent to experts here, so that none is copied in their place (hot_experts={hot})",)
 
 
 def _alternative(name: str, other: Outcome | AutoparError, pipeline: Pipeline, planned: Planned) -> Alternative:
@@ -210,6 +221,11 @@ def collectives_of(
             count[key] += copies * micro_batches
             wire[key] += copies * micro_batches * exchange_bytes(v.node, strategy, problem.mesh)
             seconds[key] += copies * exchange_seconds(v.node, strategy, problem.mesh, hardware)
+        if made := copies_of(v.node, strategy, problem.mesh, problem.skew.hot):
+            key = ("all_reduce", made.axes, v.node.meta["phase"])
+            count[key] += copies * micro_batches
+            wire[key] += copies * micro_batches * made.sent_bytes(problem.mesh)
+            seconds[key] += copies * problem.copy_cost.all_reduce_seconds(made) if problem.copy_cost else 0.0
         if ring := ring_of(v.node, strategy, problem.mesh):
             key = ("all_to_all", ring.axes, v.node.meta["phase"])
             count[key] += copies * micro_batches * ring.messages

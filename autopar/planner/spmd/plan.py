@@ -199,8 +199,9 @@ def _problem(
         muon,
         options.execution,
         may_cut_sequence(options.strategy, mesh, captured.signature.samples),
-        options.expert_load,
+        options.skew(captured.graph),
         options.expert_capacity,
+        prices.collectives,
     )
     problem.fits = fitting(problem, options.overlay) if options.overlay is not None else {}
     return problem

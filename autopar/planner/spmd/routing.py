@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import fx
 
 from ...cost.exchange import OF_TOKENS, exchange_axes, exchange_bytes, token_bytes
+from ...cost.expert_copies import copies_of
 from ...cost.expert_load import load_of_rows
+from ...cost.skew import Skew
 from ...ir.graph import bytes_of
 from ...ir.layout import Layout, fraction
-from ...plans.entries import Routing
+from ...plans.entries import ExpertCopies, Routing
 from ...rules import Strategy
 from ..objective.beside_exchange import with_beside
 from ..objective.evaluate import Evaluation
@@ -30,14 +33,39 @@ def routing_of(problem: Problem, e: Evaluation, pricer: Pricer, is_staged: bool 
     sent = gathered = 0.0
     for v, strategy, copies in zip(problem.vertices, chosen, problem.copies(e.first)):
         if axes := exchange_axes(v.node, strategy, problem.mesh):
-            sent += copies * exchange_bytes(v.node, strategy, problem.mesh)
             ways = math.prod(map(problem.mesh.size, axes))
+            sent += copies * exchange_bytes(v.node, strategy, problem.mesh) * (1.0 - problem.skew.staying(ways))
             gathered += copies * (ways - 1) * _held_bytes(v.node, strategy, problem)
     times, worst, gained = pricer.micro_batches, 0.0, 0.0
     if not is_staged:
         worst, gained = _worst_peak_bytes(problem, e, pricer), _gained_seconds(problem, e, pricer)
     parts = (sent, gathered, e.travelling_seconds, gained)
-    return Routing(problem.expert_load, worst, *(part * times for part in parts))
+    return Routing(_load(problem, chosen), worst, *(part * times for part in parts))
+
+
+def copies_in(problem: Problem, e: Evaluation, pricer: Pricer) -> ExpertCopies | None:
+    """Return what copies of hot experts cost in a plan, None if it has none."""
+    mesh, cost = problem.mesh, problem.copy_cost
+    sent = held = seconds = 0.0
+    chosen = [problem.choices(v.index).strategies[e.choice[v.index]] for v in problem.vertices]
+    for v, strategy, count in zip(problem.vertices, chosen, problem.copies(e.first)):
+        if cost is not None and (made := copies_of(v.node, strategy, mesh, problem.skew.hot)):
+            sent += count * made.sent_bytes(mesh)
+            held = max(held, made.inside_bytes)
+            seconds += count * cost.seconds(v.node, strategy, mesh)
+    if not held:
+        return None
+    without = _load(problem, chosen, replace(problem.skew, hot=0))
+    return ExpertCopies(without, sent * pricer.micro_batches, held, seconds * pricer.micro_batches)
+
+
+def _load(problem: Problem, chosen: Sequence[Strategy], skew: Skew | None = None) -> float:
+    """Return the load that is assumed where experts are cut over most devices."""
+    skew = skew or problem.skew
+    if not skew.hot and not skew.shares:
+        return skew.load
+    layouts = [layout for strategy in chosen for layout in strategy.outputs]
+    return skew.at(max(math.prod(map(problem.mesh.size, layout.owned_axes)) for layout in layouts))
 
 
 def _gained_seconds(problem: Problem, e: Evaluation, pricer: Pricer) -> float:
@@ -57,11 +85,13 @@ def _held_bytes(node: fx.Node, strategy: Strategy, problem: Problem) -> float:
 
 
 def _worst_peak_bytes(problem: Problem, e: Evaluation, pricer: Pricer) -> float:
-    """Return the peak of a device whose experts get all rows of its group, in every layer."""
+    """Return the peak of a device whose experts get all rows of its group, or all that can be on one device if hot
+    experts are copied, in every layer."""
+    worst = problem.skew.worst
 
     def times(layout: Layout) -> float:
-        planned, most = (load_of_rows(layout, problem.mesh, load) for load in (pricer.expert_load, math.inf))
+        planned, most = (load_of_rows(layout, problem.mesh, load) for load in (pricer.expert_load, worst))
         return most / planned
 
     saved = {key: bytes_ * times(key[2]) for key, bytes_ in e.saved.items()}
-    return live_bytes(problem, replace(e, saved=saved), pricer.with_load(math.inf)).peak_bytes
+    return live_bytes(problem, replace(e, saved=saved), pricer.with_load(worst)).peak_bytes
