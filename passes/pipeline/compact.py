@@ -15,6 +15,7 @@ from torch import fx
 from ...frontend.repeated_blocks import Compact
 from ...ir.graph import operand, outputs_of, tensor_of
 from ...ops import autopar
+from .known_first import known_by
 
 Key = tuple[Hashable, int]  # origin and number of the block, as in Compact
 Known = Mapping[str, tuple[object, Key]]  # by name of a node of the whole batch: its target and key
@@ -74,6 +75,8 @@ def _ends(graph: fx.Graph) -> dict[str, tuple[str, str]]:
             producer, item = tensor_of(operand(node))
             found[node.name] = f"own {item}", producer.name
     for node in graph.find_nodes(op="placeholder"):
+        if (of := known_by(node.meta["role"])) is not None:
+            found[node.name] = of
         if node.meta["role"].kind == "cotangent":
             name = node.meta["role"].name
             found |= {node.name: ("cotangent", name), name: ("given", name)}

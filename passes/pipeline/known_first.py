@@ -17,6 +17,7 @@ from ...ir.graph import OutputRole, Role, is_op, is_tensor, leaf_name, output_no
 from ...ops.streams import stream_of
 
 GIVEN = ("input", "total")  # kinds of leaves that are known before a micro-batch runs
+MADE, KEYS = "known.", ".keys"  # of the names of leaves that were ops, and of those that are read of keys
 
 
 def known_first(joint: fx.GraphModule, numbers: bool) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -28,6 +29,14 @@ def known_first(joint: fx.GraphModule, numbers: bool) -> tuple[fx.GraphModule, f
     read = [node for node in joint.graph.nodes if node in known and _is_leaf(node, known)]
     rest, names = _rest(joint, known, read)
     return _first(joint, known, read, names), rest
+
+
+def known_by(role: Role) -> tuple[str, str] | None:
+    """Return what a leaf is that stands for an op, and the name of that op's node; None for others."""
+    if role.kind != "input" or not role.name.startswith(MADE):
+        return None
+    name = role.name.removeprefix(MADE)
+    return ("known keys", name.removesuffix(KEYS)) if name.endswith(KEYS) else ("known", name)
 
 
 def of_no_input(known: fx.Graph) -> frozenset[str]:
@@ -47,8 +56,20 @@ def _known(graph: fx.Graph, numbers: bool) -> set[fx.Node]:
             known.add(node)
     if numbers:
         return known
+    tables = _of_tables(graph, known)  # held once for all rows
     small = [n for n in known if n.op != "call_function" or not any(_is_large(value) for value in values_of(n))]
-    return _needed(small)
+    return _needed(small) | tables
+
+
+def _of_tables(graph: fx.Graph, known: set[fx.Node]) -> set[fx.Node]:
+    """Return what follows from constants that are tables of numbers, and from no input."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "get_attr" and is_tensor(node) and _is_large(node.meta["val"]):
+            found.add(node)
+        elif node in known and not found.isdisjoint(node.all_input_nodes) and not _has_inputs(node):
+            found |= _needed([node])
+    return found
 
 
 def _is_large(value: torch.Tensor) -> bool:
@@ -85,7 +106,7 @@ def _rest(joint: fx.GraphModule, known: set[fx.Node], read: list[fx.Node]) -> tu
         if node not in known or node in read:
             new[node] = graph.node_copy(node)
     for node in (node for node in read if node.op != "placeholder"):
-        role = Role("input", f"known.{node.name}")
+        role = Role("input", f"{MADE}{node.name}")
         new[node] = graph.placeholder(leaf_name(role))
         new[node].meta = {**node.meta, "role": role, "phase": "forward"}
     for node in read:

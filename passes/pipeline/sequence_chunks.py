@@ -32,6 +32,7 @@ from ...plans.sharding import NodeSharding
 from ...rules.reading import bound
 from .batch_axis import AXIS, BatchAxis, NeedsAllSamples, axis_from, partial_of
 from .compact import compact_of, few_of
+from .known_first import KEYS as OF_LEAF_KEYS
 from .known_first import known_first, of_no_input
 from .micro_batch import SAME, FewBlocks, MicroBatched
 from .one_part import one_part
@@ -186,7 +187,7 @@ def _apart(graph: fx.Graph) -> dict[str, str]:
         if leaf is None or leaf.op != "placeholder":
             continue
         if leaf not in made:
-            role = Role("input", f"{leaf.meta['role'].name}.keys")
+            role = Role("input", f"{leaf.meta['role'].name}{OF_LEAF_KEYS}")
             with graph.inserting_after(leaf):
                 made[leaf] = graph.placeholder(leaf_name(role))
             made[leaf].meta = {**leaf.meta, "role": role}
