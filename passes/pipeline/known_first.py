@@ -57,7 +57,7 @@ def _known(graph: fx.Graph, numbers: bool) -> set[fx.Node]:
     if numbers:
         return known
     tables = _of_tables(graph, known)  # held once for all rows
-    small = [n for n in known if n.op != "call_function" or not any(_is_large(value) for value in values_of(n))]
+    small = [n for n in known if n.op != "call_function" or not any(map(_is_large, values_of(n))) or _is_range(n)]
     return _needed(small) | tables
 
 
@@ -70,6 +70,11 @@ def _of_tables(graph: fx.Graph, known: set[fx.Node]) -> set[fx.Node]:
         elif node in known and not found.isdisjoint(node.all_input_nodes) and not _has_inputs(node):
             found |= _needed([node])
     return found
+
+
+def _is_range(node: fx.Node) -> bool:
+    """Return whether a node is numbers that are counted, one for each token."""
+    return not node.all_input_nodes and all(value.dim() == 1 for value in values_of(node))
 
 
 def _is_large(value: torch.Tensor) -> bool:

@@ -30,7 +30,8 @@ def model_flops(node: fx.Node) -> float:
     is_forward = node.target is autopar.attention.default
     q, k, v = [a.meta["val"] for a in tensor_arguments(node)][slice(0, 3) if is_forward else slice(1, 4)]
     given = bound(node)
-    keys = Shape(1, 1, q.shape[2], k.shape[2], 1, 1, given["causal"], window=given["window"]).reach
+    tokens = k.shape[2] + int(given["first"])  # of a row, of which a mean chunk of it has as many keys before as behind
+    keys = Shape(1, 1, q.shape[2], tokens, 1, 1, given["causal"], window=given["window"]).reach
     forward = 2.0 * math.prod(q.shape[:-1]) * float(keys) * (q.shape[-1] + v.shape[-1])
     return forward if is_forward else 2.0 * forward
 
