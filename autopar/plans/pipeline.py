@@ -15,6 +15,7 @@ from ..errors import PipelineError, StageError
 from ..ir.mesh import Mesh
 from ..schedule.actions import Schedule
 from ..schedule.catalogue import KINDS, Kind, canonical, make
+from ..schedule.pairs import in_pairs
 from ..schedule.play import play
 from ..schedule.played import Played
 
@@ -51,7 +52,8 @@ class StageCost:
 class Pipeline:
     """`ranks` devices along `axis`, one where the mesh has no such axis; stages begin at the forward ops `cuts`, in the
     graph of one of `micro_batches`. By stage: `costs`, of the largest micro-batch, and `owners`, the parameters and
-    buffers that it reads. `samples`: of the whole batch, 0 where all micro-batches are taken as equal."""
+    buffers that it reads. `samples`: of the whole batch, 0 where all micro-batches are taken as equal. `pairs`: of one
+    stage, whether forwards run beside the backwards of the micro-batches before (autopar/schedule/pairs.py)."""
 
     axis: str = AXIS
     ranks: int = 1
@@ -62,6 +64,7 @@ class Pipeline:
     costs: tuple[StageCost, ...] = ()
     owners: tuple[tuple[str, ...], ...] = ()
     samples: int = 0
+    pairs: bool = False
 
     def __post_init__(self) -> None:
         if len(self.cuts) + 1 != self.ranks * self.stages_per_rank:
@@ -91,7 +94,8 @@ class Pipeline:
     def orders(self) -> Schedule:
         """Return the actions of all ranks. Raise StrategyError for a schedule that there is not."""
         kind = KINDS[canonical(self.schedule)]
-        return _made(self.schedule, kind, self.ranks, self.micro_batches, self.stages_per_rank)
+        made = _made(self.schedule, kind, self.ranks, self.micro_batches, self.stages_per_rank)
+        return in_pairs(made) if self.pairs else made
 
     @property
     def shares(self) -> tuple[float, ...]:

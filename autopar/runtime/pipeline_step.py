@@ -124,9 +124,11 @@ class PipelineStep:
             agree.union([group for group, _, _ in program.collectives()])
         )  # also those that only other stages need
         self.schedule = pipeline.orders if self.trains else forwards(pipeline.orders)
-        splits = self.schedule.splits_backward
+        splits, order = self.schedule.splits_backward, self.schedule.together(self.stage.pp_rank)
         self.graphs = {
-            i: RankGraphs.of_stage(i, self.groups, self.device, self.plan).load(p.graphs(splits))
+            i: RankGraphs.of_stage(i, self.groups, self.device, self.plan).load(
+                p.graphs(splits, p.pairs(order, self.micro.is_smaller))
+            )
             for i, p in program.stages.items()
         }
         self.stages = {i: StageExecutor([p], self.graphs[i], self.micro.is_smaller) for i, p in program.stages.items()}
@@ -261,7 +263,7 @@ class PipelineStep:
         """Begin a call on this rank's stages and walk through its actions in a schedule."""
         for stage in self.stages.values():
             stage.begin(call.leaf, call.output)
-        return walk(schedule.orders[self.stage.pp_rank], self.stages, links)
+        return walk(schedule.together(self.stage.pp_rank), self.stages, links)
 
     def _outputs(self, call: PipelineCall, lengths: OwnLengths | None) -> list[Tensor | None]:
         """Return whole outputs: those of this rank's stages, and those that all ranks get."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor, fx
 
-from ..codegen.rank_program import GraphKey, StageProgram
+from ..codegen.rank_program import GraphKey, StageProgram, pair_of
 from ..ir.graph import OutputRole, output_node
 from ..passes.pipeline.add_gradients import is_gradient
 from ..schedule.actions import Action
@@ -53,9 +53,12 @@ class StageExecutor:
         self.copies = {}
         return sums
 
-    def do(self, action: Action, arrived: Values) -> Values:
-        """Run an action with what it has waited for, which is let go of, and return what it sends."""
-        return getattr(self, DO[action.kind])(action[2], arrived)
+    def do(self, together: Sequence[Action], arrived: Sequence[Values]) -> list[Values]:
+        """Run an action, or a forward and a backward together, with what each has waited for, which is let go of, and
+        return what each sends."""
+        if len(together) == 2:
+            return self.pair(together[0][2], together[1][2], *arrived)
+        return [getattr(self, DO[together[0].kind])(together[0][2], arrived[0])]
 
     def expects(self, message: Action) -> Mapping[str, Tensor]:
         """Return what a message to the stage consists of: tensors of this rank's shapes and dtypes by name."""
@@ -69,8 +72,11 @@ class StageExecutor:
     def forward(self, i: int, arrived: Values) -> Values:
         """Run the forward of a micro-batch."""
         key = GraphKey("F", self.is_smaller(i))
-        takes, roles = self._signature(key)
-        results = [list(r) for r in self.run(key, self._arguments(takes, i, arrived))]
+        return self._leave(key, i, self.run(key, self._arguments(self._signature(key)[0], i, arrived)))
+
+    def _leave(self, key: GraphKey, i: int, made: Sequence[Sequence[Tensor]]) -> Values:
+        """Keep what the backward reads of the results of a forward, and return what goes to the next stage."""
+        results, roles = [list(r) for r in made], self._signature(key)[1]
         sent, given = {}, [role for role in roles if role is not None]
         for role, *values in zip(given, *results):
             if role.kind == "activation":
@@ -86,6 +92,20 @@ class StageExecutor:
             del self.saved[i]
             return {}
         return self._add_up(GraphKey("B", self.is_smaller(i)), i, self._backward_arguments(i, arrived))[0]
+
+    def pair(self, i: int, before: int, arrived: Values, arrived_before: Values) -> list[Values]:
+        """Run the forward of a micro-batch and the whole backward of one before it as one graph."""
+        if self.program.backward is None:
+            return [self.forward(i, arrived), self.backward(before, arrived_before)]
+        forward, backward = GraphKey("F", self.is_smaller(i)), GraphKey("B", self.is_smaller(before))
+        ahead = self._arguments(self._signature(forward)[0], i, arrived)
+        arguments = [mine + saved for mine, saved in zip(ahead, self._backward_arguments(before, arrived_before))]
+        ahead.clear()
+        adds = self._add_sums(backward, arguments)
+        results = self.run(pair_of(forward, backward._replace(adds=adds)), arguments)
+        counts = [len(self._signature(forward, at)[1]) for at in range(len(results))]
+        sent = self._leave(forward, i, [mine[:n] for mine, n in zip(results, counts)])
+        return [sent, self._take(backward, before, adds, [mine[n:] for mine, n in zip(results, counts)])[0]]
 
     def input_part(self, i: int, arrived: Values) -> Values:
         """Run the part of a micro-batch's backward that the stage before waits for, and keep what the other reads."""
@@ -139,13 +159,21 @@ class StageExecutor:
     def _add_up(self, key: GraphKey, i: int, arguments: list[list[Tensor]]) -> tuple[Values, list[list[Tensor]]]:
         """Run a backward or a part of it, add the gradients of parameters to the sums, and return (what goes to the
         stage before, by rank what the weight part reads)."""
-        _, roles = self._signature(key)
-        names = [role.name for role in roles if is_gradient(role)]
+        adds = self._add_sums(key, arguments)
+        return self._take(key, i, adds, self.run(key._replace(adds=adds), arguments))
+
+    def _add_sums(self, key: GraphKey, arguments: list[list[Tensor]]) -> bool:
+        """Add the sums of gradients so far to the arguments of a backward; return whether there are any."""
+        names = [role.name for role in self._signature(key)[1] if is_gradient(role)]
         adds = bool(names) and all(name in self.sums[0] for name in names)
-        if adds:
-            for values, sums in zip(arguments, self.sums):
-                values += [sums[name] for name in names]
-        results = self.run(key._replace(adds=adds), arguments)
+        for values, sums in zip(arguments, self.sums if adds else ()):
+            values += [sums[name] for name in names]
+        return adds
+
+    def _take(self, key: GraphKey, i: int, adds: bool, results: Sequence) -> tuple[Values, list[list[Tensor]]]:
+        """Keep the gradients of parameters that a backward made, unless it `adds` them to the sums itself, and return
+        the rest as `_add_up` does."""
+        roles = self._signature(key)[1]
         if not adds:
             for sums, result in zip(self.sums, results):
                 sums |= {role.name: value for role, value in zip(roles, result) if is_gradient(role)}
