@@ -332,6 +332,7 @@ SCHEMA: Kind = {
             "parameters": count, "name": text,
         }],
         "owners": [[text]], "samples": count,
+        "pairs": Either({"turns": [text], "beside_seconds": amount, "gained_seconds": amount}),
     },
     "meshes": [{
         "mesh": text, "bound": amount, "step_seconds": Either(amount), "peak_bytes": Either(amount),
@@ -342,10 +343,12 @@ SCHEMA: Kind = {
 
 
 def _in_full(body: Json) -> Json:
-    """Return a plan's data with what its alternatives, its sharding and its routing leave out."""
+    """Return a plan's data with what its alternatives, pipeline, sharding and routing leave out."""
     rows, sharding = body.get("alternatives"), body.get("sharding")
     if isinstance(sharding, dict):
         body = body | {"sharding": {"loops": [], "exchanges": []} | sharding}
+    if isinstance(pipeline := body.get("pipeline"), dict):
+        body = body | {"pipeline": {"pairs": None} | pipeline}
     if isinstance(routing := body.get("routing"), dict):
         body = body | {"routing": NO_ROUTING | routing}
     if not isinstance(rows, list):

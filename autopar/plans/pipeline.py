@@ -49,11 +49,22 @@ class StageCost:
 
 
 @dataclass(frozen=True)
+class Pairs:
+    """Forwards beside the backwards of the micro-batches before (passes/pipeline/side_by_side.py). `turns`: ops at whose
+    waits for rows of experts one of them gives way to the other. Of a step: `beside_seconds`, in which rows travel
+    while the other may compute, and `gained_seconds`, by which it is shorter than one micro-batch after the other."""
+
+    turns: tuple[str, ...]
+    beside_seconds: float
+    gained_seconds: float
+
+
+@dataclass(frozen=True)
 class Pipeline:
     """`ranks` devices along `axis`, one where the mesh has no such axis; stages begin at the forward ops `cuts`, in the
     graph of one of `micro_batches`. By stage: `costs`, of the largest micro-batch, and `owners`, the parameters and
     buffers that it reads. `samples`: of the whole batch, 0 where all micro-batches are taken as equal. `pairs`: of one
-    stage, whether forwards run beside the backwards of the micro-batches before (autopar/schedule/pairs.py)."""
+    stage, how forwards run beside the backwards of the micro-batches before, if they do."""
 
     axis: str = AXIS
     ranks: int = 1
@@ -64,7 +75,7 @@ class Pipeline:
     costs: tuple[StageCost, ...] = ()
     owners: tuple[tuple[str, ...], ...] = ()
     samples: int = 0
-    pairs: bool = False
+    pairs: Pairs | None = None
 
     def __post_init__(self) -> None:
         if len(self.cuts) + 1 != self.ranks * self.stages_per_rank:

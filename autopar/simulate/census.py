@@ -23,7 +23,8 @@ from ..ir.graph import operand, outputs_of
 from ..ops import autopar
 from ..passes.distribute.heavy_ops import HEAVY, is_heavy
 from ..passes.distribute.overlap import gathers_of, leading_out
-from ..planner.objective.evaluate import Beside, Evaluation
+from ..planner.objective.beside import Beside
+from ..planner.objective.evaluate import Evaluation
 from ..planner.objective.script import Script, StreamOf, scripts_of
 from ..planner.objective.step_order import Execution, step_order
 from ..planner.problem.problem import Problem

@@ -2,7 +2,8 @@
 the other computes.
 
 Neither reads what the other makes, so any order that keeps both of their own is right. They take turns: each computes
-up to where it would wait for rows, and waits for them when the other has come to such a place too. So whatever a graph
+up to where it would wait for rows, and waits for them when the other has come to such a place too; which of its waits are
+such places the plan says (autopar/planner/objective/side_by_side.py). So whatever a graph
 computes between two waits runs beside the rows of the other one, an exchange of each is on its way at most, and the
 order of collectives follows from the two graphs alone, which are alike on the ranks of an axis. Where one has come to
 its end the other goes on alone. DeepSeek-V3 (arXiv 2412.19437), section 3.2.1, pairs chunks so.
@@ -10,7 +11,7 @@ its end the other goes on alone. DeepSeek-V3 (arXiv 2412.19437), section 3.2.1, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import reduce
 from itertools import zip_longest
 
@@ -25,20 +26,22 @@ BEFORE = "before_"  # begins the names of what belongs to the micro-batch before
 OF_FORWARD = "of_forward"  # in the meta of the output node: how many of the results are the forward's
 
 
-def side_by_side(forward: fx.GraphModule, backward: fx.GraphModule) -> fx.GraphModule:
+def side_by_side(forward: fx.GraphModule, backward: fx.GraphModule, exchanges: Collection[str]) -> fx.GraphModule:
     """Return a graph that takes the arguments of a forward, then those of a backward of another micro-batch, and returns
-    the results of both in this order. Names of the backward begin with BEFORE."""
+    the results of both in this order. Names of the backward begin with BEFORE. `exchanges`: ops at whose waits for rows
+    turns end."""
     writer = _Writer(forward, backward)
-    for of_forward, of_backward in zip_longest(turns(forward.graph), turns(backward.graph), fillvalue=()):
+    both = (turns(module.graph, exchanges) for module in (forward, backward))
+    for of_forward, of_backward in zip_longest(*both, fillvalue=()):
         writer.copy(of_forward, forward)
         writer.copy(of_backward, backward)
     return writer.written()
 
 
-def turns(graph: fx.Graph) -> Iterator[list[fx.Node]]:
-    """Iterate over what a graph computes, cut before each wait for rows of experts."""
+def turns(graph: fx.Graph, exchanges: Collection[str]) -> Iterator[list[fx.Node]]:
+    """Iterate over what a graph computes, cut before each wait for the rows of some exchanges."""
     turn: list[fx.Node] = []
-    waits = {wait for node in graph.nodes if (wait := _wait_for_rows(node)) is not None}
+    waits = {wait for node in graph.nodes if (wait := _wait_for_rows(node, exchanges)) is not None}
     for node in graph.nodes:
         if node in waits:
             yield turn
@@ -53,9 +56,9 @@ def results_of_forward(graph: fx.Graph) -> int:
     return output_node(graph).meta.get(OF_FORWARD, 0)
 
 
-def _wait_for_rows(start: fx.Node) -> fx.Node | None:
-    """Return the node that waits for the rows that `start` sends, None if it sends none."""
-    if start.target is not autopar.exchange_rows.default or start.meta["collective"].tensor.endswith("_flags"):
+def _wait_for_rows(start: fx.Node, exchanges: Collection[str]) -> fx.Node | None:
+    """Return the node that waits for the rows that `start` sends for one of some exchanges, None if it does not."""
+    if start.target is not autopar.exchange_rows.default or start.meta["collective"].tensor not in exchanges:
         return None
     return next((user for user in start.users if user.target is c10d.wait_tensor.default), None)
 

@@ -26,7 +26,8 @@ from ...rules.register import suggestion
 from ...utils.gc_pause import paused_collector
 from ..objective import loops
 from ..objective.beside_exchange import beside_exchanges, choices_of, fitted, like_those_at
-from ..objective.evaluate import Beside, Evaluation
+from ..objective.beside import Beside
+from ..objective.evaluate import Evaluation
 from ..objective.memory_timeline import LiveBytes
 from ..objective.pricer import Pricer
 from ..objective.tail_cost import NO_TAIL, tail_cost
@@ -42,6 +43,7 @@ from ..solver.solver import Solver
 from . import accumulation, expert_plans, fixed_recompute, tiling
 from .plan_options import IN_DOUBT, PlanOptions
 from .planned import Planned
+from .side_by_side import with_pairs
 
 
 def make_plan(
@@ -240,7 +242,7 @@ def _by_target(problem: Problem) -> dict[str, list[int]]:
 
 def beside_products(chosen: Outcome, options: PlanOptions) -> Outcome:
     """Return a plan with products beside what it moves, where that gains."""
-    return with_exchanges(with_loops(chosen, options), options)
+    return with_pairs(with_exchanges(with_loops(chosen, options), options), options)
 
 
 def with_exchanges(chosen: Outcome, options: PlanOptions) -> Outcome:
