@@ -69,9 +69,7 @@ def one_by_one(e: Evaluation) -> Evaluation:
     return replace(e, beside=beside, compute=compute, recompute_seconds=recompute_seconds, turns=frozenset())
 
 
-def _link_seconds(
-    problem: Problem, e: Evaluation, pricer: Pricer, hardware: Hardware
-) -> Iterator[tuple[int, float]]:
+def _link_seconds(problem: Problem, e: Evaluation, pricer: Pricer, hardware: Hardware) -> Iterator[tuple[int, float]]:
     """Iterate over the exchanges of a pass and the seconds that their rows are on their way."""
     for v in problem.vertices:
         if v.kind == "op":
