@@ -50,9 +50,10 @@ class StageCost:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Forwards beside the backwards of the micro-batches before (passes/pipeline/side_by_side.py). `turns`: ops at whose
-    waits for rows of experts one of them gives way to the other. Of a step: `beside_seconds`, in which rows travel
-    while the other may compute, and `gained_seconds`, by which it is shorter than one micro-batch after the other."""
+    """Forwards beside the backwards of the micro-batches before (passes/pipeline/side_by_side.py). `turns`: ops at
+    whose waits for rows of experts one of them gives way to the other. Of a step: `beside_seconds`, in which rows
+    travel while the other may compute, and `gained_seconds`, by which it is shorter than one micro-batch after the
+    other."""
 
     turns: tuple[str, ...]
     beside_seconds: float

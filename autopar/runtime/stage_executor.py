@@ -37,20 +37,21 @@ class StageExecutor:
         """Begin a call, and make the copies that all its micro-batches share. `leaf(placeholder, micro-batch, rank)`
         returns an argument of a graph; `output(role, micro-batch, values)` takes an output of the call, the new
         value of what it writes to or the gradient of an input."""
-        self.leaf, self.output, self.copies = leaf, output, {}
+        self.leaf, self.output = leaf, output
+        self.copies: list[dict[str, Tensor]] = [{} for _ in self.programs]
         self.saved: dict[int, list[list[Tensor]]] = {}
         self.stash: dict[int, list[list[Tensor]]] = {}  # of the input part for the weight part
         self.sums: list[dict[str, Tensor]] = [{} for _ in self.programs]
         if self.program.copies is not None:
-            takes, roles = self._signature(GraphKey("C"))
-            made = self.run(GraphKey("C"), self._arguments(takes, 0, {}))
-            self.copies = {role.name: list(values) for role, *values in zip(roles, *made)}
+            made = self.run(GraphKey("C"), self._arguments(GraphKey("C"), 0, {}))
+            each = [zip(self._signature(GraphKey("C"), at)[1], mine) for at, mine in enumerate(made)]
+            self.copies = [{role.name: value for role, value in mine} for mine in each]  # uneven ranks make more
 
     def end(self) -> list[dict[str, Tensor]]:
         """Let go of what belongs to the call and return the sums."""
         sums, self.sums = self.sums, []
         self.leaf = self.output = None
-        self.copies = {}
+        self.copies = []
         return sums
 
     def do(self, together: Sequence[Action], arrived: Sequence[Values]) -> list[Values]:
@@ -72,7 +73,7 @@ class StageExecutor:
     def forward(self, i: int, arrived: Values) -> Values:
         """Run the forward of a micro-batch."""
         key = GraphKey("F", self.is_smaller(i))
-        return self._leave(key, i, self.run(key, self._arguments(self._signature(key)[0], i, arrived)))
+        return self._leave(key, i, self.run(key, self._arguments(key, i, arrived)))
 
     def _leave(self, key: GraphKey, i: int, made: Sequence[Sequence[Tensor]]) -> Values:
         """Keep what the backward reads of the results of a forward, and return what goes to the next stage."""
@@ -98,7 +99,7 @@ class StageExecutor:
         if self.program.backward is None:
             return [self.forward(i, arrived), self.backward(before, arrived_before)]
         forward, backward = GraphKey("F", self.is_smaller(i)), GraphKey("B", self.is_smaller(before))
-        ahead = self._arguments(self._signature(forward)[0], i, arrived)
+        ahead = self._arguments(forward, i, arrived)
         arguments = [mine + saved for mine, saved in zip(ahead, self._backward_arguments(before, arrived_before))]
         ahead.clear()
         adds = self._add_sums(backward, arguments)
@@ -141,20 +142,25 @@ class StageExecutor:
             self._signatures[key, at] = takes, output_node(graph).meta["roles"]
         return self._signatures[key, at]
 
-    def _arguments(self, nodes: Sequence[fx.Node], i: int, arrived: Values) -> list[list[Tensor]]:
-        """Return by rank what placeholders take for a micro-batch. Empties `arrived`."""
-        known = {"activation": arrived, "arriving": arrived, "copy": self.copies}
-        found: list[list[Tensor]] = [[] for _ in self.programs]
-        for node in nodes:
-            role = node.meta["role"]
-            for at, values in enumerate(found):
-                values.append(known[role.kind][role.name][at] if role.kind in known else self.leaf(node, i, at))
+    def _arguments(self, key: GraphKey, i: int, arrived: Values, left_out: Sequence[int] = ()) -> list[list[Tensor]]:
+        """Return by rank what the placeholders of a graph take for a micro-batch, without as many of the first as are
+        `left_out`. Empties `arrived`."""
+        found: list[list[Tensor]] = []
+        for at, copies in enumerate(self.copies):
+            nodes = self._signature(key, at)[0][left_out[at] if left_out else 0 :]
+            found.append([self._argument(node, i, at, arrived, copies) for node in nodes])
         arrived.clear()
         return found
 
+    def _argument(self, node: fx.Node, i: int, at: int, arrived: Values, copies: Mapping[str, Tensor]) -> Tensor:
+        role = node.meta["role"]
+        if role.kind == "copy":
+            return copies[role.name]
+        return arrived[role.name][at] if role.kind in ("activation", "arriving") else self.leaf(node, i, at)
+
     def _backward_arguments(self, i: int, arrived: Values) -> list[list[Tensor]]:
-        saved, (takes, _) = self.saved.pop(i), self._signature(GraphKey("B", self.is_smaller(i)))
-        return [s + a for s, a in zip(saved, self._arguments(takes[len(saved[0]) :], i, arrived))]
+        saved, key = self.saved.pop(i), GraphKey("B", self.is_smaller(i))
+        return [s + a for s, a in zip(saved, self._arguments(key, i, arrived, [*map(len, saved)]))]
 
     def _add_up(self, key: GraphKey, i: int, arguments: list[list[Tensor]]) -> tuple[Values, list[list[Tensor]]]:
         """Run a backward or a part of it, add the gradients of parameters to the sums, and return (what goes to the

@@ -91,7 +91,7 @@ class Schedule:
         return tuple(stage for stage, r in enumerate(self.rank_of_stage) if r == rank)
 
     def together(self, rank: int) -> tuple[tuple[Action, ...], ...]:
-        """Return the order of a rank as what it runs together: single actions, and pairs of a forward and a backward."""
+        """Return the order of a rank as what it runs together: actions, or pairs of a forward and a backward."""
         found: list[tuple[Action, ...]] = []
         for action in self.orders[rank]:
             last = found[-1] if found else ()

@@ -2,11 +2,11 @@
 the other computes.
 
 Neither reads what the other makes, so any order that keeps both of their own is right. They take turns: each computes
-up to where it would wait for rows, and waits for them when the other has come to such a place too; which of its waits are
-such places the plan says (autopar/planner/objective/side_by_side.py). So whatever a graph
-computes between two waits runs beside the rows of the other one, an exchange of each is on its way at most, and the
-order of collectives follows from the two graphs alone, which are alike on the ranks of an axis. Where one has come to
-its end the other goes on alone. DeepSeek-V3 (arXiv 2412.19437), section 3.2.1, pairs chunks so.
+up to where it would wait for rows, and waits for them when the other has come to such a place too; which of its waits
+are such places the plan says (autopar/planner/objective/side_by_side.py). So whatever a graph computes between two of
+them runs beside the rows of the other one, and the order of collectives follows from the two graphs and the plan, which
+are alike on the ranks of an axis. Where one has come to its end the other goes on alone. DeepSeek-V3 (arXiv
+2412.19437), section 3.2.1, pairs chunks so.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ OF_FORWARD = "of_forward"  # in the meta of the output node: how many of the res
 
 
 def side_by_side(forward: fx.GraphModule, backward: fx.GraphModule, exchanges: Collection[str]) -> fx.GraphModule:
-    """Return a graph that takes the arguments of a forward, then those of a backward of another micro-batch, and returns
-    the results of both in this order. Names of the backward begin with BEFORE. `exchanges`: ops at whose waits for rows
-    turns end."""
+    """Return a graph that takes the arguments of a forward, then those of a backward of another micro-batch, and
+    returns the results of both in this order. Names of the backward begin with BEFORE. `exchanges`: ops at whose waits
+    for rows turns end."""
     writer = _Writer(forward, backward)
     both = (turns(module.graph, exchanges) for module in (forward, backward))
     for of_forward, of_backward in zip_longest(*both, fillvalue=()):

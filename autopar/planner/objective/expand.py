@@ -14,9 +14,9 @@ from ...rules.row_regions import RowRegion
 from ..problem.problem import Problem
 from ..problem.tiled import regions_named
 from ..problem.vertices import STATE, vertices_of
+from .beside import Beside
 from .checkpoint_blocks import recomputed_vertices, taking
 from .checkpoint_min_cut import FULL, SELECTIVE, Key, Recomputation
-from .beside import Beside
 from .evaluate import Evaluation
 from .host_values import saved_on_device, saved_on_host, written_out
 
