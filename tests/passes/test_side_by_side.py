@@ -54,7 +54,7 @@ def test_results_are_those_of_both():
 
 
 def test_one_ends_before_the_other():
-    """What has no exchange comes in one piece, and constants of one name stay apart unless they are the same."""
+    """A graph without exchanges comes in one piece, and constants of one name stay apart unless they are the same."""
     graphs = []
     for value in (1.0, 2.0):
         graph = torch.fx.Graph()

@@ -40,7 +40,7 @@ def test_the_step_is_the_played_one():
 
 
 def test_a_compact_graph_plays_as_the_whole_one():
-    found = planned(6)
+    found = planned(12)
     small = played_seconds(found.problem, found.evaluation, found.pricer)
     assert found.problem.compact is not None
     assert played_seconds(*found.whole, found.pricer) == pytest.approx(small)
@@ -91,7 +91,7 @@ def test_two_micro_batches_are_in_memory():
 
 
 def test_memory_is_left_for_the_second():
-    """Where it does not fit beside the fastest plan one that holds less is paired, if that is faster; else none is."""
+    """A plan that holds less is paired, if that is faster than the fastest alone; else none is."""
     roomy = planned(3)
     apart = live_bytes(roomy.whole[0], one_by_one(roomy.whole[1]), roomy.pricer).peak_bytes
     limit = int((apart + roomy.plan.peak_bytes) / 2)
