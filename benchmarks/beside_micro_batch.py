@@ -1,12 +1,12 @@
-"""Steps of mixtures of experts in micro-batches without stages, one micro-batch after the other and side by side, by the
-planner's clock.
+"""Steps of mixtures of experts in micro-batches without stages, one after the other and side by side, by the planner's
+clock.
 
-    OMP_NUM_THREADS=1 python benchmarks/beside_micro_batch.py [--only mixtral] > benchmarks/results/beside_micro_batch.txt
+    OMP_NUM_THREADS=1 python benchmarks/beside_micro_batch.py > benchmarks/results/beside_micro_batch.txt
 
-Models are those of benchmarks/moe_plans.py, in bf16, pointwise ops fused, on H100s without an axis of stages, one sample
-of 4,096 tokens a replica and micro-batch. "apart" is the plan with pairs left out, the fastest that the search finds for
-the memory; "rows" are the seconds of a step in which rows travel beside another micro-batch. CPU seconds are of planning
-with pairs, tracing included.
+Models are those of benchmarks/moe_plans.py, in bf16, pointwise ops fused, on H100s without an axis of stages, one
+sample of 4,096 tokens a replica and micro-batch. "apart" is the plan with pairs left out, the fastest that the search
+finds for the memory; "rows" are the seconds of a step in which rows travel beside another micro-batch. CPU seconds are
+of planning with pairs, and without, tracing included.
 """
 
 from __future__ import annotations

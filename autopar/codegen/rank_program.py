@@ -174,7 +174,7 @@ class StageProgram:
         """Return the graph of a key, one of `graphs`, or of a pair of two of them."""
         if key.kind == "P":
             backward = self.graph(GraphKey("B", key.is_smaller_before, key.adds))
-            turns = self.plan.pipeline.pairs.turns
+            turns = self.plan.pipeline.pairs.turns if self.plan.pipeline.pairs else ()
             return pass_manager.run(SIDE_BY_SIDE, self.graph(GraphKey("F", key.is_smaller)), backward, turns)
         if key.adds:
             return add_gradients(self.graph(key._replace(adds=False)))

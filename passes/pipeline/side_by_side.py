@@ -11,9 +11,10 @@ are alike on the ranks of an axis. Where one has come to its end the other goes 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from functools import reduce
 from itertools import zip_longest
+from typing import cast
 
 import torch
 from torch import fx
@@ -75,7 +76,7 @@ class _Writer:
                 name = self._name(node, module)
                 self._take(node, self.graph.create_node("placeholder", name, (), {}, name))
 
-    def copy(self, nodes, module: fx.GraphModule) -> None:
+    def copy(self, nodes: Sequence[fx.Node], module: fx.GraphModule) -> None:
         """Copy nodes of one of the graphs behind all others."""
         for node in nodes:
             args, kwargs = fx.map_arg((node.args, node.kwargs), self.new.__getitem__)
@@ -85,7 +86,7 @@ class _Writer:
     def written(self) -> fx.GraphModule:
         """Return the graph with the outputs of both."""
         outputs = [output_node(module.graph) for module in (self.forward, self.backward)]
-        results = [fx.map_arg(tuple(output.args[0]), self.new.__getitem__) for output in outputs]
+        results = [fx.map_arg(tuple(cast(Sequence, output.args[0])), self.new.__getitem__) for output in outputs]
         made = self.graph.output(sum(results, ()))
         made.meta |= {"roles": [role for o in outputs for role in o.meta["roles"]], OF_FORWARD: len(results[0])}
         self.graph.lint()
