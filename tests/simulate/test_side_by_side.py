@@ -121,7 +121,6 @@ def test_pairs_compute_the_same_numbers(mesh):
     assert pairs.gradients.keys() == apart.gradients.keys()
     for name, wanted in apart.gradients.items():  # products of CPUs depend on where tensors lie
         assert relative_error(pairs.gradients[name], wanted) <= 1e-15
-    assert pairs.in_flight == (2,) and apart.in_flight == (1,)
 
 
 @pytest.mark.gloo
