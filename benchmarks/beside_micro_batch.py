@@ -15,12 +15,12 @@ import argparse
 import time
 
 import torch
+from moe_plans import GIB, SEQ, mixtral, qwen3
 from transformers import AutoModelForCausalLM, DeepseekV3Config
 
 import autopar
 from autopar.planner.spmd import plan as spmd
 from autopar.utils.format import table
-from moe_plans import GIB, SEQ, mixtral, qwen3
 
 CASES = {
     "mixtral": ("Mixtral 8x22B", mixtral, "dp=8,ep=8,tp=4"),
