@@ -1,7 +1,7 @@
 """Steps of mixtures of experts in micro-batches without stages, one after the other and side by side, by the planner's
 clock.
 
-    OMP_NUM_THREADS=1 python benchmarks/beside_micro_batch.py > benchmarks/results/beside_micro_batch.txt
+    OMP_NUM_THREADS=1 python benchmarks/beside_micro_batch.py [--only qwen3]
 
 Models are those of benchmarks/moe_plans.py, in bf16, pointwise ops fused, on H100s without an axis of stages, one
 sample of 4,096 tokens a replica and micro-batch. "apart" is the plan with pairs left out, the fastest that the search
