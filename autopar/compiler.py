@@ -22,7 +22,7 @@ from ._torch import OpenSizes, lazy_code
 from .adapt.lora import LoRA
 from .adapt.order import Adaptation
 from .codegen import pass_manager
-from .codegen.rank_program import SPLIT_BACKWARD, DeferredProgram, LoweredProgram, PipelineProgram, StageProgram
+from .codegen.rank_program import OF_ACTIONS, DeferredProgram, LoweredProgram, PipelineProgram, StageProgram
 from .codegen.verify_graph import check_global, check_local, check_sharding, check_values
 from .errors import CaptureError, VerifyError
 from .frontend import autocast, export
@@ -185,7 +185,7 @@ RANK = (
 )  # fmt: skip
 PARTITION = Pass("partition", partition, takes=CAPTURE)
 COMPUTE_ONCE = Pass("compute_once", compute_once, takes=CAPTURE, needs=PARTS)  # of a stage
-PASSES = (*MODEL, UNROLL, *MICRO_BATCHES, *STAGES, *RANK, PARTITION, COMPUTE_ONCE, SPLIT_BACKWARD)
+PASSES = (*MODEL, UNROLL, *MICRO_BATCHES, *STAGES, *RANK, PARTITION, COMPUTE_ONCE, *OF_ACTIONS)
 
 
 @paused_collector()

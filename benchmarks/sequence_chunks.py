@@ -48,7 +48,14 @@ def plans() -> None:
             model, inputs = build(f"{name}:seq={tokens}", batch=rows, seq=tokens)
             start = time.process_time()
             plan = autopar.plan(
-                model, mesh, inputs, hardware="h100", memory="80GB", baselines=False, fixes=False, sequence_chunks=chunks
+                model,
+                mesh,
+                inputs,
+                hardware="h100",
+                memory="80GB",
+                baselines=False,
+                fixes=False,
+                sequence_chunks=chunks,
             )
             p, seconds = plan.pipeline, time.process_time() - start
             print(f"{name:<12} {f'{rows} x {tokens:,}':>15} {mesh:<16} {p.row_chunks:>6} {p.micro_batches:>13} "

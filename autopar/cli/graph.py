@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
 def _lower_stages(captured, plan, args: argparse.Namespace, lines: list[str], texts: dict[str, str]) -> None:
     """Run the passes of micro-batches and stages, then those of each stage of a rank."""
     from ..codegen.graph_text import graph_text
-    from ..codegen.rank_program import SPLIT_BACKWARD
+    from ..codegen.rank_program import SIDE_BY_SIDE, SPLIT_BACKWARD
     from ..compiler import STAGES, lower_stage, stages_of
 
     micro, stages = stages_of(captured, plan)
@@ -114,6 +114,9 @@ def _lower_stages(captured, plan, args: argparse.Namespace, lines: list[str], te
         program = lower_stage(stages[i], micro, plan, rank_inside(plan.sharding.mesh, coordinate))
         if args.after == SPLIT_BACKWARD.name and program.backward is not None:
             program.split  # noqa: B018  parts of the backward are made when a schedule asks for them
+        if args.after == SIDE_BY_SIDE.name:
+            for pair in program.pairs(pipeline.orders.together(0), micro.is_smaller)[:1]:
+                program.graph(pair)
 
 
 def _difference(texts: dict[str, str], after: str) -> str:

@@ -6,6 +6,7 @@ run the same graphs.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -19,9 +20,11 @@ from ..ir.layout import Layout
 from ..passes.distribute.partition import Parts
 from ..passes.pipeline.add_gradients import add_gradients, is_gradient
 from ..passes.pipeline.micro_batch import MicroBatched
+from ..passes.pipeline.side_by_side import side_by_side
 from ..passes.pipeline.split_backward import SplitBackward, split_backward
 from ..passes.pipeline.stages import Stage
 from ..plans.plan import Plan
+from ..schedule.actions import Action
 from . import pass_manager
 from .python_code import is_collective
 from .verify_graph import collective_call
@@ -29,18 +32,34 @@ from .verify_graph import collective_call
 SPLIT_BACKWARD = Pass(  # for schedules that run the parts apart
     "split_backward", split_backward, takes=CAPTURE, needs="an axis pp: --mesh pp=2,dp=2"
 )
+SIDE_BY_SIDE = Pass(  # for schedules in pairs
+    "side_by_side", side_by_side, takes=CAPTURE, needs="rows of experts that are sent and --micro-batches 2"
+)
+OF_ACTIONS = SPLIT_BACKWARD, SIDE_BY_SIDE
 
 
 class GraphKey(NamedTuple):
     """One of the graphs of a rank, or of one of its stages. `kind`: C for what makes the copies that all micro-batches
-    share, F, B, I and W as in autopar/schedule/actions.py, R for what reduces the sums of gradients. `is_smaller`: for
-    micro-batches of one sample less. `adds`: gradients of parameters are added to sums, which the graph takes too.
-    `waits`: it leaves them unreduced, and there is one that reduces them."""
+    share, F, B, I and W as in autopar/schedule/actions.py, P for a pair of F and B, R for what reduces the sums of
+    gradients. `is_smaller`: for micro-batches of one sample less; `is_smaller_before`: whether that of the backward in
+    a pair is one. `adds`: gradients of parameters are added to sums, which the graph takes too. `waits`: it leaves them
+    unreduced, and there is one that reduces them."""
 
     kind: str
     is_smaller: bool = False
     adds: bool = False
     waits: bool = False
+    is_smaller_before: bool = False
+
+    @property
+    def makes_gradients(self) -> bool:
+        """Return whether gradients of parameters are made, and added to nothing."""
+        return self.kind in ("B", "W", "P") and not self.adds
+
+
+def pair_of(forward: GraphKey, backward: GraphKey) -> GraphKey:
+    """Return the key of a forward and a backward as one graph."""
+    return backward._replace(kind="P", is_smaller=forward.is_smaller, is_smaller_before=backward.is_smaller)
 
 
 FORWARD, BACKWARD, WAITING, REDUCE = GraphKey("F"), GraphKey("B"), GraphKey("B", waits=True), GraphKey("R")
@@ -152,7 +171,11 @@ class StageProgram:
         return pass_manager.run(SPLIT_BACKWARD, self.backward)
 
     def graph(self, key: GraphKey) -> fx.GraphModule:
-        """Return the graph of a key, one of `graphs`."""
+        """Return the graph of a key, one of `graphs`, or of a pair of two of them."""
+        if key.kind == "P":
+            backward = self.graph(GraphKey("B", key.is_smaller_before, key.adds))
+            turns = self.plan.pipeline.pairs.turns if self.plan.pipeline.pairs else ()
+            return pass_manager.run(SIDE_BY_SIDE, self.graph(GraphKey("F", key.is_smaller)), backward, turns)
         if key.adds:
             return add_gradients(self.graph(key._replace(adds=False)))
         program = self.sizes[key.is_smaller]
@@ -162,8 +185,20 @@ class StageProgram:
             return self.deferred.reduce
         return {"C": program.copies, "F": program.forward, "B": program.backward}[key.kind]
 
-    def graphs(self, splits: bool) -> dict[GraphKey, fx.GraphModule]:
-        """Return all graphs by their keys, with those of a backward in two parts if a schedule `splits` it."""
+    def pairs(self, order: Iterable[tuple[Action, ...]], is_smaller: Callable[[int], bool]) -> list[GraphKey]:
+        """Return the keys of pairs of the stage in what a rank runs together; for `is_smaller` see StageExecutor."""
+        found: dict[GraphKey, None] = {}
+        if self.backward is not None:
+            adds = any(map(is_gradient, output_node(self.backward.graph).meta["roles"]))
+            pairs = [together for together in order if len(together) == 2 and together[0].stage == self.stage.index]
+            for at, (forward, backward) in enumerate(pairs):
+                ahead, behind = (is_smaller(action.micro_batch) for action in (forward, backward))
+                found[pair_of(GraphKey("F", ahead), GraphKey("B", behind, adds and at > 0))] = None
+        return [*found]
+
+    def graphs(self, splits: bool, pairs: Sequence[GraphKey] = ()) -> dict[GraphKey, fx.GraphModule]:
+        """Return all graphs by their keys, with those of a backward in two parts if a schedule `splits` it, and
+        `pairs`."""
         found = [GraphKey("C")] if self.copies is not None else []
         for is_smaller, program in zip((False, True), self.sizes):
             kinds = "" if program.backward is None else "BIW" if splits else "B"
@@ -171,6 +206,7 @@ class StageProgram:
         if self.plan.micro_batches > 1:
             roles = {key: output_node(self.graph(key).graph).meta["roles"] for key in found if key.kind in "BW"}
             found += [key._replace(adds=True) for key, made in roles.items() if any(map(is_gradient, made))]
+        found += pairs
         found += [REDUCE] if self.deferred is not None and self.deferred.layouts else []
         return {key: self.graph(key) for key in found}
 

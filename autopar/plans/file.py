@@ -291,7 +291,7 @@ OPTIONAL: Json = {
 }
 # The same of each of the alternatives.
 OF_ALTERNATIVES: Json = {"micro_batches": 1, "recomputed_blocks": 0, "offload": "none", "mesh": "", "schedule": ""}
-OF_PIPELINE: Json = {"row_chunks": 1, "attention_share": 0.0}
+OF_PIPELINE: Json = {"row_chunks": 1, "attention_share": 0.0, "pairs": None}
 SCHEMA: Kind = {
     "version": count, "hash": text, "fingerprint": text, "model": text, "mesh": text, "hardware": text,
     "precision": text, "reduce_dtype": narrow_reduction, "state_dtype": narrow_state, "execution": execution,
@@ -338,6 +338,7 @@ SCHEMA: Kind = {
             "parameters": count, "name": text,
         }],
         "owners": [[text]], "samples": count, "row_chunks": size, "attention_share": amount,
+        "pairs": Either({"turns": [text], "beside_seconds": amount, "gained_seconds": amount}),
     },
     "meshes": [{
         "mesh": text, "bound": amount, "step_seconds": Either(amount), "peak_bytes": Either(amount),
@@ -348,7 +349,7 @@ SCHEMA: Kind = {
 
 
 def _in_full(body: Json) -> Json:
-    """Return a plan's data with what its alternatives, its sharding and its routing leave out."""
+    """Return a plan's data with what its alternatives, pipeline, sharding and routing leave out."""
     rows, sharding = body.get("alternatives"), body.get("sharding")
     if isinstance(sharding, dict):
         body = body | {"sharding": {"loops": [], "exchanges": []} | sharding}

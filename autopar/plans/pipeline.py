@@ -15,6 +15,7 @@ from ..errors import PipelineError, StageError
 from ..ir.mesh import Mesh
 from ..schedule.actions import Schedule
 from ..schedule.catalogue import KINDS, Kind, canonical, make
+from ..schedule.pairs import in_pairs
 from ..schedule.play import play
 from ..schedule.played import Played
 
@@ -48,12 +49,25 @@ class StageCost:
 
 
 @dataclass(frozen=True)
+class Pairs:
+    """Forwards beside the backwards of the micro-batches before (passes/pipeline/side_by_side.py). `turns`: ops at
+    whose waits for rows of experts one of them gives way to the other. Of a step: `beside_seconds`, in which rows
+    travel while the other may compute, and `gained_seconds`, by which it is shorter than one micro-batch after the
+    other."""
+
+    turns: tuple[str, ...]
+    beside_seconds: float
+    gained_seconds: float
+
+
+@dataclass(frozen=True)
 class Pipeline:
     """`ranks` devices along `axis`, one where the mesh has no such axis; stages begin at the forward ops `cuts`, in the
     graph of one of `micro_batches`, of which `row_chunks` that follow one another are chunks of the same rows' tokens.
     By stage: `costs`, of the largest micro-batch, or of a mean chunk of it, and `owners`, the parameters and buffers
     that it reads. `samples`: of the whole batch, 0 where all micro-batches are taken as equal. `attention_share`: of
-    the seconds of a mean chunk, those of its attention, which has ever more keys to go over."""
+    the seconds of a mean chunk, those of its attention, which has ever more keys to go over. `pairs`: of one stage, how
+    forwards run beside the backwards of the micro-batches before, if they do."""
 
     axis: str = AXIS
     ranks: int = 1
@@ -66,6 +80,7 @@ class Pipeline:
     samples: int = 0
     row_chunks: int = 1
     attention_share: float = 0.0
+    pairs: Pairs | None = None
 
     def __post_init__(self) -> None:
         if len(self.cuts) + 1 != self.ranks * self.stages_per_rank:
@@ -95,7 +110,8 @@ class Pipeline:
     def orders(self) -> Schedule:
         """Return the actions of all ranks. Raise StrategyError for a schedule that there is not."""
         kind = KINDS[canonical(self.schedule)]
-        return _made(self.schedule, kind, self.ranks, self.micro_batches, self.stages_per_rank, self.row_chunks)
+        made = _made(self.schedule, kind, self.ranks, self.micro_batches, self.stages_per_rank, self.row_chunks)
+        return in_pairs(made) if self.pairs else made
 
     @property
     def shares(self) -> tuple[float, ...]:

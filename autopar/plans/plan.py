@@ -31,7 +31,7 @@ from .entries import (
     StageSharding,
 )
 from .file import MEMORY_KINDS, VERSION, Json
-from .pipeline import Pipeline, StageCost
+from .pipeline import Pairs, Pipeline, StageCost
 from .program import DecidedProgram
 from .saved_on_host import SavedOnHost
 from .sharding import Sharding
@@ -127,6 +127,8 @@ class Plan:
             if not values[name]:
                 values.pop(name)
         data: Json = json.loads(json.dumps(values, default=asdict))  # lists for tuples
+        if self.pipeline.pairs is None:
+            data["pipeline"].pop("pairs")
         data["hash"] = file.content_hash(data)
         return data
 
@@ -255,6 +257,8 @@ def _saved_on_host(data: Json) -> SavedOnHost:
 
 def _pipeline_from_json(data: Json, mesh: Mesh) -> Pipeline:
     costs = tuple(StageCost(**c) for c in data["costs"])
+    if pairs := data.get("pairs"):
+        data = data | {"pairs": Pairs(**pairs | {"turns": tuple(pairs["turns"])})}
     pipeline = Pipeline(
         **data | {"cuts": tuple(data["cuts"]), "costs": costs, "owners": tuple(map(tuple, data["owners"]))}
     )

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING
 from ..utils.format import ms, size
 
 if TYPE_CHECKING:
+    from .pipeline import Pairs
     from .plan import Plan
+
+
+def pairs_text(pairs: Pairs) -> str:
+    """Return what rows that travel beside another micro-batch save."""
+    travel, saved = ms(pairs.beside_seconds), ms(pairs.gained_seconds)
+    return f"; a forward runs beside the backward before it: {travel} of their way beside that saves {saved}"
 
 
 def routing_lines(plan: Plan) -> list[str]:
@@ -28,7 +35,8 @@ def routing_lines(plan: Plan) -> list[str]:
         f"experts: {assumed}" + (held if r.worst_peak_bytes else ""),
         *_of_copies(plan),
         f"rows of experts: {size(r.sent_bytes)} sent by a device, {size(r.gathered_bytes)} if all tokens were gathered"
-        + (beside if r.beside_seconds else ""),
+        + (beside if r.beside_seconds else "")
+        + (pairs_text(plan.pipeline.pairs) if plan.pipeline.pairs else ""),
     ]
 
 

@@ -45,7 +45,7 @@ def wording(plan: Plan) -> Wording:
 def _bound_of_strategy(plan: Plan) -> str:
     of_these = "" if plan.strategy == "auto" else f" of {plan.strategy}"
     without = " without loops" if plan.sharding.loops else ""
-    waiting = " that waits for its rows" if plan.sharding.exchanges else ""
+    waiting = " that waits for its rows" if plan.sharding.exchanges or plan.pipeline.pairs else ""
     return f"no plan{of_these}{without}{waiting} takes less than {ms(plan.bound)}"
 
 

@@ -12,7 +12,6 @@ from torch import Tensor, fx
 
 from ..codegen.follow_size import Differs, Line, Sizes, follow, followed
 from ..codegen.rank_program import GraphKey, StageProgram
-from ..passes.pipeline.micro_batch import MicroBatched
 from ..schedule.actions import Action
 from .outputs import OutputForms
 from .pipeline_step import PipelineStep
@@ -90,7 +89,7 @@ class SizedPipeline:
             tail = replace(tail, run=lambda *values: self.tail(*values, *sizes))
         made.micro, made.follows = replace(newest.micro, samples=samples, totals=totals, tail=tail), self
         made.stages = {
-            i: _SizedStage(stage.program, self.graphs[i], made.micro, self.messages[i], sizes)
+            i: _SizedStage(stage.program, self.graphs[i], made.micro.is_smaller, self.messages[i], sizes)
             for i, stage in newest.stages.items()
         }
         made.take_forms(self.forms(sizes))
@@ -108,7 +107,7 @@ class _SizedStage(StageExecutor):
         self,
         program: StageProgram,
         graphs: RankGraphs,
-        micro: MicroBatched,
+        is_smaller: Callable[[int], bool],
         messages: Mapping[GraphKey, Mapping[str, Form]],
         sizes: Sizes,
     ):
@@ -117,7 +116,7 @@ class _SizedStage(StageExecutor):
                 values += sizes
             return graphs(key, arguments)
 
-        super().__init__([program], run, micro)
+        super().__init__([program], run, is_smaller)
         self.messages, self.sizes = messages, sizes
 
     def expects(self, message: Action) -> Mapping[str, Tensor]:

@@ -1,19 +1,27 @@
 """A backward of one rank, ready to run, that returns each gradient in memory of its own: optimizers write into
-gradients, and further backwards add to them.
+gradients, and further backwards add to them. A forward may be in the same graph, whose results stay as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeGuard
 
 import torch
+from torch import fx
 
 from .. import _torch
+from ..passes.pipeline.side_by_side import results_of_forward
+from ..processes.process_groups import ProcessGroups
 from .loaded import LoadedGraph
 
 
 class GradientGraph(LoadedGraph):
-    """A LoadedGraph whose results have each memory of their own."""
+    """A LoadedGraph whose results have each memory of their own, but for those of a forward in it."""
+
+    def __init__(self, module: fx.GraphModule, groups: ProcessGroups, device: torch.device, phase: str):
+        self.kept = results_of_forward(module.graph)
+        super().__init__(module, groups, device, phase)
 
     def load(self, phase: str) -> None:
         """Make the module ready to run."""
@@ -27,11 +35,12 @@ class GradientGraph(LoadedGraph):
 
     def __call__(self, values: list) -> Sequence[torch.Tensor]:
         if self.to_copy is None:
-            given = [v for v in values if isinstance(v, torch.Tensor)]
+            given = list(filter(_has, values))
             taken, names = [_span(v) for v in given], [_torch.weak_storage(v) for v in given]
             del given  # so that each value is freed after its last use, in the first run too
             results = self.run(values)
-            self.to_copy = _shared_memory(results, taken)
+            shared = _shared_memory(results[self.kept :], taken + [_span(r) for r in results[: self.kept] if _has(r)])
+            self.to_copy = [False] * self.kept + shared
             del names  # until now no result could have the key of a value that was freed
         else:
             results = self.run(values)
@@ -43,7 +52,7 @@ def _shared_memory(results: Sequence, taken: list[tuple[int, int, int]]) -> list
     to which those of the results are added."""
     shared = []
     for result in results:
-        if not isinstance(result, torch.Tensor):
+        if not _has(result):
             shared.append(False)
             continue
         key, start, end = _span(result)
@@ -51,6 +60,10 @@ def _shared_memory(results: Sequence, taken: list[tuple[int, int, int]]) -> list
         shared.append(overlaps_itself or any(key == k and start < e and s < end for k, s, e in taken))
         taken.append((key, start, end))
     return shared
+
+
+def _has(value: object) -> TypeGuard[torch.Tensor]:
+    return isinstance(value, torch.Tensor)
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int, int]:

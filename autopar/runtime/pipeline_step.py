@@ -124,13 +124,16 @@ class PipelineStep:
             agree.union([group for group, _, _ in program.collectives()])
         )  # also those that only other stages need
         self.schedule = pipeline.orders if self.trains else forwards(pipeline.orders)
-        splits = self.schedule.splits_backward
+        splits, order = self.schedule.splits_backward, self.schedule.together(self.stage.pp_rank)
         self.graphs = {
-            i: RankGraphs.of_stage(i, self.groups, self.device, self.plan).load(p.graphs(splits))
+            i: RankGraphs.of_stage(i, self.groups, self.device, self.plan).load(
+                p.graphs(splits, p.pairs(order, self.micro.is_smaller))
+            )
             for i, p in program.stages.items()
         }
         self.stages = {
-            i: StageExecutor([p], self.graphs[i], self.micro, self.device) for i, p in program.stages.items()
+            i: StageExecutor([p], self.graphs[i], self.micro.is_smaller, self.micro.chunks_of_row, self.device)
+            for i, p in program.stages.items()
         }
         mine = {i: [border_of(size) for size in p.sizes] for i, p in program.stages.items()}
         everyone = self.stage.from_all_pp_ranks(mine, "what stages hand to each other")
@@ -263,7 +266,7 @@ class PipelineStep:
         """Begin a call on this rank's stages and walk through its actions in a schedule."""
         for stage in self.stages.values():
             stage.begin(call.leaf, call.output)
-        return walk(schedule.orders[self.stage.pp_rank], self.stages, links)
+        return walk(schedule.together(self.stage.pp_rank), self.stages, links)
 
     def _outputs(self, call: PipelineCall, lengths: OwnLengths | None) -> list[Tensor | None]:
         """Return whole outputs: those of this rank's stages, and those that all ranks get."""

@@ -17,8 +17,8 @@ from ..processes.process_groups import ProcessGroups
 from .gradient_graph import GradientGraph
 from .loaded import LoadedGraph
 
-PHASES = {"C": "copies", "F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients",
-          "R": "reduction"}  # fmt: skip
+PHASES = {"C": "copies", "F": "forward", "B": "backward", "P": "forward beside backward", "I": "input gradients",
+          "W": "weight gradients", "R": "reduction"}  # fmt: skip
 
 
 class RankGraphs:
@@ -39,7 +39,7 @@ class RankGraphs:
         """Load more graphs, in the place of those with the same keys, and return all. Binds the groups in the modules
         themselves."""
         for key, module in modules.items():
-            kind = GradientGraph if key.kind in "BW" and not key.adds else LoadedGraph
+            kind = GradientGraph if key.makes_gradients else LoadedGraph
             self.loaded[key] = kind(module, self.groups, self.device, self.phases[key.kind])
             self._compile(key)
         return self

@@ -56,16 +56,18 @@ class Links:
 
 
 def walk(
-    actions: Iterable[Action], stages: Mapping[int, StageExecutor], links: Links
+    actions: Iterable[tuple[Action, ...]], stages: Mapping[int, StageExecutor], links: Links
 ) -> Iterator[tuple[Action, float, float]]:
-    """Do actions one after the other, and yield each with the seconds of time.perf_counter at which it began, when
-    what it waits for was there, and ended."""
-    for action in actions:
-        arrived = links.receive(action)
+    """Do actions one after the other, those of a pair together, and yield each with the seconds of time.perf_counter at
+    which it began, when what it waits for was there, and ended."""
+    for together in actions:
+        arrived = [links.receive(action) for action in together]
         start = time.perf_counter()
-        made = stages[action.stage].do(action, arrived)
+        made = stages[together[0].stage].do(together, arrived)
         end = time.perf_counter()
-        links.send(action, made)
-        del arrived, made
-        yield action, start, end
+        for action in together:
+            links.send(action, made.pop(0))
+        del arrived
+        for action in together:
+            yield action, start, end
     links.finish()

@@ -49,9 +49,16 @@ class Action(NamedTuple):
         return Action(match[2], int(match[1]), int(match[3]))
 
 
+def is_pair(first: Action, second: Action) -> bool:
+    """Return whether two actions are a forward and the whole backward of another micro-batch of its stage."""
+    return (first.kind, second.kind) == ("F", "B") and first.stage == second.stage and first[2] != second[2]
+
+
 @dataclass(frozen=True)
 class Schedule:
-    """The stages of each rank, and one order of actions a rank. `print(schedule)` gives one line a rank.
+    """The stages of each rank, and one order of actions a rank. `print(schedule)` gives one line a rank. `pairs`: a
+    forward and the backward of another micro-batch right behind it run as one, see
+    `together`.
 
     Nothing is promised about the orders: `play.check` says whether they are complete and end.
     """
@@ -61,6 +68,7 @@ class Schedule:
     micro_batches: int
     rank_of_stage: tuple[int, ...]
     orders: tuple[tuple[Action, ...], ...]
+    pairs: bool = False
 
     @staticmethod
     def parse(name: str, orders: Sequence[str]) -> Schedule:
@@ -81,6 +89,17 @@ class Schedule:
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages of a rank, in their order."""
         return tuple(stage for stage, r in enumerate(self.rank_of_stage) if r == rank)
+
+    def together(self, rank: int) -> tuple[tuple[Action, ...], ...]:
+        """Return the order of a rank as what it runs together: actions, or pairs of a forward and a backward."""
+        found: list[tuple[Action, ...]] = []
+        for action in self.orders[rank]:
+            last = found[-1] if found else ()
+            if self.pairs and len(last) == 1 and is_pair(last[0], action):
+                found[-1] = (last[0], action)
+            else:
+                found.append((action,))
+        return tuple(found)
 
     @property
     def stages_per_rank(self) -> int:
@@ -115,6 +134,7 @@ class Schedule:
         return json.dumps({
             "version": VERSION, "name": self.name, "micro_batches": self.micro_batches,
             "rank_of_stage": self.rank_of_stage, "orders": [" ".join(map(str, order)) for order in self.orders],
+            **({"pairs": True} if self.pairs else {}),
         }, indent=1)  # fmt: skip
 
     @staticmethod
@@ -148,4 +168,5 @@ class Schedule:
             data["micro_batches"],
             tuple(data["rank_of_stage"]),
             tuple(tuple(map(Action.parse, order.split())) for order in orders),
+            data.get("pairs") is True,
         )

@@ -23,8 +23,10 @@ from ..ir.graph import operand, outputs_of
 from ..ops import autopar
 from ..passes.distribute.heavy_ops import HEAVY, is_heavy
 from ..passes.distribute.overlap import gathers_of, leading_out
-from ..planner.objective.evaluate import Beside, Evaluation
+from ..planner.objective.beside import Beside
+from ..planner.objective.evaluate import Evaluation
 from ..planner.objective.script import Script, StreamOf, scripts_of
+from ..planner.objective.side_by_side import pair_script
 from ..planner.objective.step_order import Execution, step_order
 from ..planner.problem.problem import Problem
 from ..planner.spmd.planned import Planned
@@ -53,8 +55,18 @@ def of_plan(planned: Planned) -> Census:
 
 def exchanges_of_plan(planned: Planned) -> Census:
     """Count the bytes of rows of experts in a plan of one program."""
+    return _exchanges_of(planned, scripts_of(*planned.whole, StreamOf(planned.pricer)))
+
+
+def pairs_of_plan(planned: Planned) -> Census:
+    """Count the bytes of rows of experts in a forward and a backward that a plan puts side by side."""
+    problem, e = planned.whole
+    return _exchanges_of(planned, [pair_script(*scripts_of(problem, e, StreamOf(planned.pricer), False), e.turns)])
+
+
+def _exchanges_of(planned: Planned, scripts: Sequence[Script]) -> Census:
     (problem, e), overlapped = planned.whole, 0.0
-    for script in scripts_of(problem, e, StreamOf(planned.pricer)):
+    for script in scripts:
         before = _works_before(problem, script)
         for one in script.overlapped:
             source = one.pieces[0].source
@@ -97,18 +109,22 @@ def _of_script(problem: Problem, script: Script) -> Census:
 def of_graphs(program: LoweredProgram, hideable: Mapping[str, float] | None = None) -> Census:
     """Count the bytes of a rank's forward and backward, one op after the other; `hideable` as of `hideable_of`, if
     that is not meant."""
-    hideable, total = hideable_of(program) if hideable is None else hideable, Census()
-    for part in (program.parts.forward, program.parts.backward):
-        steps: list[Step] = []
-        for node in part.graph.nodes if part is not None else ():
-            if node.name in hideable:
-                steps.append(("start", node.name))
-            elif node.target is c10d.wait_tensor.default:
-                steps.append(("wait", operand(node).name))
-            elif is_heavy(node):
-                steps.append(("work", node.name))
-        total += _of_steps(steps, hideable)
-    return total
+    hideable = hideable_of(program) if hideable is None else hideable
+    parts = [part for part in (program.parts.forward, program.parts.backward) if part is not None]
+    return sum((of_graph(part.graph, hideable) for part in parts), Census())
+
+
+def of_graph(graph: fx.Graph, hideable: Mapping[str, float]) -> Census:
+    """Count the bytes of one graph, one op after the other; `hideable` as of `hideable_of`."""
+    steps: list[Step] = []
+    for node in graph.nodes:
+        if node.name in hideable:
+            steps.append(("start", node.name))
+        elif node.target is c10d.wait_tensor.default:
+            steps.append(("wait", operand(node).name))
+        elif is_heavy(node):
+            steps.append(("work", node.name))
+    return _of_steps(steps, hideable)
 
 
 def hideable_of(program: LoweredProgram) -> dict[str, float]:
@@ -125,7 +141,12 @@ def hideable_of(program: LoweredProgram) -> dict[str, float]:
 
 def exchanges_in(program: LoweredProgram) -> dict[str, float]:
     """Return the names of a rank's exchanges of experts' rows, and the bytes that each sends; without flags of rows."""
-    starts = [n for n in program.local.graph.nodes if n.target is autopar.exchange_rows.default]
+    return exchanges_in_graph(program.local.graph)
+
+
+def exchanges_in_graph(graph: fx.Graph) -> dict[str, float]:
+    """Return the same of one graph."""
+    starts = [n for n in graph.nodes if n.target is autopar.exchange_rows.default]
     sent = {n.name: n.meta["collective"] for n in starts}
     return {name: one.wire_bytes for name, one in sent.items() if not one.tensor.endswith("_flags")}
 

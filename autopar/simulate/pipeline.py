@@ -88,7 +88,7 @@ class SimulatedStage:
         if key not in self.graphs:
             self.graphs[key] = [program.graph(key) for program in self.programs]
         results = self.simulator.run(self.graphs[key], arguments)
-        if key.kind not in "BW" or key.adds:
+        if not key.makes_gradients:
             return results
         return [tuple(v.clone() if isinstance(v, Tensor) else v for v in mine) for mine in results]
 
@@ -97,7 +97,8 @@ class _Simulation:
     def __init__(self, lowered: Lowered, plan: Plan, values: Mapping[str, Tensor]):
         self.plan, self.values, self.mesh, self.micro = plan, values, plan.sharding.mesh, lowered.micro
         self.runs = [SimulatedStage(programs, self.mesh) for programs in lowered.stages]
-        self.stages = {i: StageExecutor(run.programs, run, self.micro) for i, run in enumerate(self.runs)}
+        sizes = self.micro.is_smaller, self.micro.chunks_of_row
+        self.stages = {i: StageExecutor(run.programs, run, *sizes) for i, run in enumerate(self.runs)}
         self.links = Links(self.stages, len(self.stages))
         self.parts = [{**values, **part} for part in parts_of(self.micro, values)]
         self.outputs: dict[str, dict[int, Tensor]] = {}
@@ -110,8 +111,10 @@ class _Simulation:
     def step(self) -> SimulatedStep:
         """Run all actions of the schedule and assemble the results. Raises VerifyError if a value is never received."""
         most, gradients = [0] * len(self.stages), self.gradients
-        played = sorted(play(self.plan.pipeline.orders), key=lambda event: event[2])
-        for action, _, _ in walk((action for _, action, _, _ in played), self.stages, self.links):
+        orders = self.plan.pipeline.orders
+        played = sorted(play(orders), key=lambda event: event[2])
+        order = orders.together(0) if orders.ranks == 1 else [(action,) for _, action, _, _ in played]
+        for action, _, _ in walk(order, self.stages, self.links):
             stage = self.stages[action.stage]
             most[action.stage] = max(most[action.stage], len(stage.saved) + len(stage.stash))
         for stage in self.stages.values():

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..planner.objective.memory_timeline import ends_of
-from ..planner.objective.timeline import Event, Timeline
+from ..planner.objective.timeline import Event, Timeline, ends_of
 from ..planner.spmd.planned import Planned
 from ..plans.file import MEMORY_KINDS
 from ..utils.format import byte_unit, ms, size

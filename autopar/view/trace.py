@@ -10,8 +10,7 @@ from __future__ import annotations
 from ..ir.graph import values_of
 from ..ir.layout import Layout, local_shape
 from ..ops import autopar
-from ..planner.objective.memory_timeline import ends_of
-from ..planner.objective.timeline import COMPUTE, FROM_HOST, TO_HOST, Event, Timeline
+from ..planner.objective.timeline import COMPUTE, FROM_HOST, TO_HOST, Event, Timeline, ends_of
 from ..planner.spmd.planned import Planned
 
 EMITTED = {  # canonical ops as passes/distribute/lower_ops.py emits them

@@ -175,7 +175,9 @@ def play_stages(
         graph = cache(program.graph)
         return lambda key, arguments: [[v.clone() for v in graph(key)(*values)] for values in arguments]
 
-    executors = {i: StageExecutor([p], run_of(p), micro) for i, p in enumerate(programs)}
+    executors = {
+        i: StageExecutor([p], run_of(p), micro.is_smaller, micro.chunks_of_row) for i, p in enumerate(programs)
+    }
     for executor in executors.values():
         executor.begin(lambda node, i, at: parts[i][node.name].clone(), take)
     stage_numbers = range(len(stages))
@@ -184,7 +186,7 @@ def play_stages(
     for together in [numbers[first : first + size] for first in range(0, len(numbers), size)]:
         order = [Action("F", s, i) for i in together for s in stage_numbers]
         order += [Action("B", s, i) for i in reversed(together) for s in reversed(stage_numbers)]
-        for _ in walk(order, executors, Links(executors, len(stages))):
+        for _ in walk(zip(order), executors, Links(executors, len(stages))):
             pass
     gradients: dict[str, Tensor] = {}
     for executor in executors.values():

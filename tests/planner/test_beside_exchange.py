@@ -10,8 +10,8 @@ import pytest
 from autopar import Plan, compiler
 from autopar.ir.mesh import Mesh
 from autopar.planner.explain import explain_plan
+from autopar.planner.objective.beside import Beside
 from autopar.planner.objective.beside_exchange import beside_exchanges, like_those_at, with_beside
-from autopar.planner.objective.evaluate import Beside
 from autopar.planner.objective.memory_timeline import live_bytes
 from autopar.planner.objective.player import played_seconds
 from autopar.planner.objective.script import StreamOf, scripts_of

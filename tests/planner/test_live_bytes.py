@@ -23,10 +23,10 @@ from autopar.planner.objective.memory_timeline import (
     SAVED,
     TRANSIENT,
     _Lives,
-    ends_of,
     live_bytes,
 )
 from autopar.planner.objective.step_order import step_order
+from autopar.planner.objective.timeline import ends_of
 
 from ..helpers import gloo
 from ..helpers.allocations import training_step

@@ -27,7 +27,8 @@ from ...passes.distribute.heavy_ops import is_product
 from ...plans.sharding import BesideExchange
 from ..problem.multipliers import PHASES
 from ..problem.problem import Problem
-from .evaluate import Beside, Evaluation
+from .beside import Beside
+from .evaluate import Evaluation
 from .memory_timeline import LiveBytes, live_bytes
 from .pricer import Pricer
 from .step_order import Execution, moved_beside, step_order
@@ -110,7 +111,7 @@ def exchanges_of(problem: Problem, e: Evaluation) -> tuple[BesideExchange, ...]:
     def name(vertex: int) -> str:
         return problem.vertices[vertex].node.name
 
-    return tuple(BesideExchange(name(one.vertex), tuple(map(name, one.products))) for one in e.beside)
+    return tuple(BesideExchange(name(one.vertex), tuple(map(name, one.products))) for one in e.beside if one.products)
 
 
 @dataclass

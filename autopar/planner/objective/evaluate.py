@@ -20,6 +20,7 @@ from ...ir.mesh import Mesh
 from ..problem.multipliers import PHASES, Prices, spans_of
 from ..problem.problem import Problem
 from ..problem.vertices import STATE, Use
+from .beside import Beside
 from .host_values import HostValue
 from .loads import PhaseLoads
 from .modes import BACKWARD, FORWARD, MAKE, ONCE, Copy, cheapest, modes_of, waits
@@ -31,20 +32,6 @@ class Looped:
     """A transfer goes round beside products (see loops.py), which takes it so many seconds less than by itself."""
 
     beside_seconds: float
-
-
-@dataclass(frozen=True)
-class Beside:
-    """Ops that run while an exchange of experts' rows, that of `vertex`, is on its way (see beside_exchange.py): `ops`
-    in order, the `products` among them. One of its `copies` takes `seconds` of the `stream` of its links."""
-
-    vertex: int
-    phase: str
-    seconds: float
-    stream: int
-    ops: tuple[int, ...]
-    products: tuple[int, ...]
-    copies: int
 
 
 @dataclass(frozen=True)
@@ -116,7 +103,8 @@ class Evaluation:
     whole_gradient_bytes: float = 0.0  # what gradients that wait for one reduction take beyond their shards
     reduces_once: bool = False  # gradients of several passes wait for one reduction
     gathers_once: bool = False  # copies of parameters that are kept serve all passes of a step
-    beside: tuple[Beside, ...] = ()  # exchanges of rows that products run beside
+    beside: tuple[Beside, ...] = ()  # exchanges of rows that products, or another micro-batch, run beside
+    turns: frozenset[int] = frozenset()  # exchanges that end turns of two micro-batches, see side_by_side.py
     on_host: tuple[HostValue, ...] = ()  # values that wait there, of which no bytes are in `saved`
     transient_bytes: float = 0.0  # one recomputed block, alive again during its backward
     # what else is alive when memory peaks, less what of the rest is not (see memory_timeline.py)

@@ -5,7 +5,7 @@ made of. Or for the few blocks of the compact graph alone, each once.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from ...ir.graph import output_node
@@ -14,9 +14,10 @@ from ...rules.row_regions import RowRegion
 from ..problem.problem import Problem
 from ..problem.tiled import regions_named
 from ..problem.vertices import STATE, vertices_of
-from .checkpoint_blocks import taking
+from .beside import Beside
+from .checkpoint_blocks import recomputed_vertices, taking
 from .checkpoint_min_cut import FULL, SELECTIVE, Key, Recomputation
-from .evaluate import Beside, Evaluation
+from .evaluate import Evaluation
 from .host_values import saved_on_device, saved_on_host, written_out
 
 
@@ -150,7 +151,8 @@ class _Writer:
             choice=choice,
             first=0,
             recomputed=recomputed,
-            beside=tuple(self._beside()),
+            beside=tuple(self._beside(recomputed_vertices(replace(e, recomputed=recomputed)))),
+            turns=frozenset(t for v in e.turns for t in self.unrolled[v]),
         )
 
     def _before_recomputation(self) -> tuple[dict[Key, float], set[Key]]:
@@ -179,10 +181,12 @@ class _Writer:
                     readers.append(use.consumer)
             yield replace(transfer, producer=copy, consumers=tuple(readers), copies=1)
 
-    def _beside(self) -> Iterator[Beside]:
-        """Iterate over the exchanges of all copies of a block that have ops beside them."""
+    def _beside(self, recomputed: Collection[int]) -> Iterator[Beside]:
+        """Iterate over the exchanges of all copies of a block that have something beside them."""
         for one in self.evaluation.beside:
             for copy, vertex in enumerate(self.unrolled[one.vertex]):
+                if one.recomputed and vertex not in recomputed:
+                    continue
                 ops, products = (tuple(self.unrolled[v][copy] for v in some) for some in (one.ops, one.products))
                 yield replace(one, vertex=vertex, ops=ops, products=products, copies=1)
 

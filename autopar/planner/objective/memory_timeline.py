@@ -33,8 +33,8 @@ from .bucket_bytes import BUCKETS, GATHERED, bucket_bytes
 from .evaluate import Evaluation, is_of_one, unreduced_bytes
 from .host_travels import host_travels
 from .pricer import Pricer
+from .side_by_side import with_the_other
 from .step_order import StepOrder, Travel, one_op_a_region, step_order
-from .timeline import COMPUTE, Timeline
 
 PARAMETERS = "parameters"
 RESIDENT = (PARAMETERS, "optimizer", "buffers")
@@ -43,6 +43,7 @@ HELD = ("parameter", "buffer", "constant")  # vertices that a device holds all t
 GRADIENTS, SAVED, RETAINED, RECOMPUTED, TRANSIENT, WORKSPACE = (
     "gradients", "activations", "gathered parameters kept", "recomputed block", "values between ops", "op workspace",
 )  # fmt: skip
+OF_A_MICRO_BATCH = (SAVED, RECOMPUTED, TRANSIENT, WORKSPACE, BUCKETS, GATHERED)  # others share them
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,9 @@ def live_bytes(problem: Problem, evaluation: Evaluation, pricer: Pricer) -> Live
         changes[kind][min(first, count - 1)] += bytes_
         changes[kind][min(last, count - 1) + 1] -= bytes_
     held = {kind: np.cumsum(change[:-1])[: len(order.runs)] for kind, change in changes.items()}
+    if evaluation.turns:
+        own = {kind: bytes_ for kind, bytes_ in held.items() if kind in OF_A_MICRO_BATCH}
+        held |= with_the_other(order, evaluation.turns, own, SAVED)
     return LiveBytes(
         order, {kind: np.maximum(bytes_, 0.0) for kind, bytes_ in held.items() if bytes_.max(initial=0.0) > 0.5}
     )
@@ -388,13 +392,3 @@ class _Lives:
         move = step.move
         is_as_it_comes = move.kind == "all_gather" and move.dim == 0 and move.parts == 1
         return move.kind != "slice" and not (is_as_it_comes and self.pricer.steps_of(move) is None)
-
-
-def ends_of(order: StepOrder, timeline: Timeline) -> list[float]:
-    """Return when each run of a step ends in a timeline of it; one that takes no time ends with the one before it."""
-    taken = {(e.vertex, e.recomputed): e.end_seconds for e in timeline.events if e.streams == (COMPUTE,) and not e.step}
-    result, now = [], 0.0
-    for run in order.runs:
-        now = taken.get((run.vertex, run.recomputed), now)
-        result.append(now)
-    return result

@@ -12,7 +12,7 @@ So a phase takes at least what its busiest stream needs (autopar/planner/objecti
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ..problem.multipliers import PHASES, drag
@@ -20,6 +20,7 @@ from ..problem.problem import Problem
 from .evaluate import Evaluation
 from .pricer import Pricer
 from .script import HOST, Overlapped, Piece, Script, StreamOf, scripts_of
+from .side_by_side import pair_script
 from .step_order import StepOrder, step_order
 
 Tell = Callable[[Piece, float, float], None]
@@ -136,13 +137,17 @@ def stretch_of(problem: Problem, e: Evaluation, pricer: Pricer, order: StepOrder
 
 
 def played_seconds(problem: Problem, e: Evaluation, pricer: Pricer) -> float:
-    """Return the seconds of an average pass of a step, the optimizer's included."""
+    """Return the seconds of an average pass of a step, the optimizer's included. Of passes that take turns all but one
+    forward and one backward are in pairs."""
     streams, order = StreamOf(pricer), step_order(problem, e)
 
     def seconds(is_once: bool) -> float:
-        return sum(Player(merged(s), e.overlap).play() for s in scripts_of(problem, e, streams, is_once, order))
+        scripts: Sequence[Script] = scripts_of(problem, e, streams, is_once, order)
+        if e.turns and not is_once:
+            scripts = (pair_script(*scripts, e.turns),)
+        return sum(Player(merged(s), e.overlap).play() for s in scripts)
 
     total = seconds(True)
-    if any(t.times < e.micro_batches for t in e.transfers):
+    if e.turns or any(t.times < e.micro_batches for t in e.transfers):
         total = (total + (e.micro_batches - 1) * seconds(False)) / e.micro_batches
     return total + e.parameter_seconds

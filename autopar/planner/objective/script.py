@@ -17,7 +17,8 @@ from itertools import groupby
 from ...cost.redistribute import MoveStep
 from ..problem.multipliers import PHASES
 from ..problem.problem import Problem
-from .evaluate import Beside, Evaluation, Transfer
+from .beside import Beside
+from .evaluate import Evaluation, Transfer
 from .host_travels import HostTravel, host_travels
 from .step_order import Execution, StepOrder, Travel, step_order
 
@@ -115,7 +116,7 @@ class _Writer:
         self.copied: dict[int, list[HostTravel]] = defaultdict(list)  # by run that makes a value or reads it first
         for travel in host_travels(problem, e, order):
             self.copied[(travel.sent if phase == PHASES[0] else travel.back) - self.begin].append(travel)
-        self.beside = {one.vertex: one for one in e.beside if one.phase == phase}
+        self.beside = {(one.vertex, one.recomputed): one for one in e.beside if one.phase == phase}
         self.recomputed_copies = {
             v: n for levels in e.recomputed.values() for step, n in levels.values() for v in step.recomputed
         }
@@ -175,7 +176,8 @@ class _Writer:
             segment.main += in_line if self.phase != PHASES[0] else []
             if one := self._beside(run):
                 piece = Piece(one.stream, one.seconds * one.copies / segment.copies, one)
-                segment.overlapped.append((False, begins[i - len(one.ops)], len(segment.main), (piece,)))
+                issued = begins[i - len(one.ops)] if one.ops else len(segment.main)
+                segment.overlapped.append((False, issued, len(segment.main), (piece,)))
             if op_seconds := self._op_seconds(run):
                 segment.main.append(Piece(COMPUTES, op_seconds / segment.copies, run))
             segment.main += in_line if self.phase == PHASES[0] else []
@@ -208,7 +210,7 @@ class _Writer:
 
     def _beside(self, run: Execution) -> Beside | None:
         """Return what runs beside an exchange of rows, None if nothing does."""
-        return None if run.recomputed else self.beside.get(run.vertex)
+        return self.beside.get((run.vertex, run.recomputed))
 
     def _host_piece(self, travel: HostTravel, copies: int) -> Piece:
         """Return the copy of a value one way, in the mean of so many copies of its block."""

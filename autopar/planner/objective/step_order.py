@@ -64,7 +64,11 @@ def step_order(problem: Problem, evaluation: Evaluation) -> StepOrder:
     """Return the order of the step that an evaluation describes."""
     in_pieces, blocks_again = problem.made_again, recomputed_vertices(evaluation)
     recomputed = {**in_pieces, **blocks_again}
-    beside = {Execution(one.vertex, one.phase): [Execution(v, one.phase) for v in one.ops] for one in evaluation.beside}
+    beside = {
+        Execution(one.vertex, one.phase): [Execution(v, one.phase) for v in one.ops]
+        for one in evaluation.beside
+        if one.ops
+    }
     runs = tuple(moved_beside(list(_runs(problem, blocks_again)), beside))
     index = {(run.vertex, run.recomputed): i for i, run in enumerate(runs)}
     starts = {(run.vertex, False): index[ops[0].vertex, False] for run, ops in beside.items()}

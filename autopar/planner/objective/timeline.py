@@ -12,13 +12,14 @@ from ...cost.redistribute import MoveStep
 from ...ir.graph import op_base_name
 from ..problem.multipliers import PHASES
 from ..problem.problem import Problem
-from .evaluate import Beside, Evaluation
+from .beside import Beside
+from .evaluate import Evaluation
 from .host_travels import HostTravel
 from .module_table import module_of
 from .player import Player
 from .pricer import Pricer
 from .script import COMPUTES, Piece, StreamOf, scripts_of
-from .step_order import Execution
+from .step_order import Execution, StepOrder
 
 COMPUTE, HOST_LINK = "compute", "host"
 TO_HOST, FROM_HOST = "to host", "from host"
@@ -83,6 +84,16 @@ def simulate(problem: Problem, e: Evaluation, pricer: Pricer, slowdown: float | 
         for stream in event.streams:
             busy[stream] += event.duration_seconds
     return Timeline(tuple(sorted(events, key=lambda event: event.start_seconds)), now, busy)
+
+
+def ends_of(order: StepOrder, timeline: Timeline) -> list[float]:
+    """Return when each run of a step ends in a timeline of it; one that takes no time ends with the one before it."""
+    taken = {(e.vertex, e.recomputed): e.end_seconds for e in timeline.events if e.streams == (COMPUTE,) and not e.step}
+    result, now = [], 0.0
+    for run in order.runs:
+        now = taken.get((run.vertex, run.recomputed), now)
+        result.append(now)
+    return result
 
 
 class _Writer:

@@ -12,8 +12,9 @@ from dataclasses import replace
 import numpy as np
 from torch import fx
 
+from ..objective.beside import Beside
 from ..objective.beside_exchange import beside_exchanges, choices_of, exchanged_seconds, fitted, like_those_at
-from ..objective.evaluate import Beside, Evaluation
+from ..objective.evaluate import Evaluation
 from ..objective.memory_timeline import LiveBytes
 from ..spmd.planned import Planned
 from .evaluate import PipelineCost

@@ -267,9 +267,10 @@ def _refusal(closest: Candidate, limit: float) -> MemoryInfeasibleError:
 
 def _label(evaluated: PipelineCost) -> str:
     p = evaluated.pipeline
-    several = f", {p.stages_per_rank} stages a rank" if p.stages_per_rank > 1 else ""
-    several += f", {p.row_chunks} chunks a row" if p.row_chunks > 1 else ""
-    return f"{p.schedule}, {p.micro_batches} micro-batch{'es' if p.micro_batches > 1 else ''}{several}"
+    many = [
+        f", {n} {what}" for n, what in ((p.stages_per_rank, "stages a rank"), (p.row_chunks, "chunks a row")) if n > 1
+    ]
+    return f"{p.schedule}, {p.micro_batches} micro-batch{'es' if p.micro_batches > 1 else ''}{''.join(many)}"
 
 
 def described(

@@ -41,6 +41,7 @@ from .attention_text import is_packed
 from .model_flops import flops_of_step
 from .outputs import held_bytes, kept_bytes, outputs_in, with_outputs
 from .routing import copies_in, routing_of
+from .side_by_side import pairs_of
 from .values_on_host import described, exposed_seconds
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ def describe_plan(planned: Planned) -> Plan:
     is_even = micro is None or micro.smaller is None
     order = micro.order if micro else Pipeline.schedule
     pipeline = Pipeline(schedule=order, micro_batches=micro_batches, samples=0 if is_even else samples)
+    pipeline = replace(pipeline, pairs=pairs_of(problem, e, pricer, sum(pipeline.shares)))
     rows = tuple(_alternative(name, one, pipeline, planned) for name, one in planned.others.items())
     rows += tuple(map(_staged_alternative, planned.staged_rows))
     sharding = _sharding(problem, e, pricer)

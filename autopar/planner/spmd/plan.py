@@ -25,8 +25,9 @@ from ...plans.plan import Plan
 from ...rules.register import suggestion
 from ...utils.gc_pause import paused_collector
 from ..objective import loops
+from ..objective.beside import Beside
 from ..objective.beside_exchange import beside_exchanges, choices_of, fitted, like_those_at
-from ..objective.evaluate import Beside, Evaluation
+from ..objective.evaluate import Evaluation
 from ..objective.memory_timeline import LiveBytes
 from ..objective.pricer import Pricer
 from ..objective.tail_cost import NO_TAIL, tail_cost
@@ -42,6 +43,7 @@ from ..solver.solver import Solver
 from . import accumulation, expert_plans, fixed_recompute, tiling
 from .plan_options import IN_DOUBT, PlanOptions
 from .planned import Planned
+from .side_by_side import search_again, with_pairs
 
 
 def make_plan(
@@ -95,7 +97,11 @@ def search(
         others = expert_plans.rows(solvers, options.styles)
         solver, chosen = found(others)
     chosen = beside_products(not_worse(chosen, others, options), options)
-    others = {name: beside_products(one, options) if isinstance(one, Outcome) else one for name, one in others.items()}
+    chosen = with_pairs(chosen, options, search_again(solvers, chosen, options, beside_products))
+    others = {
+        name: with_pairs(beside_products(one, options), options) if isinstance(one, Outcome) else one
+        for name, one in others.items()
+    }
     if options.refuses:
         offload.check_host(solver.problem, chosen.evaluation)
     report("done")

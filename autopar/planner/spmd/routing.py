@@ -21,6 +21,7 @@ from ..objective.evaluate import Evaluation
 from ..objective.memory_timeline import live_bytes
 from ..objective.player import played_seconds
 from ..objective.pricer import Pricer
+from ..objective.side_by_side import one_by_one
 from ..problem.problem import Problem
 
 
@@ -36,10 +37,10 @@ def routing_of(problem: Problem, e: Evaluation, pricer: Pricer, is_staged: bool 
             ways = math.prod(map(problem.mesh.size, axes))
             sent += copies * exchange_bytes(v.node, strategy, problem.mesh) * (1.0 - problem.skew.staying(ways))
             gathered += copies * (ways - 1) * _held_bytes(v.node, strategy, problem)
-    times, worst, gained = pricer.micro_batches, 0.0, 0.0
+    times, worst, gained, alone = pricer.micro_batches, 0.0, 0.0, one_by_one(e)
     if not is_staged:
-        worst, gained = _worst_peak_bytes(problem, e, pricer), _gained_seconds(problem, e, pricer)
-    parts = (sent, gathered, e.travelling_seconds, gained)
+        worst, gained = _worst_peak_bytes(problem, e, pricer), _gained_seconds(problem, alone, pricer)
+    parts = (sent, gathered, alone.travelling_seconds, gained)
     return Routing(_load(problem, chosen), worst, *(part * times for part in parts))
 
 
