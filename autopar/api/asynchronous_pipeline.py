@@ -169,7 +169,8 @@ class AsynchronousPipeline:
 
         stage.start(stream.has, stream.take, give)
         with torch.no_grad():
-            for action, _, _ in walk(self.schedule.walk(self.pp_rank, stream.has), {self.pp_rank: stage}, self._links):
+            actions = zip(self.schedule.walk(self.pp_rank, stream.has))  # one after the other
+            for action, _, _ in walk(actions, {self.pp_rank: stage}, self._links):
                 if action.kind == "U":
                     on_update(action.version)
             for name, buffer in self._buffers.items():

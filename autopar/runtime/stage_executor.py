@@ -28,8 +28,9 @@ DO = {"F": "forward", "B": "backward", "I": "input_part", "W": "weight_part", "U
 
 class StageExecutor:
     """`programs`: of the stage, by rank. `run` runs one of their graphs and may empty the lists of its arguments; sums
-    are added to in place, so it gives first gradients in memory of their own. `is_smaller(i)`: whether
-    micro-batch `i` has one sample less; `row_chunks` that follow one another are chunks of the same rows. `sums`: by rank, local gradients by parameter."""
+    are added to in place, so it gives first gradients in memory of their own. `is_smaller(i)`: whether micro-batch `i`
+    has one sample less; `row_chunks` that follow one another are chunks of the same rows. `sums`: by rank, local
+    gradients by parameter."""
 
     def __init__(
         self,

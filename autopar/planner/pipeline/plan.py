@@ -256,8 +256,7 @@ def _refusal(closest: Candidate, limit: float) -> MemoryInfeasibleError:
     label = _label(evaluated)
     return MemoryInfeasibleError(
         f"no pipeline was found that fits {size(limit)} a device: in the smallest ({label}) rank {rank} with "
-        f"stage{several} {stages} needs {size(evaluated.peak_bytes)}, {size(missing)} "
-        "more",
+        f"stage{several} {stages} needs {size(evaluated.peak_bytes)}, {size(missing)} more",
         missing_bytes=math.ceil(missing),
         breakdown=evaluated.memory[rank],
         mesh=closest.inner.options.within,
@@ -267,9 +266,8 @@ def _refusal(closest: Candidate, limit: float) -> MemoryInfeasibleError:
 
 def _label(evaluated: PipelineCost) -> str:
     p = evaluated.pipeline
-    many = [
-        f", {n} {what}" for n, what in ((p.stages_per_rank, "stages a rank"), (p.row_chunks, "chunks a row")) if n > 1
-    ]
+    told = (p.stages_per_rank, "stages a rank"), (p.row_chunks, "chunks a row")
+    many = [f", {count} {what}" for count, what in told if count > 1]
     return f"{p.schedule}, {p.micro_batches} micro-batch{'es' if p.micro_batches > 1 else ''}{''.join(many)}"
 
 
