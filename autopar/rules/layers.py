@@ -28,13 +28,14 @@ def attention(node: fx.Node) -> Rule | None:
     belong to all devices, as a single one does, have a gradient that is Partial over the heads, and so has a mask over
     whatever it is broadcast along. Documents are cut with the queries, those of keys are whole along the sequence. With
     dropout the op takes the index of its first weight, so a device has one range of batch and heads. With dropout or a
-    window no ring is in zigzag, as a device then has two ranges of queries and of keys."""
+    window no ring is in zigzag, as a device then has two ranges of queries and of keys. Queries of a chunk of a row,
+    which are not its first, are never in zigzag: how many keys they have is known when they run."""
     arguments = bound(node)
     if arguments.get("dropout_p", 0.0) != 0.0:
         return None
     grouped = {shape_of(arguments[name])[1] for name in ("q", "k", "query", "key") if name in arguments} - {1}
     drops = arguments.get("state") is not None
-    has_places = drops or bool(arguments.get("window"))
+    has_places, of_chunk = drops or bool(arguments.get("window")), bool(arguments.get("first"))
     goes_round = "first" in arguments and _may_go_round(arguments)
     replicates = len(grouped) > 1 and "first" in arguments
     heads: Dim = ("h", QUERY_HEADS) if replicates else "h"
@@ -72,7 +73,7 @@ def attention(node: fx.Node) -> Rule | None:
         even={"h": math.gcd(*grouped)} if len(grouped) > 1 else {},
         contiguous=frozenset({"s", RING, QUERY_HEADS, *(("b", "h") if drops else ())}),
         within={QUERY_HEADS: "h"} if replicates else {},
-        zigzag=frozenset(({"s"} if has_places else {"s", RING}) if "first" in arguments else ()),
+        zigzag=frozenset(({"s"} if has_places else {"s", RING}) if "first" in arguments and not of_chunk else ()),
     )
 
 

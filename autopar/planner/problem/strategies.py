@@ -19,6 +19,7 @@ from ...ir.casts import PASS_PARTIAL
 from ...ir.graph import bytes_of, is_foreign, tensor_arguments, tensor_of, values_of
 from ...ir.layout import ZIGZAG, Layout, fraction, is_even, is_legal, largest_local_numel
 from ...ir.mesh import Mesh
+from ...ops import OF_KEPT_KEYS
 from ...rules import Rule, Strategy
 from ...rules.lookup import has_rows
 from .offload import Offload
@@ -176,7 +177,7 @@ def _op_choices(node: fx.Node, rule: Rule | None, part_sets, mesh: Mesh, cost: C
         )
         options = [whole]
     else:
-        if node.target not in (*PASS_PARTIAL, *WAYS) and not is_foreign(node) and not has_rows(node):
+        if node.target not in (*PASS_PARTIAL, *WAYS, *OF_KEPT_KEYS) and not is_foreign(node) and not has_rows(node):
             rule = replace(rule, linear=())
         parts = rules.factor_parts(node, rule, part_sets)
         options = rules.strategies(rule, [a.shape for a in arguments], [o.shape for o in outputs], mesh, parts)
