@@ -1,11 +1,13 @@
-"""Attention by torch's fused CPU kernel. Tensors are those of autopar/ops/attention_forms.py."""
+"""Attention by torch's fused CPU kernel, which takes keys and values of grouped heads as they are. Tensors are those of
+autopar/ops/attention_forms.py.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from .attention_forms import Form, adjacent, closed_rows, lse_dtype, repeated, summed
+from .attention_forms import Form, adjacent, closed_rows, lse_dtype
 
 aten = torch.ops.aten
 
@@ -13,7 +15,7 @@ aten = torch.ops.aten
 def forward(q, k, v, mask: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Return (output, log-sum-exp)."""
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-        *_one_width(q, repeated(k, q), repeated(v, q)), 0.0, causal, attn_mask=_whole(mask, q, k), scale=scale
+        *_one_width(q, k, v), 0.0, causal, attn_mask=_whole(mask, q, k), scale=scale
     )
     lse = lse.to(lse_dtype(q.dtype))
     if mask is not None:
@@ -25,11 +27,10 @@ def backward(grad, q, k, v, out, lse, mask: Tensor | None, causal: bool, scale: 
     """Return the gradients of q, k and v."""
     if mask is not None:
         lse = lse.masked_fill(lse == float("-inf"), 0.0)  # what the kernel says itself of a closed query
-    wide_q, wide_k, *wide = _one_width(q, repeated(k, q), repeated(v, q), out, grad)
+    wide_q, wide_k, *wide = _one_width(q, k, v, out, grad)
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
         wide[2], wide_q, wide_k, *wide[:2], lse, 0.0, causal, attn_mask=_whole(mask, q, k), scale=scale
     )
-    dk, dv = summed(dk, k), summed(dv, v)
     return dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
 
 

@@ -117,8 +117,12 @@ def _(group, groups, offset):
 def _backward(ctx, grad):
     x, weight, group = ctx.saved_tensors
     dx = grouped_mm(grad, weight.transpose(1, 2), group, ctx.offset) if ctx.needs_input_grad[0] else None
-    dw = grouped_mm_dw(x, grad, group, weight.shape[0], ctx.offset) if ctx.needs_input_grad[1] else None
-    return dx, dw, None, None, None
+    if not ctx.needs_input_grad[1]:
+        return dx, None, None, None, None
+    is_transposed = weight.stride(1) < weight.stride(2)  # then the gradient is made so, and nobody has to copy it
+    pair = (grad, x) if is_transposed else (x, grad)
+    dw = grouped_mm_dw(*pair, group, weight.shape[0], ctx.offset)
+    return dx, dw.transpose(1, 2) if is_transposed else dw, None, None, None
 
 
 def _save(ctx, inputs, output) -> None:

@@ -125,13 +125,13 @@ SPECIAL = (
 
 
 def _is_plain(node, q, k, v, mask) -> bool:
-    """Return whether the CPU kernel takes an attention as it is: rows without gaps (it does not look), no heads to
-    repeat or of several sizes, nothing `SPECIAL`, no mask (which the op converts; of a query that it closes the kernel
+    """Return whether the CPU kernel takes an attention as it is: rows without gaps (it does not look), no heads
+    of several sizes, nothing `SPECIAL`, no mask (which the op converts; of a query that it closes the kernel
     says another log-sum-exp)."""
     given = bound(node)
     if any(given.get(name) for name in SPECIAL) or any(t.meta["val"].stride(-1) != 1 for t in (q, k, v)):
         return False
-    equal = _shape(q)[1] == _shape(k)[1] == _shape(v)[1] and _shape(q)[-1] == _shape(v)[-1]
+    equal = _shape(k)[1] == _shape(v)[1] and _shape(q)[-1] == _shape(v)[-1]
     return q.meta["val"].device.type == "cpu" and equal and mask is None
 
 

@@ -7,11 +7,13 @@ backward, and put back where they leave it:
     order, inverse, ends = by_group(group)
     up = grouped_mm(x[order], ..., ends=ends);  y = grouped_mm(act(up), ..., ends=ends)[inverse]
 
-Where rows are picked on the way in, or written to their places on the way out, that is done in the order instead.
+Where rows are picked on the way in, or written to their places on the way out, that is done in the order instead. The
+ops that lead from a product to such places, and the weights that they multiply rows by, follow the order too.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import defaultdict
 from typing import cast
@@ -34,6 +36,7 @@ PUTS: dict[object, tuple[int, int]] = {
     autopar.sum_rows.default: (1, 0),
     autopar.place_rows.default: (1, 0),
 }
+FORM_ALONE = {aten.new_zeros.default}  # what reads a value for its type and device
 
 
 def sort_rows(local: fx.GraphModule) -> fx.GraphModule:
@@ -76,10 +79,32 @@ class _Region:
                     found[node] = flags
                     made.add(node)
         wanted = {tensor_of(a)[0] for p in products for a in tensor_arguments(p)}
-        for node in reversed(found):  # those that lead from one product to another
+        put = {node for node in found if is_tensor(node) and any(_puts(user, node) for user in node.users)}
+        if put:
+            wanted |= put | {node for node in found if is_tensor(node) and _width(node) == 1}
+        for node in reversed(found):  # those that lead from one product to another, or to places
             if node in wanted:
                 self.inside[node] = found[node]
                 wanted |= {tensor_of(a)[0] for a in tensor_arguments(node)}
+        self._add_weighted()
+
+    def _add_weighted(self) -> None:
+        """Find the ops before products on rows that come in for another op as well, with a number for each."""
+        for node in reversed(self.group.graph.nodes):
+            if node in self.inside or not is_op(node) or not is_tensor(node) or not self._is_read_inside_alone(node):
+                continue
+            coming = {a for n in self.inside for a in self._rows(n) if tensor_of(a)[0] not in self.inside} - {node}
+            flags = rows_of(node, coming)
+            rows = [a for a, flag in zip(tensor_arguments(node), flags) if flag]
+            if rows and all(a in coming or _width(a) == 1 for a in rows):
+                self.inside[node] = flags
+
+    def _rows(self, node: fx.Node) -> list[fx.Node]:
+        """Return the arguments of an op of the region that are rows."""
+        return [a for a, flag in zip(tensor_arguments(node), self.inside[node]) if flag and a is not self.group]
+
+    def _is_read_inside_alone(self, node: fx.Node) -> bool:
+        return bool(node.users) and all(user in self.inside and node in self._rows(user) for user in node.users)
 
     def sort(self) -> None:
         """Let all products take and give rows in the order of their groups."""
@@ -96,8 +121,7 @@ class _Region:
         at = {node: i for i, node in enumerate(graph.nodes)}
         nodes = sorted(self.inside, key=at.__getitem__)
         for node in nodes:
-            flags = iter(self.inside[node])
-            swap = {a: self._entering(a, node) for a in tensor_arguments(node) if next(flags) and a is not self.group}
+            swap = {a: self._entering(a, node) for a in self._rows(node)}
             for value, rows in swap.items():
                 node.replace_input_with(value, rows)
             if node in self.products:
@@ -114,26 +138,28 @@ class _Region:
         if value not in self.sorted:
             self.builder.meta = origin(value)
             with value.graph.inserting_before(reader):
-                if value.target is aten.index_select.default and value.args[1] == 0:
-                    place = self.builder.call(aten.index_select.default, value.args[2], 0, self.order)
-                    made = self.builder.call(aten.index_select.default, value.args[0], 0, place)
-                else:
+                picked = _picked(value)
+                if picked is None:
                     made = self.builder.call(aten.index_select.default, value, 0, self.order)
+                else:
+                    of, place = picked
+                    in_order = self.builder.call(aten.index_select.default, place, 0, self.order)
+                    made = self.builder.call(aten.index_select.default, of, 0, in_order)
             made.meta = {**{k: v for k, v in value.meta.items() if k != "sharding"}, **made.meta}
             self.sorted[value] = made
         return self.sorted[value]
 
     def _leaving(self, value: fx.Node) -> None:
         """Let what reads a value outside of the region read it in the order in which rows came."""
-        others = [user for user in value.users if user not in self.inside and user.target is not operator.getitem]
-        for user in [user for user in others if user.target in PUTS]:
-            place, rows = PUTS[user.target]
-            if user.args[rows] is value and [a for a in user.all_input_nodes if a is value] == [value]:
-                self.builder.meta = origin(user)
-                with value.graph.inserting_before(user):
-                    moved = self.builder.call(aten.index_select.default, user.args[place], 0, self.order)
-                user.update_arg(place, moved)
-                others.remove(user)
+        outside = [user for user in value.users if user not in self.inside and user.target is not operator.getitem]
+        others = [user for user in outside if user.target not in FORM_ALONE]
+        for user in [user for user in others if _puts(user, value)]:
+            place, _ = PUTS[user.target]
+            self.builder.meta = origin(user)
+            with value.graph.inserting_before(user):
+                moved = self.builder.call(aten.index_select.default, user.args[place], 0, self.order)
+            user.update_arg(place, moved)
+            others.remove(user)
         if others:
             self.builder.meta = origin(value)
             with value.graph.inserting_after(value):
@@ -141,3 +167,26 @@ class _Region:
             back.meta = {**{k: v for k, v in value.meta.items() if k != "sharding"}, **back.meta}
             for user in others:
                 user.replace_input_with(value, back)
+
+
+def _picked(value: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """Return what rows are picked from, and their numbers there; None for rows that are not."""
+    if value.target is aten.index_select.default and value.args[1] == 0:
+        return operand(value), operand(value, 2)
+    if value.target is aten.index.Tensor and len(places := cast(list[fx.Node], value.args[1])) == 1:
+        place = places[0].meta["val"]
+        return (operand(value), places[0]) if place.dim() == 1 and place.dtype in (torch.int32, torch.int64) else None
+    return None
+
+
+def _puts(user: fx.Node, value: fx.Node) -> bool:
+    """Return whether an op puts the rows of a value at places, and reads it for nothing else."""
+    if user.target not in PUTS:
+        return False
+    _, rows = PUTS[user.target]
+    return user.args[rows] is value and [a for a in user.all_input_nodes if a is value] == [value]
+
+
+def _width(node: fx.Node) -> int:
+    """Return the elements of a row."""
+    return math.prod(node.meta["val"].shape[1:])

@@ -1,5 +1,6 @@
 """Rows of experts that are sorted once for all products change no number, and are gathered where they come and go."""
 
+import operator
 from random import Random
 
 import pytest
@@ -72,8 +73,8 @@ def test_numbers_are_the_same(seed):
 
 
 def test_rows_are_sorted_once():
-    """One sort; rows are gathered as they come in, tokens through their numbers, and as they leave: the output, which
-    the weights multiply, what the activation of the loss reads, and the gradient of the rows that came in."""
+    """One sort; rows that are picked, of tokens and of the biases of groups, are picked in the order, the weights come
+    into it, and rows leave it where something else than a sum in their tokens reads them: in the loss."""
     torch.manual_seed(0)
     local, _ = lowered(Experts(9, 8, 16, 0, False), *rows_of(Random(0), 7, 8))
     sort_rows(local)
@@ -81,9 +82,36 @@ def test_rows_are_sorted_once():
     assert [n.target for n in nodes].count(ops.by_group.default) == 1
     products = [n for n in nodes if n.target in PRODUCTS]
     assert len(products) == 5 and all("ends" in n.kwargs for n in products)  # nobody wants the gradient of x
-    gathers = [n for n in nodes if n.target is aten.index_select.default and n.meta["val"].shape[1:].numel() > 1]
-    entering = [n for n in gathers if n.args[0].target not in PRODUCTS and n.meta["phase"] == "forward"]
-    assert len(entering) == 1  # of x: rows that were picked from tokens are picked in the order
+    forward = [n for n in nodes if n.meta["phase"] == "forward"]
+    wide = [n for n in forward if isinstance(n.meta.get("val"), torch.Tensor) and n.meta["val"].shape[1:].numel() > 1]
+    gathers = [n for n in wide if n.target is aten.index_select.default]
+    picks = [n for n in gathers if n.args[0].op == "placeholder"]
+    order, inverse = (n for name in ("_0", "_1") for n in nodes if n.name.endswith(f"by_group{name}"))
+    assert [n.args[2].args[2] for n in picks] == [order, order]
+    assert {n.args[2] for n in gathers if n not in picks} == {inverse}
+
+
+def test_weighted_sums_stay_in_the_order():
+    """Results that are weighted and added up in their tokens, and the gradients of the weights, are never put
+    back: only a number for each row is."""
+    torch.manual_seed(0)
+    model = Experts(9, 8, 16, 0, True)
+    model.forward = lambda x, token, group, weights: _summed(model, x, token, group, weights)
+    x, token, group, weights = rows_of(Random(0), 7, 8)
+    local, values = lowered(model, x, token, group, nn.Parameter(weights))
+    values = [value.detach() for value in values]
+    before = local(*values)
+    sort_rows(local)
+    for a, b in zip(before, local(*values), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    (inverse,) = [n for n in local.graph.nodes if n.target is operator.getitem and n.name.endswith("by_group_1")]
+    assert [user.meta["val"].shape[1] for user in inverse.users] == [1]
+
+
+def _summed(model: Experts, x, token, group, weights):
+    gate, h = ops.grouped_mm(x[token], model.up, group, 0).chunk(2, -1)
+    y = ops.grouped_mm(torch.nn.functional.silu(gate) * h, model.down, group, 0)
+    return torch.zeros_like(x).index_add(0, token, y * weights).square().sum()
 
 
 def test_one_product_sorts_for_itself():
