@@ -80,7 +80,7 @@ class SimulatedAsynchronous:
 
         for stage in self.stages:
             stage.start(lambda i: i < len(parts), parts.__getitem__, partial(give, stage))
-        for action, _, _ in walk(self._actions(len(parts)), stages, Links(stages, len(stages))):
+        for action, _, _ in walk(zip(self._actions(len(parts))), stages, Links(stages, len(stages))):
             if action.kind == "U":
                 on_update(action.stage, action.version)
         return [join(values, self.micro.joins[name]) for values in losses]
