@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import NamedTuple
 
 from ...cost.redistribute import MoveStep
 from ..problem.multipliers import PHASES
@@ -25,8 +26,7 @@ COMPUTES, HOST = 0, -1  # streams: the link to the host is one; collectives are 
 Source = Execution | tuple[Travel, MoveStep] | HostTravel | Beside
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """Something that takes a stream some time; `source`: what it is a part of."""
 
     stream: int
@@ -115,6 +115,7 @@ class _Writer:
         self.copied: dict[int, list[HostTravel]] = defaultdict(list)  # by run that makes a value or reads it first
         for travel in host_travels(problem, e, order):
             self.copied[(travel.sent if phase == PHASES[0] else travel.back) - self.begin].append(travel)
+        self.seconds = problem.chosen(e.choice).seconds
         self.beside = {one.vertex: one for one in e.beside if one.phase == phase}
         self.recomputed_copies = {
             v: n for levels in e.recomputed.values() for step, n in levels.values() for v in step.recomputed
@@ -229,7 +230,7 @@ class _Writer:
         """Return the seconds of an op in all its copies."""
         of_block = run.recomputed and not run.in_pieces
         times = self.recomputed_copies.get(run.vertex, 0) if of_block else self.copies[run.vertex]
-        seconds = float(self.problem.choices(run.vertex).seconds[self.e.choice[run.vertex]]) * times
+        seconds = self.seconds[run.vertex] * times
         return seconds - one.seconds * one.copies if (one := self._beside(run)) else seconds
 
     def _seconds(self, t: Transfer) -> float:

@@ -15,18 +15,16 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
-from ...ir.block_order import block_of
 from ..problem.problem import Problem
 from ..problem.vertices import STATE
 from .checkpoint_blocks import recomputed_vertices
 from .checkpoint_min_cut import key_of
 from .evaluate import Evaluation, Transfer
-from .module_table import module_of
 
 
-@dataclass(frozen=True)
-class Execution:
+class Execution(NamedTuple):
     """One execution of an op; `recomputed`: of a recomputed block, in the backward, or of the backward of a row-wise
     region, which runs `in_pieces`."""
 
@@ -36,8 +34,7 @@ class Execution:
     in_pieces: bool = False
 
 
-@dataclass(frozen=True)
-class Travel:
+class Travel(NamedTuple):
     """One execution of a transfer, by positions in `StepOrder.runs`: it may start before run `start`, its copy takes
     memory from run `held` on, and `first` and `last` read it (both the number of runs if it only leaves the step)."""
 
@@ -69,7 +66,7 @@ def step_order(problem: Problem, evaluation: Evaluation) -> StepOrder:
     index = {(run.vertex, run.recomputed): i for i, run in enumerate(runs)}
     starts = {(run.vertex, False): index[ops[0].vertex, False] for run, ops in beside.items()}
     first_backward = next((i for i, run in enumerate(runs) if run.phase == "backward"), len(runs))
-    modules = _modules(problem, runs)
+    modules = tuple(problem.blocks[run.vertex] for run in runs)
     blocks = _blocks(runs, modules)
     one_block_ahead, one_module_ahead = _one_ahead(runs, blocks), _one_ahead(runs, modules)
 
@@ -139,12 +136,6 @@ def _runs(problem: Problem, recomputed: dict[int, str]) -> Iterator[Execution]:
         if v.phase == "backward":
             yield from made_for(v.index, False)
             yield Execution(v.index, "backward")
-
-
-def _modules(problem: Problem, runs: tuple[Execution, ...]) -> tuple[str, ...]:
-    """Return, by run, the block of its module, or the module itself outside of blocks; "" for what is in no module."""
-    modules = [module_of(problem.vertices[run.vertex]) for run in runs]
-    return tuple(block_of(module) or module for module in modules)
 
 
 def _blocks(runs: tuple[Execution, ...], modules: tuple[str, ...]) -> tuple[str, ...]:

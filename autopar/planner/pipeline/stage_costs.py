@@ -29,18 +29,17 @@ from ...ir.stage_placement import StagePlacement, first_of
 from ..objective.bucket_bytes import BUCKETS, GATHERED, bucket_bytes
 from ..objective.checkpoint_blocks import recomputed_vertices
 from ..objective.checkpoint_min_cut import key_of
+from ..objective.chosen_tensors import HELD, resident_of
 from ..objective.evaluate import Evaluation, Transfer, unreduced_bytes
 from ..objective.host_travels import host_travels
 from ..objective.memory_timeline import (
     GRADIENTS,
-    HELD,
     PARAMETERS,
     RECOMPUTED,
     TRANSIENT,
     WORKSPACE,
     LiveBytes,
     live_bytes,
-    resident_of,
 )
 from ..objective.pricer import Pricer
 from ..problem.problem import Problem
@@ -138,7 +137,7 @@ class Parts:
 
     def _vertices(self) -> None:
         micro_batches = self.pricer.micro_batches
-        whole = self._whole_bytes()
+        whole, copies = self._whole_bytes(), self.problem.copies(self.e.first)
         for v in self.problem.vertices:
             if v.kind == "output":
                 continue
@@ -147,7 +146,7 @@ class Parts:
             if v.kind == "op":
                 self._op(v, seconds, mask)
                 continue
-            resident = resident_of(self.problem, self.e, v) if v.kind in HELD else {}
+            resident = resident_of(self.problem, self.e.choice, copies, v) if v.kind in HELD else {}
             gradient, waiting = float(options.gradient_bytes[k]), whole.get(v.index, 0.0)
             copy = 0.0
             casts = v.kind == "parameter" and 0 in v.casts and not options.strategies[k].on_host
