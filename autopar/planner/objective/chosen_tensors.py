@@ -1,5 +1,5 @@
-"""Say what the ops of a plan read and make, in bytes, as far as its choice of strategies says so: evaluations that differ
-in what they compute again, or in what runs beside exchanges, have that in common.
+"""Say what the ops of a plan read and make, in bytes, as far as its choice of strategies says so: evaluations have that
+in common that differ in what they compute again, or in what runs beside exchanges.
 """
 
 from __future__ import annotations
@@ -159,14 +159,23 @@ class ChosenTensors:
         return result
 
     @cached_property
+    def unreduced(self) -> dict[Tensor, float]:
+        """Return the gradients that are larger as they are made than their shards, with what they are more, in
+        bytes."""
+        each = {
+            tensor: unreduced_bytes(self.problem, self.choice, self.pricer, uses, self.layout(*tensor))
+            for tensor, uses in self.problem.uses_of.items()
+        }
+        return {tensor: bytes_ for tensor, bytes_ in each.items() if bytes_}
+
+    @cached_property
     def of_several_parameters(self) -> float:
         """Return what unreduced gradients that more than one parameter has take beyond the shards."""
-        return sum(
-            unreduced_bytes(self.problem, self.choice, self.pricer, uses, self.layout(*tensor))
-            * self.copies[uses[0].consumer]
-            for tensor, uses in self.problem.uses_of.items()
-            if self.problem.vertices[uses[0].consumer].kind == "parameter" and not is_of_one(self.problem, uses)
-        )
+        uses_of, total = self.problem.uses_of, 0.0
+        for tensor, bytes_ in self.unreduced.items():
+            if not is_of_one(self.problem, uses_of[tensor]):
+                total += bytes_ * self.copies[uses_of[tensor][0].consumer]
+        return total
 
     def as_views(self, saved) -> dict[Tensor, float]:
         """Return the bytes of each tensor that views of it save, which lie in its memory unless they are copied (see

@@ -97,7 +97,7 @@ class Problem:
     def placement(self, cuts: Sequence[str]) -> StagePlacement:
         """Return the stages that begin at these forward ops. Raises StageError."""
         if (key := tuple(cuts)) not in self._placements:
-            self._placements[key] = StagePlacement(self.graph, cuts)
+            self._placements[key] = StagePlacement(self.graph, cuts, next(iter(self._placements.values()), None))
         return self._placements[key]
 
     @cached_property
@@ -107,6 +107,12 @@ class Problem:
         for use in self.uses:
             found.setdefault((use.producer, use.output), []).append(use)
         return found
+
+    @cached_property
+    def vertex_of(self) -> Mapping[tuple[fx.Node, int], tuple[int, int]]:
+        """Return the tensors that ops give by what the lowering knows them as, see `Vertex.tensor`."""
+        ops = (v for v in self.vertices if v.kind == "op")
+        return {v.tensor(o): (v.index, o) for v in ops for o in range(len(v.values))}
 
     @property
     def tiled_losses(self) -> list[LossRegion]:
