@@ -113,7 +113,8 @@ def _backward_readers(problem: Problem, e: Evaluation, t: Transfer) -> Iterator[
 
 
 def _runs(problem: Problem, recomputed: dict[int, str]) -> Iterator[Execution]:
-    ops = [v for v in problem.vertices if v.kind == "op"]
+    vertices = problem.vertices
+    ops = [v for v in vertices if v.kind == "op"]
     yield from (Execution(v.index, "forward") for v in ops if v.phase == "forward")
     regions = problem.made_again
     waiting: dict[str | int, list[int]] = {}  # by block, and by number of a region
@@ -121,20 +122,29 @@ def _runs(problem: Problem, recomputed: dict[int, str]) -> Iterator[Execution]:
         for vertex, own in label.items():
             waiting.setdefault(own, []).append(vertex)
 
+    def wanted(vertex: int, of_block: bool) -> list[str | int]:
+        """Return what is still to run again of what a vertex reads: blocks, and regions in pieces, which a vertex of a
+        block (`of_block`) makes by itself."""
+        inputs = vertices[vertex].inputs
+        if of_block or not regions:
+            labels = [recomputed[p] for p, _ in inputs if p in recomputed]
+        else:
+            labels = [label for p, _ in inputs if (label := regions.get(p, recomputed.get(p))) is not None]
+        return [label for label in dict.fromkeys(labels) if label in waiting] if labels else labels
+
     def made_for(vertex: int, of_block: bool) -> Iterator[Execution]:
-        """Run again what a vertex reads, of blocks and of regions in pieces, behind what that reads itself. `of_block`:
-        the vertex is of a block that runs again, which makes what is inside of a region by itself."""
-        inputs = [p for p, _ in problem.vertices[vertex].inputs]
-        labels = [recomputed.get(p) if of_block else regions.get(p, recomputed.get(p)) for p in inputs]
-        for label in dict.fromkeys(label for label in labels if label is not None):
+        """Run again what a vertex reads, behind what that reads itself."""
+        for label in wanted(vertex, of_block):
             again, is_block = sorted(waiting.pop(label, ())), isinstance(label, str)
             for one in again:
-                yield from made_for(one, is_block)
-            yield from (Execution(one, "backward", True, not is_block) for one in again)
+                if wanted(one, is_block):
+                    yield from made_for(one, is_block)
+            yield from [Execution(one, "backward", True, not is_block) for one in again]
 
     for v in ops:
         if v.phase == "backward":
-            yield from made_for(v.index, False)
+            if wanted(v.index, False):
+                yield from made_for(v.index, False)
             yield Execution(v.index, "backward")
 
 
