@@ -1,4 +1,4 @@
-"""What evaluations share of a choice is that choice's: plans looked at in turn hold what each holds alone."""
+"""Plans that are looked at in turn hold what each holds alone, though those of one choice share what it says."""
 
 from __future__ import annotations
 

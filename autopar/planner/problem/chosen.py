@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Chosen:
-    """What the vertices of a problem do under a `choice`, and the seconds of each, of one of its copies."""
+    """The strategy of each vertex of a problem under a `choice`, and the seconds of one of its copies."""
 
     choice: dict[int, int]
     strategies: Sequence[Strategy]
