@@ -38,14 +38,14 @@ class StagePlacement:
     def __init__(self, graph: fx.Graph, cuts: Sequence[str], like: StagePlacement | None = None):
         self.graph, self.count, self.all = graph, len(cuts) + 1, (1 << len(cuts) + 1) - 1
         self.output = output_node(graph)
+        self.of_parameters: list[fx.Node] = [] if like is None else like.of_parameters
         if like is None:
             self.pairs = outputs_of(graph)
             self.nodes = [n for n in graph.nodes if n.op != "output"]
             self.inputs = {n: n.all_input_nodes for n in self.nodes}
             self.roots = self._roots()
         else:
-            self.pairs, self.nodes, self.inputs = like.pairs, like.nodes, like.inputs
-            self.roots, self.of_parameters = like.roots, like.of_parameters
+            self.pairs, self.nodes, self.inputs, self.roots = like.pairs, like.nodes, like.inputs, like.roots
         self.free = set(self.roots)
         self.stage: dict[fx.Node, int] = {}
         self._forward(cuts)

@@ -125,11 +125,11 @@ def _runs(problem: Problem, recomputed: dict[int, str]) -> Iterator[Execution]:
     def wanted(vertex: int, of_block: bool) -> list[str | int]:
         """Return what is still to run again of what a vertex reads: blocks, and regions in pieces, which a vertex of a
         block (`of_block`) makes by itself."""
-        inputs = vertices[vertex].inputs
+        inputs, labels = vertices[vertex].inputs, list[str | int]()
         if of_block or not regions:
-            labels = [recomputed[p] for p, _ in inputs if p in recomputed]
+            labels += [recomputed[p] for p, _ in inputs if p in recomputed]
         else:
-            labels = [label for p, _ in inputs if (label := regions.get(p, recomputed.get(p))) is not None]
+            labels += [label for p, _ in inputs if (label := regions.get(p, recomputed.get(p))) is not None]
         return [label for label in dict.fromkeys(labels) if label in waiting] if labels else labels
 
     def made_for(vertex: int, of_block: bool) -> Iterator[Execution]:

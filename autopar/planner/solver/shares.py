@@ -7,7 +7,7 @@ the sets without it pay is known (autopar/planner/solver/factor.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -75,7 +75,8 @@ class Shares:
         if changed:
             if (stale := self._stale.get(changed)) is None:
                 stale = self._stale[changed] = [mask for mask in range(1, self.everyone + 1) if mask & changed]
-            for known in (self._blocks, *self._alone, *self._best, *self._through):
+            every: list[dict[int, Any]] = [self._blocks, *self._alone, *self._best, *self._through]
+            for known in every:
                 for mask in stale:
                     known.pop(mask, None)
         if self.tail.message is not self._read_tail:
