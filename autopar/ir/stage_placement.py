@@ -32,14 +32,20 @@ LINEAR_UNARY = {
 class StagePlacement:
     """`stage`: of every activation and gradient. `read_at`: the stages that read each value. `parameters`: the stages
     of each parameter's placeholder. `terms`: op -> parameter, see above. `owner`: of gradients, the stage
-    that adds them to its parameter's. Raises StageError for names that are no forward ops in order."""
+    that adds them to its parameter's. `like`: of the same graph with other cuts, if there is one. Raises StageError for
+    names that are no forward ops in order."""
 
-    def __init__(self, graph: fx.Graph, cuts: Sequence[str]):
+    def __init__(self, graph: fx.Graph, cuts: Sequence[str], like: StagePlacement | None = None):
         self.graph, self.count, self.all = graph, len(cuts) + 1, (1 << len(cuts) + 1) - 1
         self.output = output_node(graph)
-        self.pairs = outputs_of(graph)
-        self.nodes = [n for n in graph.nodes if n.op != "output"]
-        self.roots = self._roots()
+        self.of_parameters: list[fx.Node] = [] if like is None else like.of_parameters
+        if like is None:
+            self.pairs = outputs_of(graph)
+            self.nodes = [n for n in graph.nodes if n.op != "output"]
+            self.inputs = {n: n.all_input_nodes for n in self.nodes}
+            self.roots = self._roots()
+        else:
+            self.pairs, self.nodes, self.inputs, self.roots = like.pairs, like.nodes, like.inputs, like.roots
         self.free = set(self.roots)
         self.stage: dict[fx.Node, int] = {}
         self._forward(cuts)
@@ -70,9 +76,9 @@ class StagePlacement:
                 differs = role.kind == "parameter" or role.kind == "buffer" and role.name in changed
                 kinds[node] = frozenset(["tangent" if role.is_tangent else role.kind if differs else "input"])
             else:
-                kinds[node] = frozenset().union(*(kinds[a] for a in node.all_input_nodes))
-            if len(kinds[node]) <= 1 and "tangent" not in kinds[node] and all(a in roots for a in node.all_input_nodes):
-                above = frozenset().union(*(roots[a] for a in node.all_input_nodes))
+                kinds[node] = frozenset().union(*(kinds[a] for a in self.inputs[node]))
+            if len(kinds[node]) <= 1 and "tangent" not in kinds[node] and all(a in roots for a in self.inputs[node]):
+                above = frozenset().union(*(roots[a] for a in self.inputs[node]))
                 trains = any(r.meta["role"].trainable for r in above)
                 if node.op == "placeholder" or not trains or node.target in LINEAR_UNARY:
                     roots[node] = above | ({node} if node.op == "placeholder" else set())
@@ -108,7 +114,7 @@ class StagePlacement:
     def _reads(self) -> None:
         """Find which stages read each value, and each parameter, through what is computed wherever it is read."""
         self.read_at: dict[fx.Node, int] = {}
-        reads = [(argument, stage) for node, stage in self.stage.items() for argument in node.all_input_nodes]
+        reads = [(argument, stage) for node, stage in self.stage.items() for argument in self.inputs[node]]
         reads += [(v, self.count - 1) for v, r in self.pairs if v in self.free and r.is_forward]
         for value, stage in reads:
             for read in self.roots.get(value, (value,)):
@@ -130,7 +136,7 @@ class StagePlacement:
                 node = stack.pop()
                 if is_sum(node) and not set(node.users) - {self.output} - set(terms):
                     terms[node] = leaf
-                    stack.extend(a for a in node.all_input_nodes if is_op(a))
+                    stack.extend(a for a in self.inputs[node] if is_op(a))
         return terms
 
     def _owners(self) -> dict[fx.Node, int]:
@@ -142,7 +148,7 @@ class StagePlacement:
             while stack:
                 node = stack.pop()
                 if node in self.terms:
-                    stack.extend(node.all_input_nodes)
+                    stack.extend(self.inputs[node])
                 elif node in self.stage:
                     owner[node] = (stages & (2 << self.stage[node]) - 1).bit_length() - 1
         return owner
@@ -174,7 +180,7 @@ class StagePlacement:
             if node.op == "call_function" and node not in self.stage and node not in self.free:
                 floor = max((floors[u] for u in node.users if u in floors), default=0)
                 stages = self.parameter_stages.get(node, self.all)
-                for argument in node.all_input_nodes:
+                for argument in self.inputs[node]:
                     stages &= self.reachable(argument) if argument in self.free else self.all
                 floors[node] = first_of(stages >> floor << floor, floor)
         return floors
@@ -187,7 +193,7 @@ class StagePlacement:
             if node not in floors or node in self.terms:
                 continue
             near = far = self.all >> floors[node] << floors[node]
-            for argument in node.all_input_nodes:
+            for argument in self.inputs[node]:
                 near &= self.available(argument)
                 far &= self.reachable(argument)
             if not far:
@@ -213,12 +219,12 @@ class StagePlacement:
             for mask in (*masks, *([self.parameter_stages[result]] if result in self.parameter_stages else ())):
                 wanted = max(wanted, (mask & (2 << here) - 1).bit_length() - 1)
             wanted = max([wanted, *(self.stage[u] for u in result.users if u in self.stage and u not in items)])
-        possible = wanted >= 0 and all(self.available(a) >> wanted & 1 for a in node.all_input_nodes)
+        possible = wanted >= 0 and all(self.available(a) >> wanted & 1 for a in self.inputs[node])
         return wanted if possible else here
 
     def _carried(self, node: fx.Node, target: int) -> int:
         """Return the bytes that come down to a stage for an op that runs there, and would not otherwise."""
-        given = [a for a in node.all_input_nodes if a in self.stage and a.meta["phase"] != "forward"]
+        given = [a for a in self.inputs[node] if a in self.stage and a.meta["phase"] != "forward"]
         return sum(
             bytes_of(v)
             for a in given

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from heapq import heapify, heappop, heappush
 
 import torch
@@ -117,9 +117,11 @@ def _distinct(nodes: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
 
 
 class _Finder:
-    """Looks for regions of one graph by their ends. `found`: by op, the regions that are known."""
+    """Looks for regions of one graph by their ends. `found`: by op, the regions that are known. Many ends lead to the
+    same ops, of which what they read is found out once."""
 
     def __init__(self, graph: fx.Graph):
+        self.rows_read, self.reduces_each_row = cache(rows_read), cache(reduces_each_row)
         self.position = {node: i for i, node in enumerate(graph.nodes)}
         self.found: dict[fx.Node, RowRegion] = {}
 
@@ -148,7 +150,7 @@ class _Finder:
             next_ = [user for user in readers(ends[-1]) if user.meta.get("phase") != "backward"]
             if len(next_) != 1 or not is_row_wise(next_[0]) or next_[0].target in PRODUCTS:
                 break
-            if rows_read(next_[0]) != ends[-1:] or width_bytes(next_[0]) != width_bytes(end):
+            if self.rows_read(next_[0]) != ends[-1:] or width_bytes(next_[0]) != width_bytes(end):
                 break
             ends += next_
         return ends
@@ -158,8 +160,8 @@ class _Finder:
         it is made of one tensor that is not wider than the end."""
         inside, most = {end}, width_bytes(end)
         while True:
-            read = _read(inside, ())
-            is_worth_it = any(width_bytes(node) > most or reduces_each_row(node) for node in inside)
+            read = self._read(inside, ())
+            is_worth_it = any(width_bytes(node) > most or self.reduces_each_row(node) for node in inside)
             if _is_one(read, most) and (is_worth_it or next(iter(read)).target in PRODUCTS):
                 break
             latest = max(read, key=self.position.__getitem__, default=None)
@@ -183,9 +185,9 @@ class _Finder:
         inside = {user for node in inner for user in readers(node) if user not in forward}
         if not inside or not all(is_row_wise(node) or sums_rows(node) for node in inside):
             return None
-        sources = {a for node in inside for a in rows_read(node) if _key(a) == _key(source)}
+        sources = {a for node in inside for a in self.rows_read(node) if _key(a) == _key(source)}
         known, most = {*inner, source, *sources}, width_bytes(end)
-        while not _is_one(read := _read(inside, known), most):
+        while not _is_one(read := self._read(inside, known), most):
             latest = max(read, key=self.position.__getitem__, default=end)
             if latest.meta.get("phase") != "backward" or not is_row_wise(latest) or len(inside) > MOST_NODES:
                 return None
@@ -194,15 +196,14 @@ class _Finder:
         closed = Closure({_key(a) for a in (*known, gradient)}, self.position).of(inside, width_bytes(source), most)
         return None if closed is None else (gradient, self._sorted(closed))
 
+    def _read(self, inside: Collection[fx.Node], known: Collection[fx.Node]) -> set[fx.Node]:
+        """Return the rows that ops read of what is neither made inside nor known."""
+        return {a for node in inside for a in self.rows_read(node) if a not in inside and a not in known}
+
 
 def _is_one(read: Collection[fx.Node], most: int) -> bool:
     """Return whether ops read one tensor, of at most so many bytes a row."""
     return [width_bytes(a) <= most for a in read] == [True]
-
-
-def _read(inside: Collection[fx.Node], known: Collection[fx.Node]) -> set[fx.Node]:
-    """Return the rows that ops read of what is neither made inside nor known."""
-    return {a for node in inside for a in rows_read(node) if a not in inside and a not in known}
 
 
 class Closure:

@@ -60,9 +60,12 @@ class Timetable:
         seconds = {"F": forward, "I": input_, "W": weight, "B": input_ + weight}
         clock = np.zeros((self.schedule.ranks, variants))
         ended = np.zeros((len(self.rows), variants))
+        shares = {row.share for row in self.rows}
+        taken = {share: {kind: share * each for kind, each in seconds.items()} for share in shares}
+        sent = {share: share * transfer for share in shares}
         for at, (rank, kind, stage, share, waits) in enumerate(self.rows):
             start = clock[rank]
             for row, border in waits:
-                start = np.maximum(start, ended[row] if border < 0 else ended[row] + share * transfer[border])
-            clock[rank] = ended[at] = start + share * seconds[kind][stage]
+                start = np.maximum(start, ended[row] if border < 0 else ended[row] + sent[share][border])
+            clock[rank] = ended[at] = start + taken[share][kind][stage]
         return clock

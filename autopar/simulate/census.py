@@ -98,7 +98,7 @@ def _of_script(problem: Problem, script: Script) -> Census:
     total = Census()
     for one in script.overlapped:
         for piece in one.pieces:
-            if isinstance(piece.source, tuple):
+            if isinstance(piece.source, tuple) and not isinstance(piece.source, Execution):
                 travel, step = piece.source
                 sent = travel.transfer.bytes_ * step.wire_fraction
                 end = len(script.main) if one.wanted is None else one.wanted

@@ -14,11 +14,11 @@ from autopar.api import entry as api
 from autopar.hardware.profile import load
 from autopar.models import registry
 from autopar.planner.objective.checkpoint_blocks import Blocks
+from autopar.planner.objective.chosen_tensors import RESIDENT
 from autopar.planner.objective.memory_timeline import (
     GATHERED,
     GRADIENTS,
     RECOMPUTED,
-    RESIDENT,
     RETAINED,
     SAVED,
     TRANSIENT,

@@ -116,7 +116,7 @@ class Evaluation:
         """Return the seconds of compute in both phases, without recomputation."""
         return sum(self.compute.values())
 
-    @property
+    @cached_property
     def recompute_transfers(self) -> list[Transfer]:
         """Return what recomputed blocks move in the backward besides `transfers`."""
         taken = [pair for levels in self.recomputed.values() for pair in levels.values()]

@@ -17,6 +17,7 @@ gradients from then on: what they hold in between is never more than at one of t
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,21 +26,19 @@ import numpy as np
 
 from ...cost.memory import NEARLY_ALL
 from ...cost.redistribute import MoveStep
+from ...ir.layout import Layout
 from ..problem.problem import Problem
-from ..problem.tiled_rows import share_of_piece
-from ..problem.vertices import STATE, Vertex
+from ..problem.vertices import Vertex
 from ..problem.weight_codes import is_gathered_ahead
 from .bucket_bytes import BUCKETS, GATHERED, bucket_bytes
-from .evaluate import Evaluation, is_of_one, unreduced_bytes
+from .chosen_tensors import PARAMETERS, chosen_tensors
+from .evaluate import Evaluation
 from .host_travels import host_travels
 from .pricer import Pricer
 from .side_by_side import with_the_other
 from .step_order import StepOrder, Travel, one_op_a_region, step_order
 
-PARAMETERS = "parameters"
-RESIDENT = (PARAMETERS, "optimizer", "buffers")
 RESERVE, KEPT = "allocator reserve", "kept keys"
-HELD = ("parameter", "buffer", "constant")  # vertices that a device holds all through training
 GRADIENTS, SAVED, RETAINED, RECOMPUTED, TRANSIENT, WORKSPACE = (
     "gradients", "activations", "gathered parameters kept", "recomputed block", "values between ops", "op workspace",
 )  # fmt: skip
@@ -84,42 +83,22 @@ class LiveBytes:
         return int(self.total.argmax()) if len(self.total) else 0
 
 
-def resident_bytes(problem: Problem, e: Evaluation) -> dict[str, float]:
-    """Return the bytes of a device that stay all through training, by kind."""
-    result = dict.fromkeys(RESIDENT, 0.0)
-    for v in problem.vertices:
-        if v.kind in HELD:
-            for kind, bytes_ in resident_of(problem, e, v).items():
-                result[kind] += bytes_
-    return result
-
-
-def resident_of(problem: Problem, e: Evaluation, v: Vertex) -> dict[str, float]:
-    """Return the bytes of one vertex that stay on a device all through training, by kind."""
-    options, k = problem.choices(v.index), e.choice[v.index]
-    resident = float(options.resident_bytes[k]) * problem.copies(e.first)[v.index]
-    if options.strategies[k].on_host:
-        return {PARAMETERS: resident}
-    if v.kind != "parameter":
-        return {"buffers": resident}
-    trainable, state = v.node.meta["role"].trainable, v.state_bytes(problem.optimizer)
-    elements = resident / state.resident(trainable)  # the copy that computes comes and goes
-    return {PARAMETERS: elements * state.master, "optimizer": elements * state.optimizer if trainable else 0.0}
-
-
 def live_bytes(problem: Problem, evaluation: Evaluation, pricer: Pricer) -> LiveBytes:
     """Return the memory of a device over the step that an evaluation describes."""
-    count = max(len((order := step_order(problem, evaluation)).runs), 1)
-    changes: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(count + 1))
-    for kind, bytes_ in resident_bytes(problem, evaluation).items():
+    lives = _Lives(problem, evaluation, pricer, order := step_order(problem, evaluation))
+    count = max(len(order.runs), 1)
+    changes: dict[str, list[float]] = defaultdict(lambda: [0.0] * (count + 1))
+    for kind, bytes_ in lives.tensors.resident.items():
         changes[kind][0] += bytes_
     changes[RESERVE][0] += problem.reserve_bytes
     changes[TRANSIENT][0] += pricer.tail.bytes_
     for bytes_ in bucket_bytes(problem, pricer, evaluation, order).values():
-        changes[BUCKETS][: len(bytes_)] += np.diff(bytes_, prepend=0.0)
-    for kind, first, last, bytes_ in _Lives(problem, evaluation, pricer, order).spans():
-        changes[kind][min(first, count - 1)] += bytes_
-        changes[kind][min(last, count - 1) + 1] -= bytes_
+        steps = np.diff(bytes_, prepend=0.0).tolist()
+        changes[BUCKETS][: len(steps)] = map(operator.add, changes[BUCKETS], steps)
+    for kind, first, last, bytes_ in lives.spans():
+        change = changes[kind]
+        change[first if first < count else count - 1] += bytes_
+        change[last + 1 if last < count else count] -= bytes_
     held = {kind: np.cumsum(change[:-1])[: len(order.runs)] for kind, change in changes.items()}
     if evaluation.turns:
         own = {kind: bytes_ for kind, bytes_ in held.items() if kind in OF_A_MICRO_BATCH}
@@ -135,60 +114,32 @@ class _Lives:
     def __init__(self, problem: Problem, evaluation: Evaluation, pricer: Pricer, order: StepOrder):
         self.problem, self.evaluation, self.pricer, self.order = problem, evaluation, pricer, order
         self._ends: dict[int, int] = {}
-        self.strategies = [problem.choices(v.index).strategies[evaluation.choice[v.index]] for v in problem.vertices]
-        self.views = problem.views
-        self._bases: dict[tuple[int, int], tuple[int, int]] = {}
-        self._made: dict[tuple[int, int, int], float] = {}  # bytes by class, strategy and output
-        inside = {node for region in problem.tiled_rows for node in region.ops}
-        self.in_pieces = {v.index for v in problem.vertices if v.node in inside} if inside else set()
-        self.copies = problem.copies(evaluation.first)
+        self.tensors = chosen_tensors(problem, evaluation, pricer)
+        self.strategies, self.copies = self.tensors.strategies, self.tensors.copies
         self.run_of = {(run.vertex, run.recomputed): i for i, run in enumerate(order.runs)}
         self.first, self.last = one_op_a_region(problem, order)
         # the last reader of a tensor by phase: (vertex, output) -> run
         self.reads: dict[str, dict[tuple[int, int], int]] = {"forward": {}, "backward": {}}
+        reads_of = self.tensors.reads
         for i, run in enumerate(order.runs):
             reads = self.reads[run.phase]
-            for tensor in problem.vertices[run.vertex].inputs:
+            for tensor in problem.vertices[run.vertex].inputs if problem.tiled else reads_of[run.vertex]:
                 if problem.tiled:
                     self._read(tensor, run.phase, i)
-                    continue
-                reads[tensor] = i  # runs are in order
-                if tensor[0] in self.views:
-                    reads[self._base(*tensor)] = i
+                else:
+                    reads[tensor] = i  # runs are in order
         for travel in order.travels:
             self._read((travel.transfer.producer, travel.transfer.output), travel.phase, self._left(travel))
 
     def _read(self, tensor: tuple[int, int], phase: str, position: int) -> None:
         """Note that a run reads a tensor, and what that lies in."""
-        reads, base = self.reads[phase], self._base(*tensor)
+        reads, base = self.reads[phase], self.tensors.base(*tensor)
         for key in (tensor,) if tensor == base else (tensor, base):
             at = position
             if self.problem.tiled and key not in self.problem.never_made and at < len(self.last):
                 at = self.last[at]
             if at > reads.get(key, -1):
                 reads[key] = at
-
-    def _layout(self, vertex: int, output: int):
-        return self.strategies[vertex].outputs[output]
-
-    def _bytes(self, vertex: int, output: int, layout) -> float:
-        whole = self.pricer.bytes_of(self.problem.vertices[vertex].values[output], layout)
-        if (vertex, output) not in self.problem.never_made:
-            return whole
-        return whole * share_of_piece(self.problem, vertex, output, layout) if vertex in self.in_pieces else 0.0
-
-    def _base(self, vertex: int, output: int) -> tuple[int, int]:
-        """Return the tensor whose memory this one lies in."""
-        key = vertex, output
-        if vertex not in self.views:
-            return key
-        if key not in self._bases:
-            base = key
-            producer, of = self.problem.vertices[vertex].inputs[0]
-            if self._layout(producer, of) == self.strategies[vertex].inputs[0]:
-                base = self._base(producer, of)
-            self._bases[key] = base
-        return self._bases[key]
 
     def spans(self):
         """Iterate over (kind, first run, last run, bytes) of everything that does not stay."""
@@ -214,12 +165,10 @@ class _Lives:
         yield from self._computing_copies()
         yield from self._gradients()
         yield from self._collective_buffers()
-        for u in self.problem.vertices:
-            if bytes_ := self.pricer.saved_for_rounds(u, self.strategies[u.index]):
-                yield SAVED, 0, len(self.order.runs), bytes_ * self.copies[u.index]
-            if u.kind == "input":
-                bytes_ = self._bytes(u.index, 0, self._layout(u.index, 0)) * self.copies[u.index]
-                yield TRANSIENT, 0, len(self.order.runs), bytes_
+        for v, bytes_ in self.tensors.for_rounds:
+            yield SAVED, 0, len(self.order.runs), bytes_ * self.copies[v]
+        for v, bytes_ in self.tensors.inputs:
+            yield TRANSIENT, 0, len(self.order.runs), bytes_ * self.copies[v]
         for travel in self.order.travels:
             if span := self._copy(travel):
                 yield span
@@ -227,26 +176,21 @@ class _Lives:
 
     def _values(self):
         """Iterate over the spans of what ops make and of what they allocate while they run."""
-        e, vertices, never_made = self.evaluation, self.problem.vertices, self.problem.never_made
+        e, never_made = self.evaluation, self.problem.never_made
         saved = {*e.saved, *(value.key for value in e.on_host)}
-        returned = {(u.producer, u.output): u for u in self.problem.uses if u.slot == STATE and u.phase == "backward"}
-        covered = self._saved_as_views(saved)
+        covered, made_of, inside_of = self.tensors.as_views(saved), self.tensors.made, self.tensors.inside
+        saved_in: dict[tuple[int, int], list[Layout]] = defaultdict(list)
+        for v, output, layout in saved:
+            saved_in[v, output].append(layout)
         for i, run in enumerate(self.order.runs):
             v, reads = run.vertex, self.reads[run.phase]
-            if inside := self.pricer.inside_bytes(vertices[v], e.choice[v]):
+            if inside := inside_of[v]:
                 yield WORKSPACE, i, i, inside
-            for output, layout in enumerate(self.strategies[v].outputs):
-                tensor = v, output
-                if v in self.views and self._base(v, output)[0] != v:
-                    continue
-                if not run.recomputed and (v, output, layout) in saved:
-                    continue
-                use = returned.get(tensor)
-                if use and self._layout(use.consumer, 0) == layout and self._keeps_gradient(use.consumer):
+            for tensor, layout, bytes_ in made_of[v]:
+                if not run.recomputed and tensor in saved_in and layout in saved_in[tensor]:
                     continue
                 kind, last = RECOMPUTED if run.recomputed else TRANSIENT, reads.get(tensor, -1)
-                bytes_ = self._made_bytes(v, output, layout)
-                if not run.recomputed and covered[tensor] > NEARLY_ALL * bytes_:
+                if not run.recomputed and tensor in covered and covered[tensor] > NEARLY_ALL * bytes_:
                     bytes_ = max(0.0, bytes_ - covered[tensor])
                 if tensor in never_made:  # by one call of an op, which begins and ends with it
                     yield kind, i, max(i, min(last, self.last[i])), bytes_
@@ -257,28 +201,9 @@ class _Lives:
         """Iterate over the spans of what exchanges of rows fill, and of what these need, while ops run beside them."""
         for one in self.evaluation.beside:
             v, wait = one.vertex, self.run_of[one.vertex, False]
-            filled = sum(self._made_bytes(v, o, layout) for o, layout in enumerate(self.strategies[v].outputs))
+            filled = sum(self.tensors.made_bytes(v, o, layout) for o, layout in enumerate(self.strategies[v].outputs))
             inside = self.pricer.inside_bytes(self.problem.vertices[v], self.evaluation.choice[v])
             yield TRANSIENT, wait - len(one.ops), wait - 1, filled + inside
-
-    def _saved_as_views(self, saved) -> dict[tuple[int, int], float]:
-        """Return the bytes of each tensor that views of it save, which lie in its memory unless they are copied (see
-        passes/distribute/partition.py)."""
-        found: dict[tuple[int, int], float] = defaultdict(float)
-        for v, output, layout in saved:
-            base = self._base(v, output)
-            if base[0] != v and layout == self._layout(v, output):
-                found[base] += self._bytes(v, output, layout)
-        return found
-
-    def _made_bytes(self, vertex: int, output: int, layout) -> float:
-        """Return the bytes of a tensor as its producer makes it, which are those of all of its class."""
-        if (vertex, output) in self.problem.never_made:
-            return self._bytes(vertex, output, layout)
-        key = self.problem.vertices[vertex].cls, self.evaluation.choice[vertex], output
-        if key not in self._made:
-            self._made[key] = self._bytes(vertex, output, layout)
-        return self._made[key]
 
     def _of_all_copies(self, kind: str, first: int, last: int, vertex: Vertex, bytes_: float):
         """Iterate over the spans of something of a block that its backward reads: the copies that a compact graph
@@ -295,54 +220,34 @@ class _Lives:
     def _computing_copies(self):
         """Iterate over the spans of parameters in the type that they compute in, from the first to the last time that
         they are read or gathered."""
-        vertices = self.problem.vertices
-        casts = {v.index for v in vertices if v.kind == "parameter" and 0 in v.casts}
-        asked: dict[int, list[int]] = defaultdict(list)
+        casts, asked = self.tensors.casts, defaultdict[int, list[int]](list)
+        casts_read = self.tensors.casts_read
         for i, run in enumerate(self.order.runs if casts else ()):
-            for producer, output in vertices[run.vertex].inputs:
-                at = self._base(producer, output)[0] if producer in self.views else producer
-                if at in casts:
-                    asked[at].append(i)
-        for travel in self.order.travels:
+            for parameter in casts_read[run.vertex]:
+                asked[parameter].append(i)
+        for travel in self.order.travels if casts else ():
             asked[travel.transfer.producer].append(min(travel.held, len(self.order.runs) - 1))
-        for v in map(vertices.__getitem__, sorted(casts)):
+        for v in map(self.problem.vertices.__getitem__, casts):
             if asked[v.index] and not self.strategies[v.index].on_host:
-                bytes_ = self._bytes(v.index, 0, self._layout(v.index, 0)) * self.copies[v.index]
+                bytes_ = casts[v.index] * self.copies[v.index]
                 yield from self._of_all_copies(PARAMETERS, min(asked[v.index]), max(asked[v.index]), v, bytes_)
-
-    def _keeps_gradient(self, vertex: int) -> bool:
-        """Return whether the device holds on to a gradient that is made in the layout of this leaf."""
-        return self.problem.vertices[vertex].kind == "parameter" and not self.strategies[vertex].on_host
 
     def _gradients(self):
         """Iterate over the spans of gradients as they are left for the optimizer. Those that wait for one reduction are
         whole from the start; others, of ZeRO-1 too, are reduced as soon as they are made."""
-        e, problem, count = self.evaluation, self.problem, len(self.order.runs)
+        e, count = self.evaluation, len(self.order.runs)
         backward = next((i for i, run in enumerate(self.order.runs) if run.phase == "backward"), 0)
         accumulated = self.pricer.micro_batches > 1  # then those of the passes before are there from the start
         if e.reduces_once:
-            yield GRADIENTS, 0, count, e.whole_gradient_bytes + self._of_several_parameters()
-        for use in problem.uses:
-            v = problem.vertices[use.consumer]
-            if use.slot != STATE or use.phase != "backward" or v.kind != "parameter":
-                continue
-            bytes_ = float(problem.choices(v.index).gradient_bytes[e.choice[v.index]])
+            yield GRADIENTS, 0, count, e.whole_gradient_bytes + self.tensors.of_several_parameters
+        for producer, v, bytes_ in self.tensors.gradients:
             if accumulated:
                 yield GRADIENTS, 0, count, bytes_ * self.copies[v.index]
                 continue
-            made = self.run_of.get((use.producer, False), backward)
+            made = self.run_of.get((producer, False), backward)
             yield GRADIENTS, self.first[made] if self.first else made, count, bytes_
             if self.copies[v.index] > 1:
                 yield GRADIENTS, self._end_of_backward(v.block), count, bytes_ * (self.copies[v.index] - 1)
-
-    def _of_several_parameters(self) -> float:
-        """Return what unreduced gradients that more than one parameter has take beyond the shards."""
-        return sum(
-            unreduced_bytes(self.problem, self.evaluation.choice, self.pricer, uses, self._layout(*tensor))
-            * self.copies[uses[0].consumer]
-            for tensor, uses in self.problem.uses_of.items()
-            if self.problem.vertices[uses[0].consumer].kind == "parameter" and not is_of_one(self.problem, uses)
-        )
 
     def _end_of_backward(self, block: int) -> int:
         """Return the last run in the backward of a block of a compact graph."""
@@ -363,7 +268,7 @@ class _Lives:
             return None
         is_parameter = is_gathered_ahead(self.problem.vertices[t.producer])
         kind = RECOMPUTED if travel.recomputed and not is_parameter else GATHERED if is_parameter else TRANSIENT
-        return kind, travel.held, travel.last, self._bytes(*key)
+        return kind, travel.held, travel.last, self.tensors.bytes_of(*key)
 
     def _collective_buffers(self):
         """Iterate over the spans of what collectives of tensors that are in no bucket hold beside the tensor before and

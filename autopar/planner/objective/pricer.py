@@ -62,6 +62,7 @@ class Pricer:
     other_load: Skew | None = None
     in_flight: float = 1.0
     tail: TailCost = NO_TAIL
+    known_tensors: list = field(default_factory=list, init=False, repr=False)  # see chosen_tensors.py
     _local: dict[tuple, float] = field(default_factory=dict, init=False, repr=False)
     _inside: dict[tuple[int, int], float] = field(default_factory=dict, init=False, repr=False)
     _tables: dict[tuple[float, float], np.ndarray] = field(default_factory=dict, init=False, repr=False)

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import NamedTuple
 
 from ...cost.redistribute import MoveStep
 from ..problem.multipliers import PHASES
@@ -26,8 +27,7 @@ COMPUTES, HOST = 0, -1  # streams: the link to the host is one; collectives are 
 Source = Execution | tuple[Travel, MoveStep] | HostTravel | Beside
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """Something that takes a stream some time; `source`: what it is a part of."""
 
     stream: int
@@ -116,6 +116,7 @@ class _Writer:
         self.copied: dict[int, list[HostTravel]] = defaultdict(list)  # by run that makes a value or reads it first
         for travel in host_travels(problem, e, order):
             self.copied[(travel.sent if phase == PHASES[0] else travel.back) - self.begin].append(travel)
+        self.seconds = problem.chosen(e.choice).seconds
         self.beside = {(one.vertex, one.recomputed): one for one in e.beside if one.phase == phase}
         self.recomputed_copies = {
             v: n for levels in e.recomputed.values() for step, n in levels.values() for v in step.recomputed
@@ -161,33 +162,38 @@ class _Writer:
         at: list[int] = []  # by run, the piece of its segment that it is
         read_at: list[int] = []  # and before which it reads what travels beside compute
         begins: list[int] = []  # and before which nothing is done for it
+        is_forward = self.phase == PHASES[0]
         for i, run in enumerate(self.runs):
             segment = segments[of_run[i]]
-            begins.append(len(segment.main))
-            for travel, seconds in waited.pop(i, ()):
-                segment.main += self._in_line(travel, seconds / segment.copies)
-            read_at.append(len(segment.main))
-            for travel, seconds, _ in hidden.get(i, ()):
+            main = segment.main
+            begins.append(len(main))
+            if i in waited:
+                for travel, seconds in waited.pop(i):
+                    main += self._in_line(travel, seconds / segment.copies)
+            read_at.append(len(main))
+            beside_this = hidden.get(i, ())
+            for travel, seconds, _ in beside_this:
                 if travel.first < self.end:  # local work of a hidden transfer
-                    segment.main += self._local(travel, seconds / segment.copies)
-            at.append(len(segment.main))
+                    main += self._local(travel, seconds / segment.copies)
+            at.append(len(main))
             copies = [self._host_piece(travel, segment.copies) for travel in self.copied.get(i, ())]
-            in_line = [] if self.e.overlap else copies
-            segment.main += in_line if self.phase != PHASES[0] else []
-            if one := self._beside(run):
+            if copies and not self.e.overlap and not is_forward:
+                main += copies
+            if self.beside and (one := self._beside(run)):
                 piece = Piece(one.stream, one.seconds * one.copies / segment.copies, one)
-                issued = begins[i - len(one.ops)] if one.ops else len(segment.main)
-                segment.overlapped.append((False, issued, len(segment.main), (piece,)))
+                issued = begins[i - len(one.ops)] if one.ops else len(main)
+                segment.overlapped.append((False, issued, len(main), (piece,)))
             if op_seconds := self._op_seconds(run):
-                segment.main.append(Piece(COMPUTES, op_seconds / segment.copies, run))
-            segment.main += in_line if self.phase == PHASES[0] else []
-            if self.e.overlap and self.phase == PHASES[0]:
-                segment.sent += [(len(segment.main), piece) for piece in copies]
-            elif self.e.overlap:
+                main.append(Piece(COMPUTES, op_seconds / segment.copies, run))
+            if copies and not self.e.overlap and is_forward:
+                main += copies
+            if copies and self.e.overlap and is_forward:
+                segment.sent += [(len(main), piece) for piece in copies]
+            elif copies and self.e.overlap:
                 segment.overlapped += [(True, 0, read_at[i], (piece,)) for piece in copies]
-            for travel, seconds, _ in hidden.get(i, ()):
+            for travel, seconds, _ in beside_this:
                 if travel.first >= self.end:
-                    segment.main += self._local(travel, seconds / segment.copies)
+                    main += self._local(travel, seconds / segment.copies)
         for travel, seconds in waited.pop(len(self.runs), ()):
             segments[-1].main += self._in_line(travel, seconds / segments[-1].copies)
         for i, travels in hidden.items():
@@ -231,8 +237,9 @@ class _Writer:
         """Return the seconds of an op in all its copies."""
         of_block = run.recomputed and not run.in_pieces
         times = self.recomputed_copies.get(run.vertex, 0) if of_block else self.copies[run.vertex]
-        seconds = float(self.problem.choices(run.vertex).seconds[self.e.choice[run.vertex]]) * times
-        return seconds - one.seconds * one.copies if (one := self._beside(run)) else seconds
+        seconds = self.seconds[run.vertex] * times
+        one = self._beside(run) if self.beside else None
+        return seconds - one.seconds * one.copies if one else seconds
 
     def _seconds(self, t: Transfer) -> float:
         """Return the seconds of a transfer in all its copies, in the pass that is written down."""

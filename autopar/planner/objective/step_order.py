@@ -15,18 +15,16 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
-from ...ir.block_order import block_of
 from ..problem.problem import Problem
 from ..problem.vertices import STATE
 from .checkpoint_blocks import recomputed_vertices
 from .checkpoint_min_cut import key_of
 from .evaluate import Evaluation, Transfer
-from .module_table import module_of
 
 
-@dataclass(frozen=True)
-class Execution:
+class Execution(NamedTuple):
     """One execution of an op; `recomputed`: of a recomputed block, in the backward, or of the backward of a row-wise
     region, which runs `in_pieces`."""
 
@@ -36,8 +34,7 @@ class Execution:
     in_pieces: bool = False
 
 
-@dataclass(frozen=True)
-class Travel:
+class Travel(NamedTuple):
     """One execution of a transfer, by positions in `StepOrder.runs`: it may start before run `start`, its copy takes
     memory from run `held` on, and `first` and `last` read it (both the number of runs if it only leaves the step)."""
 
@@ -73,7 +70,7 @@ def step_order(problem: Problem, evaluation: Evaluation) -> StepOrder:
     index = {(run.vertex, run.recomputed): i for i, run in enumerate(runs)}
     starts = {(run.vertex, False): index[ops[0].vertex, False] for run, ops in beside.items()}
     first_backward = next((i for i, run in enumerate(runs) if run.phase == "backward"), len(runs))
-    modules = _modules(problem, runs)
+    modules = tuple(problem.blocks[run.vertex] for run in runs)
     blocks = _blocks(runs, modules)
     one_block_ahead, one_module_ahead = _one_ahead(runs, blocks), _one_ahead(runs, modules)
 
@@ -120,7 +117,8 @@ def _backward_readers(problem: Problem, e: Evaluation, t: Transfer) -> Iterator[
 
 
 def _runs(problem: Problem, recomputed: dict[int, str]) -> Iterator[Execution]:
-    ops = [v for v in problem.vertices if v.kind == "op"]
+    vertices = problem.vertices
+    ops = [v for v in vertices if v.kind == "op"]
     yield from (Execution(v.index, "forward") for v in ops if v.phase == "forward")
     regions = problem.made_again
     waiting: dict[str | int, list[int]] = {}  # by block, and by number of a region
@@ -128,27 +126,30 @@ def _runs(problem: Problem, recomputed: dict[int, str]) -> Iterator[Execution]:
         for vertex, own in label.items():
             waiting.setdefault(own, []).append(vertex)
 
+    def wanted(vertex: int, of_block: bool) -> list[str | int]:
+        """Return what is still to run again of what a vertex reads: blocks, and regions in pieces, which a vertex of a
+        block (`of_block`) makes by itself."""
+        inputs, labels = vertices[vertex].inputs, list[str | int]()
+        if of_block or not regions:
+            labels += [recomputed[p] for p, _ in inputs if p in recomputed]
+        else:
+            labels += [label for p, _ in inputs if (label := regions.get(p, recomputed.get(p))) is not None]
+        return [label for label in dict.fromkeys(labels) if label in waiting] if labels else labels
+
     def made_for(vertex: int, of_block: bool) -> Iterator[Execution]:
-        """Run again what a vertex reads, of blocks and of regions in pieces, behind what that reads itself. `of_block`:
-        the vertex is of a block that runs again, which makes what is inside of a region by itself."""
-        inputs = [p for p, _ in problem.vertices[vertex].inputs]
-        labels = [recomputed.get(p) if of_block else regions.get(p, recomputed.get(p)) for p in inputs]
-        for label in dict.fromkeys(label for label in labels if label is not None):
+        """Run again what a vertex reads, behind what that reads itself."""
+        for label in wanted(vertex, of_block):
             again, is_block = sorted(waiting.pop(label, ())), isinstance(label, str)
             for one in again:
-                yield from made_for(one, is_block)
-            yield from (Execution(one, "backward", True, not is_block) for one in again)
+                if wanted(one, is_block):
+                    yield from made_for(one, is_block)
+            yield from [Execution(one, "backward", True, not is_block) for one in again]
 
     for v in ops:
         if v.phase == "backward":
-            yield from made_for(v.index, False)
+            if wanted(v.index, False):
+                yield from made_for(v.index, False)
             yield Execution(v.index, "backward")
-
-
-def _modules(problem: Problem, runs: tuple[Execution, ...]) -> tuple[str, ...]:
-    """Return, by run, the block of its module, or the module itself outside of blocks; "" for what is in no module."""
-    modules = [module_of(problem.vertices[run.vertex]) for run in runs]
-    return tuple(block_of(module) or module for module in modules)
 
 
 def _blocks(runs: tuple[Execution, ...], modules: tuple[str, ...]) -> tuple[str, ...]:

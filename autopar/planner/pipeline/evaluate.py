@@ -25,12 +25,12 @@ from ...plans.pipeline import Pipeline, StageCost
 from ...schedule.catalogue import KINDS
 from ...schedule.play import play
 from ...schedule.played import Played
+from ..objective.chosen_tensors import PARAMETERS
 from ..objective.evaluate import Evaluation
 from ..objective.memory_timeline import (
     BUCKETS,
     GRADIENTS,
     KEPT,
-    PARAMETERS,
     RESERVE,
     RETAINED,
     SAVED,

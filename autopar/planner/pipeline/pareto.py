@@ -37,7 +37,9 @@ class Frontier:
         seconds = np.add.outer([level.seconds for level in levels], self.seconds).ravel()
         order = bytes_.argsort(kind="stable")  # every level is sorted: as many runs to merge
         sorted_ = seconds[order]
-        order = order[sorted_ < np.concatenate([[np.inf], np.minimum.accumulate(sorted_)[:-1]])]
+        is_faster = np.ones(len(order), bool)
+        np.less(sorted_[1:], np.minimum.accumulate(sorted_)[:-1], out=is_faster[1:])
+        order = order[is_faster]
         last = np.append(np.diff(bytes_[order]) > 0, True)  # of equal bytes the fewest seconds
         efficient = order[last]
         level, came_from = np.divmod(efficient, len(self.bytes_))

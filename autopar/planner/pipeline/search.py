@@ -135,6 +135,7 @@ class PipelineSearch:
         self._chains: dict[Planned, Chain] = {}
         self._prepared: dict[Planned, tuple[Planned, Chain, StageRecomputation | None]] = {}
         self._timetables: dict[tuple[str, int], Timetable] = {}
+        self._within: dict[tuple, tuple[float, _Evaluated]] = {}
         chunks = f", {row_chunks} chunks a row" if row_chunks > 1 else ""
         report(f"{mesh}, {micro_batches} micro-batches{chunks}")
         self.plans = MicroBatchPlans(captured, micro_batches, mesh, self.axis, options, name, report, row_chunks)
@@ -166,7 +167,8 @@ class PipelineSearch:
     def under(self, strategy: str, kinds: Sequence[tuple[str, int]]) -> PipelineSearch:
         """Return the same search of what a strategy allows, with some schedules."""
         other = copy.copy(self)
-        other.plans, other.kinds, other._chains, other._prepared = self.plans.under(strategy), kinds, {}, {}
+        other.plans, other.kinds = self.plans.under(strategy), kinds
+        other._chains, other._prepared, other._within = {}, {}, {}
         return other
 
     def estimates(self, judged: Sequence[Estimate] = ()) -> list[Estimate]:
@@ -324,7 +326,21 @@ class PipelineSearch:
         self, inner: Planned, pipeline: Pipeline, recomputation: StageRecomputation | None, slowest: float
     ) -> _Evaluated:
         """Evaluate a pipeline that lets go of outputs beside the loss if its memory demands it, and with as much
-        computed again on each rank as it demands then, or as can be, unless that is `slowest` seconds or more."""
+        computed again on each rank as it demands then, or as can be, unless that is `slowest` seconds or more. Several
+        ways lead to the same cut of a plan, which is evaluated once."""
+        key = (inner, pipeline.schedule, pipeline.stages_per_rank, pipeline.cuts)
+        if known := self._within.get(key):
+            limit, found = known
+            is_done = found.evaluated.peak_bytes <= self.limit or found.evaluated.step_seconds < limit
+            if is_done or slowest <= limit:
+                return found
+        found = self._made_to_fit(inner, pipeline, recomputation, slowest)
+        self._within[key] = slowest, found
+        return found
+
+    def _made_to_fit(
+        self, inner: Planned, pipeline: Pipeline, recomputation: StageRecomputation | None, slowest: float
+    ) -> _Evaluated:
         (problem, e), live = inner.whole, inner.live_bytes
         found = parts_of(problem, e, inner.pricer, pipeline, live, inner.stretch)
         evaluated, keeps = self.as_it_is(inner, pipeline, found)

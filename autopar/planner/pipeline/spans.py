@@ -43,8 +43,8 @@ class Spans:
     def _price(self, segments: Sequence[Segment], shared: Sequence[Shared], levels: Levels) -> None:
         self.segments, self.levels, count = segments, levels, len(segments)
         fast_seconds, fast_bytes = levels.fastest()
-        self.counts, kind = np.unique(levels.before[self.end] - levels.before[self.first], axis=0, return_inverse=True)
-        self.kind = kind.ravel()  # spans with the same counts are of one kind
+        self.counts, self.kind = distinct(levels.before[self.end] - levels.before[self.first])
+        # spans with the same counts are of one kind
         self.fast_seconds, self.fast_bytes = (self.counts * fast_seconds).sum(1), (self.counts * fast_bytes).sum(1)
         self.least_bytes = (self.counts * levels.least()).sum(1)
 
@@ -112,3 +112,15 @@ class Spans:
         bytes_["activations"] = float(flight * frontier.bytes_[point])
         span, seconds = (int(self.first[x]), int(self.end[x])), float(frontier.seconds[point] + self.sends[x])
         return RankSegments((span,), seconds, float(flight), bytes_, self.levels.counted(frontier, point))
+
+
+def distinct(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the distinct rows of numbers from 0 on, sorted, and which of them each row is: sorted as one number each,
+    where those are small enough."""
+    digits = rows.max(0, initial=0).astype(object) + 1
+    if not rows.size or digits.prod() >= 2**62:
+        found, which = np.unique(rows, axis=0, return_inverse=True)
+        return found, which.ravel()
+    places = np.append(digits[:0:-1].cumprod()[::-1], 1).astype(np.int64)
+    _, first, which = np.unique(rows @ places, return_index=True, return_inverse=True)
+    return rows[first], which.ravel()

@@ -18,6 +18,7 @@ import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, starmap
 
 import numpy as np
@@ -30,18 +31,16 @@ from ...ops import ATTENTION, autopar
 from ..objective.bucket_bytes import BUCKETS, GATHERED, bucket_bytes
 from ..objective.checkpoint_blocks import recomputed_vertices
 from ..objective.checkpoint_min_cut import key_of
-from ..objective.evaluate import Evaluation, Transfer, unreduced_bytes
+from ..objective.chosen_tensors import HELD, PARAMETERS, chosen_tensors, resident_of
+from ..objective.evaluate import Evaluation, Transfer
 from ..objective.host_travels import host_travels
 from ..objective.memory_timeline import (
     GRADIENTS,
-    HELD,
-    PARAMETERS,
     RECOMPUTED,
     TRANSIENT,
     WORKSPACE,
     LiveBytes,
     live_bytes,
-    resident_of,
 )
 from ..objective.pricer import Pricer
 from ..problem.problem import Problem
@@ -86,6 +85,8 @@ class Parts:
     ):
         self.problem, self.e, self.pricer, self.cuts, self.repeated = problem, e, pricer, cuts, repeated
         self.placement = problem.placement(cuts)
+        chosen = problem.chosen(e.choice)
+        self.strategies, self.seconds = chosen.strategies, chosen.seconds
         self.found = [Part(no_work(e.streams), e.overlap, stretch) for _ in range(self.placement.count)]
         self.tied: list[SharedParameter] = []
         self.beside = {one.vertex: one for one in e.beside}
@@ -118,7 +119,7 @@ class Parts:
         """Charge what depends on what is computed again."""
         self.recomputed = recomputed_vertices(self.e)
         for v in self.recomputed:
-            seconds = float(self.problem.choices(v).seconds[self.e.choice[v]])
+            seconds = self.seconds[v]
             for part in self._charged(self.where.get(self.problem.vertices[v].node, 0)):
                 part.work[INPUT].recompute += seconds
         self._transfers(self.e.recompute_transfers)
@@ -136,16 +137,16 @@ class Parts:
             mask &= mask - 1
 
     def _strategy(self, vertex: int):
-        return self.problem.choices(vertex).strategies[self.e.choice[vertex]]
+        return self.strategies[vertex]
 
     def _vertices(self) -> None:
         micro_batches = self.pricer.micro_batches
-        whole = self._whole_bytes()
+        whole, copies = self._whole_bytes(), self.problem.copies(self.e.first)
         for v in self.problem.vertices:
             if v.kind == "output":
                 continue
             options, k = self.problem.choices(v.index), self.e.choice[v.index]
-            seconds, mask = float(options.seconds[k]), self.where.get(v.node, 0)
+            seconds, mask = self.seconds[v.index], self.where.get(v.node, 0)
             if v.node.target is autopar.with_earlier.default:
                 for part in self._charged(mask):
                     add_kept(part, v, self.pricer.bytes_of(v.values[0], options.strategies[k].outputs[0]))
@@ -157,7 +158,8 @@ class Parts:
             if v.kind == "op":
                 self._op(v, seconds, mask)
                 continue
-            resident = resident_of(self.problem, self.e, v) if v.kind in HELD else {}
+            options, k = self.problem.choices(v.index), self.e.choice[v.index]
+            resident = resident_of(self.problem, self.e.choice, copies, v) if v.kind in HELD else {}
             gradient, waiting = float(options.gradient_bytes[k]), whole.get(v.index, 0.0)
             copy = 0.0
             casts = v.kind == "parameter" and 0 in v.casts and not options.strategies[k].on_host
@@ -203,10 +205,9 @@ class Parts:
         micro-batches."""
         found: dict[int, float] = {}
         if self.e.reduces_once:
-            for (producer, output), uses in self.problem.uses_of.items():
-                made = self._strategy(producer).outputs[output]
-                if bytes_ := unreduced_bytes(self.problem, self.e.choice, self.pricer, uses, made):
-                    found[uses[0].consumer] = found.get(uses[0].consumer, 0.0) + bytes_
+            for tensor, bytes_ in chosen_tensors(self.problem, self.e, self.pricer).unreduced.items():
+                parameter = self.problem.uses_of[tensor][0].consumer
+                found[parameter] = found.get(parameter, 0.0) + bytes_
         return found
 
     def _transfers(self, transfers: Sequence[Transfer]) -> None:
@@ -252,16 +253,13 @@ class Parts:
 
     def _passing(self) -> None:
         """Record what is sent over each border: from where it is made to its last reader, or back to its first one."""
-        tensors = {
-            v.tensor(o): (v.index, o) for v in self.problem.vertices if v.kind == "op" for o in range(len(v.values))
-        }
         for node, at in self.placement.stage.items():
             mask = self.placement.read_at.get(node, 0)
             if not mask or not is_tensor(node):
                 continue
             last, first = mask.bit_length() - 1, first_of(mask, at)
             if last > at or first < at:
-                bytes_ = self._local_bytes(node, tensors)
+                bytes_ = self._local_bytes(node)
                 for border in range(at, last):
                     self.found[border].sent.append(bytes_)
                 for border in range(first, at):
@@ -272,14 +270,21 @@ class Parts:
         for value, bytes_ in bytes_of_outputs(self.problem, self.e, self.pricer):
             self.found[first_of(self.where[value], 0)].output_bytes += bytes_
 
-    def _local_bytes(self, node: fx.Node, tensors) -> float:
+    def _local_bytes(self, node: fx.Node) -> float:
         producer, item = tensor_of(node)
         values = producer.meta["val"]
         position = 0 if isinstance(values, torch.Tensor) else sum(isinstance(x, torch.Tensor) for x in values[:item])
-        if (producer, position) not in tensors:
+        if (tensor := self.problem.vertex_of.get((producer, position))) is None:
             return float(bytes_of(node.meta["val"]))
-        v, output = tensors[producer, position]
+        v, output = tensor
         return self.pricer.bytes_of(node.meta["val"], self._strategy(v).outputs[output])
+
+    @cached_property
+    def _masks(self) -> tuple[list[int], np.ndarray]:
+        """Return all sets of parts that a vertex is in, and by vertex the number of its set."""
+        numbers: dict[int, int] = {}
+        number = [numbers.setdefault(self.where.get(v.node, 0), len(numbers)) for v in self.problem.vertices]
+        return list(numbers), np.array(number)
 
     def _transients(self, live: LiveBytes) -> None:
         transient = [live.kinds[kind] for kind in COMING_AND_GOING if kind in live.kinds]
@@ -292,13 +297,11 @@ class Parts:
         for travel in host_travels(self.problem, self.e, live.order):
             held[travel.made : travel.end + 1] += travel.value.bytes_
             held[travel.start : travel.last + 1] += travel.value.bytes_
-        most: dict[int, float] = {}  # by the parts that a run is in
-        for run, bytes_ in zip(live.order.runs, held.tolist()):
-            mask = self.where.get(self.problem.vertices[run.vertex].node, 0)
-            if bytes_ > most.get(mask, 0.0):
-                most[mask] = bytes_
-        for mask, bytes_ in most.items():
-            for part in self._charged(mask):
+        masks, number = self._masks
+        most = np.zeros(len(masks))  # by the parts that a run is in
+        np.maximum.at(most, number[[run.vertex for run in live.order.runs]], held)
+        for mask, bytes_ in zip(masks, most.tolist()):
+            for part in self._charged(mask) if bytes_ else ():
                 part.transient_bytes = max(part.transient_bytes, bytes_)
 
 

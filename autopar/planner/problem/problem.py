@@ -25,6 +25,7 @@ from ...cost.skew import Skew
 from ...cost.update import UpdateCost
 from ...frontend.export import Captured
 from ...frontend.repeated_blocks import Compact
+from ...ir.block_order import block_of
 from ...ir.graph import bytes_of, output_node, tensor_of, values_of
 from ...ir.layout import Layout
 from ...ir.mesh import Mesh
@@ -33,6 +34,7 @@ from ...ops import autopar
 from ...rules import Rule
 from ...rules.loss_regions import LossRegion
 from ...rules.row_regions import RowRegion
+from .chosen import Chosen
 from .offload import Offload
 from .strategies import Choices, choices_of, in_memory
 from .vertices import Use, Vertex, vertices_of
@@ -68,6 +70,7 @@ class Problem:
     tiled: tuple[LossRegion | RowRegion, ...] = ()  # computed in pieces, see tiled.py
     # by how many of the blocks left out decide as block 2 does, the problem of the whole graph and, by vertex, its own
     written: dict[int, tuple[Problem, dict[int, list[int]]]] = field(default_factory=dict, init=False, repr=False)
+    _chosen: Chosen | None = field(default=None, init=False, repr=False, compare=False)
     _copies: dict[int, Sequence[int]] = field(default_factory=dict, init=False, repr=False)
     _placements: dict[tuple[str, ...], StagePlacement] = field(default_factory=dict, init=False, repr=False)
 
@@ -86,10 +89,16 @@ class Problem:
             ]
         return self._copies[first]
 
+    def chosen(self, choice: dict[int, int]) -> Chosen:
+        """Return what the vertices do under a choice; that of the last one that was asked for is known."""
+        if self._chosen is None or self._chosen.choice is not choice:
+            self._chosen = Chosen.of(self, choice)
+        return self._chosen
+
     def placement(self, cuts: Sequence[str]) -> StagePlacement:
         """Return the stages that begin at these forward ops. Raises StageError."""
         if (key := tuple(cuts)) not in self._placements:
-            self._placements[key] = StagePlacement(self.graph, cuts)
+            self._placements[key] = StagePlacement(self.graph, cuts, next(iter(self._placements.values()), None))
         return self._placements[key]
 
     @cached_property
@@ -100,6 +109,12 @@ class Problem:
             found.setdefault((use.producer, use.output), []).append(use)
         return found
 
+    @cached_property
+    def vertex_of(self) -> Mapping[tuple[fx.Node, int], tuple[int, int]]:
+        """Return the tensors that ops give by what the lowering knows them as, see `Vertex.tensor`."""
+        ops = (v for v in self.vertices if v.kind == "op")
+        return {v.tensor(o): (v.index, o) for v in ops for o in range(len(v.values))}
+
     @property
     def tiled_losses(self) -> list[LossRegion]:
         """Return the regions in pieces that are a last layer and its loss."""
@@ -109,6 +124,13 @@ class Problem:
     def tiled_rows(self) -> list[RowRegion]:
         """Return the regions in pieces that are row-wise ops."""
         return [region for region in self.tiled if isinstance(region, RowRegion)]
+
+    @cached_property
+    def blocks(self) -> Sequence[str]:
+        """Return, by vertex, the block of an op's module, or the module itself outside of blocks; "" for what is in no
+        module."""
+        modules = [v.node.meta.get("module", "") if v.kind == "op" else "" for v in self.vertices]
+        return [block_of(module) or module for module in modules]
 
     @cached_property
     def views(self) -> frozenset[int]:

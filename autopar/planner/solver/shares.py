@@ -7,7 +7,7 @@ the sets without it pay is known (autopar/planner/solver/factor.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -62,7 +62,8 @@ class Shares:
         self._best = [{0: np.zeros(mode.base.shape[1])} for mode in modes]
         self._read_tail: np.ndarray | None = None
         self._before: list[np.ndarray] = []
-        self._through: list[dict[int, np.ndarray]] = []
+        self._through: list[dict[int, dict[int, np.ndarray]]] = []
+        self._stale: dict[int, list[int]] = {}  # by what has changed, the sets that have some of it
 
     def refresh(self) -> None:
         """Forget what depends on messages that were sent anew; they are replaced, not changed in place."""
@@ -72,10 +73,10 @@ class Shares:
                 self._read[i] = head.message
                 changed |= 1 << i
         if changed:
-            stale = [mask for mask in range(1, self.everyone + 1) if mask & changed]
-            for mask in stale:
-                self._blocks.pop(mask, None)
-            for known in (*self._alone, *self._best):
+            if (stale := self._stale.get(changed)) is None:
+                stale = self._stale[changed] = [mask for mask in range(1, self.everyone + 1) if mask & changed]
+            every: list[dict[int, Any]] = [self._blocks, *self._alone, *self._best, *self._through]
+            for known in every:
                 for mask in stale:
                     known.pop(mask, None)
         if self.tail.message is not self._read_tail:
@@ -122,10 +123,10 @@ class Shares:
     def through(self, k: int, rest: int, phases: int) -> np.ndarray:
         """Return what the producer, consumers of other layouts (the set `rest`) and a block that reads in `phases` cost
         in mode `k`, without what the block's consumers add, by its column."""
-        block, before = self.modes[k].block[phases], self._before[k]
-        if rest:
-            return _least(block + (before + self.best(k, rest))[:, None])
-        known = self._through[k]
+        known = self._through[k].get(rest)
+        if known is None:
+            known = self._through[k][rest] = {}
         if phases not in known:
-            known[phases] = _least(block + before[:, None])
+            block, before = self.modes[k].block[phases], self._before[k]
+            known[phases] = _least(block + (before + self.best(k, rest) if rest else before)[:, None])
         return known[phases]
