@@ -18,8 +18,8 @@ def parts_of(micro: MicroBatched, values: Mapping[str, Tensor]) -> list[dict[str
     state."""
     if micro.rows is not None:
         alike: dict[str, Tensor] = {}
-        each = enumerate(parts_of(micro.rows, values))
-        return [part for number, rows in each for part in _chunks_of(micro, rows, number, alike)]
+        of_rows = enumerate(parts_of(micro.rows, values))
+        return [part for number, rows in of_rows for part in _chunks_of(micro, rows, number, alike)]
     leaves: dict[str, dict[str, str]] = {"input": {}, "random": {}}
     for node in micro.captured.graph.find_nodes(op="placeholder"):
         if (role := node.meta["role"]).kind in leaves:

@@ -11,6 +11,8 @@ Tensors are (b, h, tokens, d), all local.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, fx
 from torch.library import Library, custom_op
@@ -79,7 +81,8 @@ def own_share(node: fx.Node) -> float:
     it."""
     if node.target is not torch.ops.autopar.with_earlier.default:
         return 1.0
-    return node.args[0].meta["val"].shape[TOKENS] / node.meta["val"].shape[TOKENS]
+    own = cast(fx.Node, node.args[0])
+    return float(own.meta["val"].shape[TOKENS] / node.meta["val"].shape[TOKENS])
 
 
 def sums_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -10,6 +10,8 @@ never computed again (autopar/ops/kept_keys.py).
 
 from __future__ import annotations
 
+from typing import cast
+
 from torch import Tensor, fx
 
 from ..._torch import schema_names
@@ -34,7 +36,7 @@ def keep_keys(local: fx.GraphModule, chunks: int) -> fx.GraphModule:
 
 def _keep(node: fx.Node, chunks: int) -> None:
     """Put what a row keeps in the place of one attention's keys or values."""
-    own, earlier = operand(node), int(node.args[1])  # type: ignore[call-overload]  # a number
+    own, earlier = operand(node), cast(int, node.args[1])
     tokens = own.meta["val"].shape[TOKENS]
     leaf = _leaf(node, Role("kept", node.name), tokens * chunks, own.meta["val"])
     for reader in list(node.users):
@@ -51,7 +53,7 @@ def _keep(node: fx.Node, chunks: int) -> None:
 
 def _add(node: fx.Node, chunks: int) -> None:
     """Add the gradient of keys or values to that of the row."""
-    gradient, tokens = operand(node), int(node.args[1])  # type: ignore[call-overload]  # a number
+    gradient, tokens = operand(node), cast(int, node.args[1])
     value = gradient.meta["val"]
     leaf = _leaf(node, Role("kept_sum", node.name), tokens * chunks, value.to(sums_dtype(value.dtype)))
     with node.graph.inserting_before(node):

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from ..._torch import graph_module
-from ...ir.graph import OutputRole, Role, is_op, is_tensor, leaf_name, output_node, values_of
+from ...ir.graph import OutputRole, Role, is_op, is_tensor, leaf_name, output_node, outputs_of, values_of
 from ...ops.streams import stream_of
 
 GIVEN = ("input", "total")  # kinds of leaves that are known before a micro-batch runs
@@ -41,8 +41,7 @@ def known_by(role: Role) -> tuple[str, str] | None:
 
 def of_no_input(known: fx.Graph) -> frozenset[str]:
     """Return the names of leaves, of the graph that makes them, that follow from no input."""
-    roles = output_node(known).meta["roles"]
-    return frozenset(role.name for value, role in zip(output_node(known).args[0], roles) if not _has_inputs(value))
+    return frozenset(role.name for value, role in outputs_of(known) if not _has_inputs(value))
 
 
 def _known(graph: fx.Graph, numbers: bool) -> set[fx.Node]:

@@ -81,8 +81,9 @@ def _chunk_of(captured: Captured, count: int, numbers: bool) -> tuple[Captured, 
         growing = _growing(rest.graph, axis, tokens)
         local = one_part(rest, axis, count, 1, settle=lambda local: _at_mean(local.graph, tokens // count, count))
     except MicroBatchError as error:
-        is_op = isinstance(error, NeedsAllSamples)
-        why = f"{error.op} computes with all of them at once" if is_op else error.message
+        why = error.message
+        if isinstance(error, NeedsAllSamples):
+            why = f"{error.op} computes with all of them at once"
         raise MicroBatchError(
             f"a row cannot be computed in {count} chunks of its tokens: {why}",
             node=error.node,

@@ -41,6 +41,16 @@ def test_families(name):
 
 
 @pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", ["gpt_oss", "mixtral"])
+def test_experts_of_one_row_at_a_time(name):
+    """Rows of experts of one sample are in order; GPT-OSS has sinks and windows too."""
+    case = staged.family(name)
+    check(case, case.samples, 2, name)
+    with pytest.raises(MicroBatchError, match="computes with all of them at once"):
+        in_chunks(micro_batch(case.captured, 1), 2)
+
+
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["llama", "gpt"])
 def test_own_models_of_any_size(kind):
     seed = random.randrange(10**6)

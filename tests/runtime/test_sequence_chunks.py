@@ -7,7 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import autopar
+from autopar.models import build
 from tests.helpers import gloo
+from tests.helpers.allocations import training_step
 
 from . import tiny
 from .parity import assert_close, device_mesh, pair
@@ -48,6 +51,26 @@ def _calls(rank: int, mesh: str, chunks: int, micro_batches: int, schedule: str)
             assert_close(found.logits, wanted.logits, "logits")
     dist.barrier()
     return lengths
+
+
+def _memory(rank: int, chunks: int, rows: int, schedule: str, precision: str) -> float:
+    """Bytes that the tracker sees over those of the plan for this rank."""
+    text = "llama:hidden=64,layers=4,heads=4,kv_heads=2,ffn=128,vocab=64,seq=2048"
+    model, inputs = build(text, batch=rows, seq=2048, device="cpu")
+    options = dict(sequence_chunks=chunks, micro_batches=rows, schedule=schedule, precision=precision, tile="none")
+    module = autopar.compile(model, device_mesh("pp=2"), inputs, **options)
+    seen = training_step(module, inputs, torch.optim.AdamW(module.parameters()), steps=2)
+    return seen.peak_bytes / module.plan.pipeline.costs[rank].peak_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    "case", [(4, 1, "1f1b", "fp32"), (8, 1, "zb_h1", "bf16"), (4, 2, "1f1b", "fp32"), (4, 4, "1f1b", "bf16")]
+)
+def test_memory_is_what_the_plan_says(case):
+    shares = gloo.run(2, _memory, *case, seconds=240)
+    assert all(0.9 <= share <= 1.01 for share in shares), shares
 
 
 @pytest.mark.gloo

@@ -27,7 +27,8 @@ def check(text: str, mesh: str, batch: int, tokens: int, note: object = "", **op
     planned = api.search(model.double(), mesh, inputs, **options)
     with order.attached(model, options.get("adapt", ())):
         values = global_values(planned.captured, model, inputs)
-    values |= {name: torch.randn_like(value) for name, value in values.items() if "lora" in name}  # not made yet
+    adapters = {name: torch.randn(value.shape).to(value.dtype) for name, value in values.items() if value.is_meta}
+    values |= adapters  # which nobody has made yet
     step, wanted = simulate_pipeline(planned.captured, planned.plan, values), one_device_step(planned.captured, values)
     floor = 1e-4 * max(map(norm, wanted.gradients.values()))
     pairs = [(name, step.gradients[name], value, floor) for name, value in wanted.gradients.items()]

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ...plans.pipeline import Pipeline, StageCost
 from ...schedule.catalogue import KINDS
@@ -139,7 +140,7 @@ def evaluate_pipeline(
     parts, orders = found.found, pipeline.orders
     rank_of = orders.rank_of_stage
     tied_seconds = [0.0] * pipeline.ranks
-    memory = [_memory(parts, orders.stages_of(rank)) for rank in range(pipeline.ranks)]
+    memory: list[Any] = [_memory(parts, orders.stages_of(rank)) for rank in range(pipeline.ranks)]  # counted in floats
     for tied in found.tied:  # its gradients add up over the ranks that have it; one that has it twice holds it once
         ranks = Counter(rank_of[s] for s in tied.parts)
         for rank, times in ranks.items():
