@@ -4,7 +4,7 @@
 
 Plans: seconds of a step, idle share and the fullest device's memory with whole rows (`sequence_chunks=1`) and with what
 the planner takes (None), at the same mesh; nothing is run on such devices. Measured: the wall time of a step of two
-gloo processes, pp=2, one row of tokens, with 1 to 16 chunks; what the plan says of the idle share, and of memory
+gloo processes, pp=2, one row of tokens, with 1 to 16 chunks, losses compared; what the plan says of the idle share, and of memory
 against the tracker's. `--plans` and `--measure` do one of the two.
 """
 
@@ -97,7 +97,7 @@ def _measured(rank: int, tokens: int, counts: list[int]) -> list[tuple[float, fl
 def measure() -> None:
     print(f"\n{'tokens':>7} {'chunks':>6} {'step wall s':>11} {'of whole rows':>13} {'idle planned':>12} "
           f"{'tracked / planned':>18} {'loss':>10}")  # fmt: skip
-    for tokens in (4_096, 16_384):
+    for tokens in (1_024, 4_096):
         counts = [1, 2, 4, 8, 16]
         each = gloo.run(2, _measured, tokens, counts, seconds=3_000)
         for i, count in enumerate(counts):
