@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ..codegen.rank_program import PipelineProgram
 from ..compiler import lower_pipeline
-from ..errors import InputError, StageError
+from ..errors import CompilerError, InputError, StageError
 from ..frontend.effects import has_tensor
 from ..frontend.export import Captured
 from ..frontend.precision import has_half
@@ -208,7 +208,13 @@ class PipelineStep:
         return Layout(dims, layout.partial, layout.parts)
 
     def compile(self, options: Mapping[str, object]) -> None:
-        """Run all graphs through torch.compile, with these options of it."""
+        """Run all graphs through torch.compile, with these options of it. Raises CompilerError for chunks of rows: it
+        would compile each, which have other keys."""
+        if self.micro.chunks:
+            raise CompilerError(
+                f"a row is cut into {self.micro.chunks_of_row} chunks of its tokens, which run op by op",
+                fix='leave execution="compiled" and model.compile() out, or plan with sequence_chunks=1',
+            )
         self.compile_options = options
         for graphs in self.graphs.values():
             graphs.compile(options)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 import autopar
+from autopar.errors import CompilerError
 from autopar.models import build
 from tests.helpers import gloo
 from tests.helpers.allocations import training_step
@@ -76,6 +77,21 @@ def test_memory_is_what_the_plan_says(case):
 @pytest.mark.gloo
 def test_rows_of_other_lengths():
     assert gloo.run(2, _calls, "pp=2", 4, 1, "1f1b", seconds=240) == [[16, 24, 15]] * 2
+
+
+def _compiled(rank: int) -> str:
+    model, batch = tiny.llama(num_hidden_layers=2)
+    parallel, _ = pair(model, device_mesh("pp=2"), _batch(batch, 16, 0), sequence_chunks=2, micro_batches=1)
+    assert parallel.plan.execution == "eager"
+    with pytest.raises(CompilerError, match="2 chunks of its tokens, which run op by op") as error:
+        parallel.compile()
+    return str(error.value)
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+def test_chunks_run_op_by_op():
+    assert all("sequence_chunks=1" in text for text in gloo.run(2, _compiled, seconds=120))
 
 
 @pytest.mark.slow

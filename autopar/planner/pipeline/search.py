@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from ...cost.collectives import CollectiveCost
+from ...cost.compute import EAGER
 from ...errors import MemoryInfeasibleError
 from ...frontend.export import Captured
 from ...ir.mesh import Mesh
@@ -138,6 +139,7 @@ class PipelineSearch:
         self._within: dict[tuple, tuple[float, _Evaluated]] = {}
         chunks = f", {row_chunks} chunks a row" if row_chunks > 1 else ""
         report(f"{mesh}, {micro_batches} micro-batches{chunks}")
+        options = options if row_chunks == 1 else replace(options, execution=EAGER)  # as chunks run
         self.plans = MicroBatchPlans(captured, micro_batches, mesh, self.axis, options, name, report, row_chunks)
         self.row_chunks = row_chunks
         self.kinds = self._possible_with_tail(kinds if row_chunks == 1 else of_chunks(kinds))
