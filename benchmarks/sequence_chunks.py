@@ -4,8 +4,8 @@
 
 Plans: seconds of a step, idle share and the fullest device's memory with whole rows (`sequence_chunks=1`) and with what
 the planner takes (None), at the same mesh; nothing is run on such devices. Measured: the wall time of a step of two
-gloo processes, pp=2, one row of tokens, with 1 to 16 chunks, losses compared; what the plan says of the idle share, and of memory
-against the tracker's. `--plans` and `--measure` do one of the two.
+gloo processes, pp=2, one row of tokens, with 1 to 16 chunks, losses compared; what the plan says of the idle share, and
+of memory against the tracker's. `--plans` and `--measure` do one of the two.
 """
 
 from __future__ import annotations

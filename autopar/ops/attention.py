@@ -33,6 +33,8 @@ from .attention_blocks import BLOCKS
 from .attention_dropout import WeightDropout, weight_dropout
 from .attention_forms import Form, additive, contiguous, lse_dtype
 
+FROM_END = -(2**40)  # added to the number of a first query that is counted from the end of the keys
+
 
 def _form(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, at: tuple[int, int] = (0, 0)) -> Form:
     if q.is_cuda:
@@ -72,8 +74,8 @@ def _ranges_of(
 
 
 def _counted(first: int, k: Tensor) -> int:
-    """Return the number of the first query; a negative one is counted from the end of the keys."""
-    return first + k.shape[2] if first < 0 else first
+    """Return the number of the first query, which may be counted from the end of the keys (FROM_END)."""
+    return first - FROM_END + k.shape[2] if first < FROM_END // 2 else first
 
 
 def _scale(q: Tensor, scale: float | None) -> float:
@@ -111,7 +113,7 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """Compute scaled dot-product attention. q is (b, h, s, d), k (b, h_kv, t, d) and v (b, h_kv, t, d_v) with h a
     multiple of h_kv (grouped queries); mask is bool or additive, broadcastable to (b, h, s, t). `first` is the number
-    of the first query, counted from the end of the keys if it is negative: under a causal mask it attends to keys 0 to
+    of the first query, with FROM_END counted from the end of the keys: under a causal mask it attends to keys 0 to
     `first`, and numbers that are added close none of them. If `group` is given, so many heads of queries read one of
     keys, and the first one here is number `head`. With `documents` (b, s) and `key_documents` (b, t), integers, or one
     row for all samples, a query attends to the keys whose integer is its own. `sinks` (h,): see attention_sinks.py.

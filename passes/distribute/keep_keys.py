@@ -1,9 +1,10 @@
 """Let the chunks of a row write their keys and values into tensors that are kept, and add up gradients in others.
 
-    kept = with_earlier(keys, 1024)      ->  kept = keep_rows(k_kept, keys)        k_kept: all keys up to the last of
-    attention(q, kept, ..., first=1024)  ->  attention(q, kept, ..., first=-512)   a chunk, of which 512 are its own
+    kept = with_earlier(keys, 1024)      ->  kept = keep_rows(k_kept, keys)
+    attention(q, kept, ..., first=1024)  ->  attention(q, kept, ..., first=FROM_END-512)
     own  = of_own(gradient, 512)         ->  own  = add_rows(g_own, gradient, 512)
 
+`k_kept`: all keys up to the last of a chunk, of which 512 are its own.
 The backward reads what is kept in place of what its forward saved, so keys are held once for all chunks of a row, and
 never computed again (autopar/ops/kept_keys.py).
 """
@@ -17,6 +18,7 @@ from torch import Tensor, fx
 from ..._torch import schema_names
 from ...ir.graph import Role, leaf_name, operand
 from ...ops import ATTENTION, autopar
+from ...ops.attention import FROM_END
 from ...ops.kept_keys import TOKENS, sums_dtype
 from .partition import phase_of
 
@@ -82,6 +84,6 @@ def _count_from_end(node: fx.Node, keys: int) -> None:
     first: object = arguments[position] if position < len(arguments) else node.kwargs["first"]
     assert isinstance(first, int)
     if first >= 0 and position < len(arguments):
-        node.update_arg(position, first - keys)
+        node.update_arg(position, FROM_END + first - keys)
     elif first >= 0:
-        node.update_kwarg("first", first - keys)
+        node.update_kwarg("first", FROM_END + first - keys)

@@ -35,14 +35,24 @@ def test_mask_areas_are_those_of_the_formula(size):
     assert max(areas["cp:S(0)"]) / mean == pytest.approx(2 - 1 / size, rel=1 / length)
 
 
+CALLS = {  # whether they give gradients; the CPU's own kernels take what they can as it is
+    autopar.attention.default: False,
+    autopar.attention_bw.default: True,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: False,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default: True,
+}
+
+
 def counted(graph, heads: int) -> int:
     """Pairs that the calls of a device's graph go over, of one head and sample."""
     total = 0
     for node in graph.graph.nodes:
-        if node.target in (autopar.attention.default, autopar.attention_bw.default):
-            shift = int(node.target is autopar.attention_bw.default)
+        if node.target in CALLS:
+            shift = int(CALLS[node.target])
             rows, keys = (node.args[i + shift].meta["val"].shape[2] for i in (0, 1))
-            causal, first = node.args[7 if shift else 4], dict(enumerate(node.args)).get(9 if shift else 6, 0)
+            causal, first = node.args[7 if shift else 4], 0
+            if node.target.namespace == "autopar":
+                first = dict(enumerate(node.args)).get(9 if shift else 6, 0)
             total += sum(min(first + i + 1, keys) for i in range(rows)) if causal else rows * keys
     return total
 

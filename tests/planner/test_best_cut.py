@@ -19,7 +19,7 @@ from tests.planner.test_played_cuts import MICRO_BATCHES, SCHEDULES, chain_of
 def search_of(schedule: str, v: int, ranks: int = 2) -> SimpleNamespace:
     """Return what a cut reads of the search of a pipeline."""
     timetable = Timetable(make(schedule, ranks, MICRO_BATCHES, v))
-    return SimpleNamespace(ranks=ranks, micro_batches=MICRO_BATCHES, timetable=lambda kind, v: timetable)
+    return SimpleNamespace(ranks=ranks, micro_batches=MICRO_BATCHES, row_chunks=1, timetable=lambda kind, v: timetable)
 
 
 def seconds(search: SimpleNamespace, schedule: str, v: int, chains: list[Chain], cut) -> float:

@@ -237,3 +237,6 @@ op(
     dtype=torch.float64,
     device="cpu",
 )
+for own in (real(4, 6, 5, 4), real(2, 1, 3, 6)):  # of the first chunk of a row, which has no earlier keys
+    op("autopar.with_earlier.default", own, 0)
+    op("autopar.of_own.default", own, own.shape[2])
