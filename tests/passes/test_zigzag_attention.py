@@ -4,6 +4,7 @@ to go over, and nothing that the mask closes but in its own triangles."""
 from __future__ import annotations
 
 import pytest
+import torch
 
 from autopar.ir.layout import Layout, local_ranges
 from autopar.ir.mesh import Mesh
