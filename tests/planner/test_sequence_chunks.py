@@ -17,6 +17,7 @@ def planned(rows: int, tokens: int, mesh: str = "pp=4", **options) -> autopar.Pl
     return autopar.plan(model, mesh, inputs, hardware="h100", baselines=False, **options)
 
 
+@pytest.mark.slow
 def test_one_long_row_is_cut_where_that_is_faster():
     whole, best = planned(1, 32_768, sequence_chunks=1), planned(1, 32_768)
     assert best.pipeline.row_chunks > 1 and best.step_seconds < 0.75 * whole.step_seconds
@@ -26,6 +27,7 @@ def test_one_long_row_is_cut_where_that_is_faster():
     assert best.step_seconds == pytest.approx(best.pipeline.played().seconds, rel=0.1)
 
 
+@pytest.mark.slow
 def test_many_rows_and_short_ones_stay_whole():
     assert planned(16, 8_192).pipeline.row_chunks == 1
     assert planned(1, FEWEST_TOKENS).pipeline.row_chunks == 1

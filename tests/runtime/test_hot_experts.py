@@ -17,7 +17,7 @@ from .test_expert_capacity import Net
 ON_LINKS = dict(strategy="expert", hardware=toy(link=1e8), expert_load=2.0)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("routing", ["all to one", "balanced", "one without tokens"])
 def test_gradients_on_real_processes(routing):
     gloo.run(2, _gradients, routing, seconds=200)

@@ -59,7 +59,7 @@ def check_census(found: Planned, lowered: Lowered) -> None:
         assert made.overlapped <= plan.overlapped * (2 - LOW)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(21))
 def test_any_layers(seed):
     """Layers of any shapes, on any mesh, in any number of micro-batches, of which the last ones may be smaller."""
@@ -123,6 +123,7 @@ def test_pairs_compute_the_same_numbers(mesh):
         assert relative_error(pairs.gradients[name], wanted) <= 1e-15
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_on_real_processes():
     gloo.run(2, _on_processes, seconds=300)
@@ -162,8 +163,9 @@ class WithLoss(SharedExperts):
         return Loss(super().forward(x))
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
-@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recompute", ["none", "full"])
 def test_memory_is_as_planned(recompute, tmp_path):
     """The second micro-batch is in the plan, and an allocation tracker finds no more."""
     model, (x,) = WithLoss(3, 8), inputs(32, 16)
