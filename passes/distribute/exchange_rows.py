@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import fx
@@ -59,14 +59,6 @@ class RowExchange:
     def staying(self, group: fx.Node, axes: tuple[str, ...], experts: int) -> tuple:
         """Return the experts whose rows stay where they are, and where that is; nothing if there are none."""
         return ()
-
-    def has_copies(self, node: fx.Node, sharding: NodeSharding) -> bool:
-        """Return whether an op is a product with copies of experts' matrices; none is."""
-        return False
-
-    def product(self, node: fx.Node, sharding: NodeSharding, args: Sequence) -> list[fx.Node]:
-        """Return the local value of such a product."""
-        raise NotImplementedError
 
     def owned_axes(self, layout: Layout) -> tuple[str, ...]:
         """Return the axes of several devices over which rows are where their experts are."""

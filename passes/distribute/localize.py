@@ -134,11 +134,10 @@ class _Localizer:
         self.builder = Builder(fx.Graph())
         self.emitter = Emitter(self.builder, self.mesh, self.coordinate, reduce_scatter)
         device = self.builder, self.mesh, self.coordinate, rank
-        self.exchange = RowExchange(*device)
-        if expert_capacity or hot_experts:
-            self.exchange = (
-                CappedExchange(*device, expert_capacity) if expert_capacity else HotExchange(*device, hot_experts)
-            )
+        self.hot = HotExchange(*device, hot_experts) if hot_experts and not expert_capacity else None
+        self.exchange = self.hot or RowExchange(*device)
+        if expert_capacity:
+            self.exchange = CappedExchange(*device, expert_capacity)
         self.exchange_tokens = TokenExchange(self.exchange)
         self.ring = RingAttention(self.builder, self.mesh, self.coordinate, rank)
         self.zigzag = ZigzagAttention(self.builder, self.mesh, self.coordinate)
@@ -212,8 +211,8 @@ class _Localizer:
             self._by_steps(self.zigzag, node, sharding, args)
             return
         args, kwargs = rules.local_call(node, sharding, self.mesh, self.coordinate, args, kwargs)
-        if self.exchange.has_copies(node, sharding):
-            self._by_steps(self.exchange.product, node, sharding, (*args, *kwargs.values()))
+        if self.hot is not None and self.hot.has_copies(node, sharding):
+            self._by_steps(self.hot.product, node, sharding, (*args, *kwargs.values()))
             return
         single = isinstance(node.meta["val"], torch.Tensor)
         self.builder.meta = {

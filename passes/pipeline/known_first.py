@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from ..._torch import graph_module
-from ...ir.graph import OutputRole, Role, is_op, is_tensor, leaf_name, output_node, outputs_of, values_of
+from ...ir.graph import OutputRole, Role, is_op, is_tensor, leaf_name, outputs_of, values_of
 from ...ops.streams import stream_of
 
 GIVEN = ("input", "total")  # kinds of leaves that are known before a micro-batch runs
@@ -133,7 +133,5 @@ def _first(
     for node in joint.graph.nodes:
         if node in needed:
             new[node] = graph.node_copy(node, new.__getitem__)
-    output = graph.output(tuple(new[node] for node in read))
-    output.meta["roles"] = [OutputRole("output", names[node]) for node in read]
-    assert output is output_node(graph)
+    graph.output(tuple(new[node] for node in read)).meta["roles"] = [OutputRole("output", names[node]) for node in read]
     return graph_module(joint, graph, "Known")

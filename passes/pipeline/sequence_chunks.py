@@ -78,7 +78,7 @@ def _chunk_of(captured: Captured, count: int, numbers: bool) -> tuple[Captured, 
         seeds = {tensor_of(operand(node)): (TOKENS, 1) for node in given if node.target is autopar.with_earlier.default}
         seeds |= {(node, 0): (TOKENS, 1) for node in given if node.target is autopar.of_own.default}
         axis = axis_from(rest.graph, count, seeds, given)
-        growing = _growing(rest.graph, axis, tokens)
+        growing = _growing(rest.graph, tokens)
         local = one_part(rest, axis, count, 1, settle=lambda local: _at_mean(local.graph, tokens // count, count))
     except MicroBatchError as error:
         why = error.message
@@ -244,7 +244,7 @@ def _of_tokens(value: fx.Node) -> Layout:
     return Layout(tuple((AXIS,) if dim == TOKENS else () for dim in range(value.meta["val"].dim())), ())
 
 
-def _growing(graph: fx.Graph, axis: BatchAxis, tokens: int) -> dict[str, int]:
+def _growing(graph: fx.Graph, tokens: int) -> dict[str, int]:
     """Return the dim of leaves that say something of keys."""
     found: dict[str, int] = {}
     for node in graph.nodes:
