@@ -10,6 +10,7 @@ from autopar.simulate.oracle import relative_error
 
 from ..helpers import gloo
 from ..helpers.allocations import training_step
+from ..helpers.same_gradients import assert_same_gradients
 from ..planner.planning import toy
 from ..simulate.test_experts import EXACT, Mixture, inputs
 from .test_expert_capacity import Net
@@ -92,9 +93,4 @@ def _compiled(rank: int) -> None:
         model, mesh, example_inputs=batches[0], hot_experts=1, execution="compiled", precision="fp32", **ON_LINKS
     )
     assert parallel.plan.hot_experts == 1
-    for given in batches:
-        parallel(*given).backward()
-        reference(*given).backward()
-    wanted = dict(reference.named_parameters())
-    for name, parameter in parallel.named_parameters():
-        assert relative_error(parameter.grad.full_tensor(), wanted[name].grad) <= EXACT, name
+    assert_same_gradients(parallel, reference, batches, EXACT)

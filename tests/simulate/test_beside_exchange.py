@@ -17,11 +17,11 @@ from autopar.planner.spmd.plan_options import PlanOptions
 from autopar.planner.spmd.planned import Planned
 from autopar.simulate import census
 from autopar.simulate.compare import verify_plan
-from autopar.simulate.oracle import relative_error
 from benchmarks.overlap import LOW
 from tests.families import FAMILIES
 from tests.helpers import gloo
 from tests.helpers.inductor import compiled_census
+from tests.helpers.same_gradients import assert_same_gradients
 from tests.helpers.shared_experts import SharedExperts, gpus, inputs
 
 EXACT = 1e-10
@@ -144,12 +144,7 @@ def _on_processes(rank: int, execution: str) -> None:
         precision="fp32",
     )  # fmt: skip
     assert parallel.plan.sharding.exchanges
-    for given in batches:
-        parallel(*given).backward()
-        reference(*given).backward()
-    wanted = dict(reference.named_parameters())
-    for name, parameter in parallel.named_parameters():
-        assert relative_error(parameter.grad.full_tensor(), wanted[name].grad) <= EXACT, name
+    assert_same_gradients(parallel, reference, batches, EXACT)
 
 
 @pytest.mark.slow

@@ -73,18 +73,23 @@ def test_however_rows_get_there(machine, routing):
     assert len(programs(plan, captured)) == 2
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("seed", range(8))
-def test_any_shapes(seed):
-    print(f"seed {seed}")
-    random = Random(seed)
+def drawn_mixture(random: Random, seed: int) -> tuple[Mixture, str, str, int]:
+    """A layer of any shape and routing, a mesh, a strategy of experts for it, and how many devices share them."""
     ways, other = random.choice([2, 3, 4]), random.choice(["", "dp=2,", "tp=2,"])
     experts = random.choice([n for n in range(2, 10) if -(-n // ways) * (ways - 1) < n])
     model = Mixture(experts, random.choice([1, 2]), random.choice(list(ROUTINGS)), seed)
     strategy = random.choice({"": ["expert"], "dp=2,": ["expert", "expert+zero1", "expert+fsdp"]}.get(
         other, ["expert+megatron_sp", "expert+megatron_sp+zero1"]
     ))  # fmt: skip
-    mesh = f"ep={ways},tp=2" if other == "tp=2," else f"{other}ep={ways}"
+    return model, f"ep={ways},tp=2" if other == "tp=2," else f"{other}ep={ways}", strategy, ways
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("seed", range(8))
+def test_any_shapes(seed):
+    print(f"seed {seed}")
+    random = Random(seed)
+    model, mesh, strategy, ways = drawn_mixture(random, seed)
     samples, capacity = 2 * ways * random.choice([1, 2]), random.choice([1.0, 1.1, 1.7, 3.0])
     check(model, mesh, strategy, samples, random.choice([2, 4]), expert_capacity=capacity)
 

@@ -25,7 +25,7 @@ from tests.families import FAMILIES
 from tests.helpers import mixture
 from tests.planner.planning import toy
 
-from .test_expert_capacity import MIXED, PICKS, SENDS, Blocks, Centred
+from .test_expert_capacity import MIXED, PICKS, SENDS, Blocks, Centred, drawn_mixture
 from .test_experts import EXACT, HIDDEN, ROUTINGS, Mixture, inputs
 
 ONCE_EACH = {"link": 1e6}
@@ -88,14 +88,8 @@ def test_however_rows_get_there(machine, routing):
 def test_any_shapes(seed):
     print(f"seed {seed}")
     random = Random(seed)
-    ways, other = random.choice([2, 3, 4]), random.choice(["", "dp=2,", "tp=2,"])
-    experts = random.choice([n for n in range(2, 10) if -(-n // ways) * (ways - 1) < n])
-    model = Mixture(experts, random.choice([1, 2]), random.choice(list(ROUTINGS)), seed)
-    strategy = random.choice({"": ["expert"], "dp=2,": ["expert", "expert+zero1", "expert+fsdp"]}.get(
-        other, ["expert+megatron_sp", "expert+megatron_sp+zero1"]
-    ))  # fmt: skip
-    mesh = f"ep={ways},tp=2" if other == "tp=2," else f"{other}ep={ways}"
-    samples, hot = 2 * ways * random.choice([1, 2]), random.choice([1, 2, 3, experts])
+    model, mesh, strategy, ways = drawn_mixture(random, seed)
+    samples, hot = 2 * ways * random.choice([1, 2]), random.choice([1, 2, 3, model.router.out_features])
     check(model, mesh, strategy, samples, random.choice([2, 4]), hot)
 
 

@@ -27,6 +27,7 @@ from benchmarks.overlap import LOW
 
 from ..helpers import gloo
 from ..helpers.allocations import training_step
+from ..helpers.same_gradients import assert_same_gradients
 from ..helpers.shared_experts import SharedExperts, gpus, inputs
 
 EXACT = 1e-10
@@ -146,12 +147,7 @@ def _on_processes(rank: int) -> None:
         execution="eager",
     )
     assert parallel.plan.pipeline.pairs
-    for given in batches:
-        parallel(*given).backward()
-        reference(*given).backward()
-    wanted = dict(reference.named_parameters())
-    for name, parameter in parallel.named_parameters():
-        assert relative_error(parameter.grad.full_tensor(), wanted[name].grad) <= EXACT, name
+    assert_same_gradients(parallel, reference, batches, EXACT)
 
 
 class Loss(NamedTuple):
