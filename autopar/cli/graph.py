@@ -101,22 +101,25 @@ def run(args: argparse.Namespace) -> int:
 def _lower_stages(captured, plan, args: argparse.Namespace, lines: list[str], texts: dict[str, str]) -> None:
     """Run the passes of micro-batches and stages, then those of each stage of a rank."""
     from ..codegen.graph_text import graph_text
-    from ..codegen.rank_program import SIDE_BY_SIDE, SPLIT_BACKWARD
+    from ..codegen.rank_program import SIDE_BY_SIDE, SPLIT_BACKWARD, pairs_of
     from ..compiler import STAGES, lower_stage, stages_of
 
     micro, stages = stages_of(captured, plan)
     coordinate, pipeline = plan.mesh.coordinate(args.rank), plan.pipeline
     mine = pipeline.stages_of(pipeline.pp_rank_of(coordinate))
     texts[STAGES[-1].name] = "\n".join(graph_text(stages[i].joint) for i in mine)  # what the next pass begins with
+    programs = {}
     for i in mine:
         held = pipeline.costs[i].name if pipeline.costs else "the whole model"
         lines.append(f"stage {i} of {len(stages)}: {held}")
-        program = lower_stage(stages[i], micro, plan, rank_inside(plan.sharding.mesh, coordinate))
+        programs[i] = program = lower_stage(stages[i], micro, plan, rank_inside(plan.sharding.mesh, coordinate))
         if args.after == SPLIT_BACKWARD.name and program.backward is not None:
             program.split  # noqa: B018  parts of the backward are made when a schedule asks for them
-        if args.after == SIDE_BY_SIDE.name:
-            for pair in program.pairs(pipeline.orders.together(0), micro.is_smaller)[:1]:
-                program.graph(pair)
+    if args.after == SIDE_BY_SIDE.name:
+        order = pipeline.orders.together(pipeline.pp_rank_of(coordinate))
+        for i, pairs in pairs_of(programs, order, micro.is_smaller).items():
+            for pair in pairs[:1]:
+                programs[i].graph(pair, programs)
 
 
 def _difference(texts: dict[str, str], after: str) -> str:

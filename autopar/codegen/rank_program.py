@@ -6,7 +6,7 @@ run the same graphs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -38,18 +38,22 @@ SIDE_BY_SIDE = Pass(  # for schedules in pairs
 OF_ACTIONS = SPLIT_BACKWARD, SIDE_BY_SIDE
 
 
+SAME_STAGE = -1
+
+
 class GraphKey(NamedTuple):
     """One of the graphs of a rank, or of one of its stages. `kind`: C for what makes the copies that all micro-batches
     share, F, B, I and W as in autopar/schedule/actions.py, P for a pair of F and B, R for what reduces the sums of
-    gradients. `is_smaller`: for micro-batches of one sample less; `is_smaller_before`: whether that of the backward in
-    a pair is one. `adds`: gradients of parameters are added to sums, which the graph takes too. `waits`: it leaves them
-    unreduced, and there is one that reduces them."""
+    gradients. `is_smaller`: for micro-batches of one sample less; of the backward in a pair `is_smaller_before` says
+    whether that is one, and `stage_before` of which stage it is. `adds`: gradients of parameters are added to sums,
+    which the graph takes too. `waits`: it leaves them unreduced, and there is one that reduces them."""
 
     kind: str
     is_smaller: bool = False
     adds: bool = False
     waits: bool = False
     is_smaller_before: bool = False
+    stage_before: int = SAME_STAGE
 
     @property
     def makes_gradients(self) -> bool:
@@ -57,9 +61,10 @@ class GraphKey(NamedTuple):
         return self.kind in ("B", "W", "P") and not self.adds
 
 
-def pair_of(forward: GraphKey, backward: GraphKey) -> GraphKey:
-    """Return the key of a forward and a backward as one graph."""
-    return backward._replace(kind="P", is_smaller=forward.is_smaller, is_smaller_before=backward.is_smaller)
+def pair_of(forward: GraphKey, backward: GraphKey, stage_before: int = SAME_STAGE) -> GraphKey:
+    """Return the key of a forward and a backward as one graph. `stage_before`: of the backward, if it is another."""
+    sizes = {"is_smaller": forward.is_smaller, "is_smaller_before": backward.is_smaller}
+    return backward._replace(kind="P", **sizes, stage_before=stage_before)
 
 
 FORWARD, BACKWARD, WAITING, REDUCE = GraphKey("F"), GraphKey("B"), GraphKey("B", waits=True), GraphKey("R")
@@ -170,10 +175,11 @@ class StageProgram:
         """Return the backward in two: gradients that the stage before reads, and gradients of parameters."""
         return pass_manager.run(SPLIT_BACKWARD, self.backward)
 
-    def graph(self, key: GraphKey) -> fx.GraphModule:
-        """Return the graph of a key, one of `graphs`, or of a pair of two of them."""
+    def graph(self, key: GraphKey, others: Mapping[int, StageProgram] = {}) -> fx.GraphModule:
+        """Return the graph of a key, one of `graphs`, or of a pair of two of them. `others`: stages of the rank."""
         if key.kind == "P":
-            backward = self.graph(GraphKey("B", key.is_smaller_before, key.adds))
+            behind = self if key.stage_before == SAME_STAGE else others[key.stage_before]
+            backward = behind.graph(GraphKey("B", key.is_smaller_before, key.adds))
             turns = self.plan.pipeline.pairs.turns if self.plan.pipeline.pairs else ()
             return pass_manager.run(SIDE_BY_SIDE, self.graph(GraphKey("F", key.is_smaller)), backward, turns)
         if key.adds:
@@ -185,20 +191,11 @@ class StageProgram:
             return self.deferred.reduce
         return {"C": program.copies, "F": program.forward, "B": program.backward}[key.kind]
 
-    def pairs(self, order: Iterable[tuple[Action, ...]], is_smaller: Callable[[int], bool]) -> list[GraphKey]:
-        """Return the keys of pairs of the stage in what a rank runs together; for `is_smaller` see StageExecutor."""
-        found: dict[GraphKey, None] = {}
-        if self.backward is not None:
-            adds = any(map(is_gradient, output_node(self.backward.graph).meta["roles"]))
-            pairs = [together for together in order if len(together) == 2 and together[0].stage == self.stage.index]
-            for at, (forward, backward) in enumerate(pairs):
-                ahead, behind = (is_smaller(action.micro_batch) for action in (forward, backward))
-                found[pair_of(GraphKey("F", ahead), GraphKey("B", behind, adds and at > 0))] = None
-        return [*found]
-
-    def graphs(self, splits: bool, pairs: Sequence[GraphKey] = ()) -> dict[GraphKey, fx.GraphModule]:
-        """Return all graphs by their keys, with those of a backward in two parts if a schedule `splits` it, and
-        `pairs`."""
+    def graphs(
+        self, splits: bool, pairs: Sequence[GraphKey] = (), others: Mapping[int, StageProgram] = {}
+    ) -> dict[GraphKey, fx.GraphModule]:
+        """Return all graphs by their keys, with those of a backward in two parts if a schedule `splits` it, and `pairs`
+        with backwards of this stage and of `others`."""
         found = [GraphKey("C")] if self.copies is not None else []
         for is_smaller, program in zip((False, True), self.sizes):
             kinds = "" if program.backward is None else "BIW" if splits else "B"
@@ -208,7 +205,7 @@ class StageProgram:
             found += [key._replace(adds=True) for key, made in roles.items() if any(map(is_gradient, made))]
         found += pairs
         found += [REDUCE] if self.deferred is not None and self.deferred.layouts else []
-        return {key: self.graph(key) for key in found}
+        return {key: self.graph(key, others) for key in found}
 
     def collectives(self) -> list[tuple[str, str, tuple[int, ...]]]:
         """List the collectives as `RankProgram.collectives` does, stage by stage."""
@@ -216,6 +213,27 @@ class StageProgram:
         found += self.deferred.collectives() if self.deferred else collectives_of(("backward", self.backward))
         found = [(group, f"stage {self.stage.index} {text}", shape) for group, text, shape in found]
         return found + (self.smaller.collectives() if self.smaller else [])
+
+
+def pairs_of(
+    stages: Mapping[int, StageProgram], order: Iterable[tuple[Action, ...]], is_smaller: Callable[[int], bool]
+) -> dict[int, list[GraphKey]]:
+    """Return by stage of the forward the keys of pairs in what a rank with these stages runs together; for `is_smaller`
+    see StageExecutor."""
+    found: dict[int, dict[GraphKey, None]] = {index: {} for index in stages}
+    has_sums: set[int] = set()
+    for together in order:
+        last = together[-1]
+        if last.kind != "B" or (program := stages[last.stage]).backward is None:
+            continue
+        if len(together) == 2:
+            ahead, behind = (is_smaller(action.micro_batch) for action in together)
+            own = together[0].stage
+            keys = GraphKey("F", ahead), GraphKey("B", behind, last.stage in has_sums)
+            found[own][pair_of(*keys, SAME_STAGE if own == last.stage else last.stage)] = None
+        if any(map(is_gradient, output_node(program.backward.graph).meta["roles"])):
+            has_sums.add(last.stage)
+    return {index: [*keys] for index, keys in found.items()}
 
 
 @dataclass(frozen=True)

@@ -291,6 +291,7 @@ OPTIONAL: Json = {
 }
 # The same of each of the alternatives.
 OF_ALTERNATIVES: Json = {"micro_batches": 1, "recomputed_blocks": 0, "offload": "none", "mesh": "", "schedule": ""}
+OF_PAIRS: Json = {"gained_by_stage": []}
 OF_PIPELINE: Json = {"row_chunks": 1, "attention_share": 0.0, "pairs": None}
 SCHEMA: Kind = {
     "version": count, "hash": text, "fingerprint": text, "model": text, "mesh": text, "hardware": text,
@@ -338,7 +339,9 @@ SCHEMA: Kind = {
             "parameters": count, "name": text,
         }],
         "owners": [[text]], "samples": count, "row_chunks": size, "attention_share": amount,
-        "pairs": Either({"turns": [text], "beside_seconds": amount, "gained_seconds": amount}),
+        "pairs": Either({
+            "turns": [text], "beside_seconds": amount, "gained_seconds": amount, "gained_by_stage": [amount],
+        }),
     },
     "meshes": [{
         "mesh": text, "bound": amount, "step_seconds": Either(amount), "peak_bytes": Either(amount),
@@ -356,6 +359,8 @@ def _in_full(body: Json) -> Json:
     if isinstance(routing := body.get("routing"), dict):
         body = body | {"routing": NO_ROUTING | routing}
     if isinstance(pipeline := body.get("pipeline"), dict):
+        if isinstance(pairs := pipeline.get("pairs"), dict):
+            pipeline = pipeline | {"pairs": OF_PAIRS | pairs}
         body = body | {"pipeline": OF_PIPELINE | pipeline}
     if not isinstance(rows, list):
         return body

@@ -53,11 +53,13 @@ class Pairs:
     """Forwards beside the backwards of the micro-batches before (passes/pipeline/side_by_side.py). `turns`: ops at
     whose waits for rows of experts one of them gives way to the other. Of a step: `beside_seconds`, in which rows
     travel while the other may compute, and `gained_seconds`, by which it is shorter than one micro-batch after the
-    other."""
+    other. `gained_by_stage`: by which a pair of the stage's forward and backward is shorter, where there are
+    several."""
 
     turns: tuple[str, ...]
     beside_seconds: float
     gained_seconds: float
+    gained_by_stage: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,8 @@ class Pipeline:
     graph of one of `micro_batches`, of which `row_chunks` that follow one another are chunks of the same rows' tokens.
     By stage: `costs`, of the largest micro-batch, or of a mean chunk of it, and `owners`, the parameters and buffers
     that it reads. `samples`: of the whole batch, 0 where all micro-batches are taken as equal. `attention_share`: of
-    the seconds of a mean chunk, those of its attention, which has ever more keys to go over. `pairs`: of one stage, how
-    forwards run beside the backwards of the micro-batches before, if they do."""
+    the seconds of a mean chunk, those of its attention, which has ever more keys to go over. `pairs`: how forwards run
+    beside the backwards of micro-batches before, if they do."""
 
     axis: str = AXIS
     ranks: int = 1
@@ -110,8 +112,8 @@ class Pipeline:
     def orders(self) -> Schedule:
         """Return the actions of all ranks. Raise StrategyError for a schedule that there is not."""
         kind = KINDS[canonical(self.schedule)]
-        made = _made(self.schedule, kind, self.ranks, self.micro_batches, self.stages_per_rank, self.row_chunks)
-        return in_pairs(made) if self.pairs else made
+        counts = self.ranks, self.micro_batches, self.stages_per_rank, self.row_chunks
+        return _made(self.schedule, kind, *counts, self.pairs is not None)
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -143,13 +145,22 @@ class Pipeline:
             [x.weight_seconds for x in c],
             [x.transfer_seconds for x in c[:-1]],
             shares=self.shares,
+            gained_seconds=self.gained_by_stage,
         )
+
+    @property
+    def gained_by_stage(self) -> tuple[float, ...]:
+        """Return by stage the seconds by which a pair of its forward and backward is shorter than both."""
+        return (self.pairs and self.pairs.gained_by_stage) or (0.0,) * (len(self.cuts) + 1)
 
 
 @lru_cache(maxsize=64)
-def _made(name: str, kind: Kind, ranks: int, micro_batches: int, stages_per_rank: int, row_chunks: int) -> Schedule:
+def _made(
+    name: str, kind: Kind, ranks: int, micro_batches: int, stages_per_rank: int, row_chunks: int, pairs: bool
+) -> Schedule:
     """Make a schedule once for each kind that has the name: a user may put another in its place."""
-    return make(name, ranks, micro_batches, stages_per_rank, row_chunks=row_chunks)
+    made = make(name, ranks, micro_batches, stages_per_rank, row_chunks=row_chunks)
+    return in_pairs(made) if pairs else made
 
 
 def axis_of(mesh: Mesh) -> str | None:

@@ -258,7 +258,8 @@ def _saved_on_host(data: Json) -> SavedOnHost:
 def _pipeline_from_json(data: Json, mesh: Mesh) -> Pipeline:
     costs = tuple(StageCost(**c) for c in data["costs"])
     if pairs := data.get("pairs"):
-        data = data | {"pairs": Pairs(**pairs | {"turns": tuple(pairs["turns"])})}
+        lists = {name: tuple(pairs[name]) for name in ("turns", "gained_by_stage") if name in pairs}
+        data = data | {"pairs": Pairs(**pairs | lists)}
     pipeline = Pipeline(
         **data | {"cuts": tuple(data["cuts"]), "costs": costs, "owners": tuple(map(tuple, data["owners"]))}
     )

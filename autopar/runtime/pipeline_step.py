@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..codegen.rank_program import PipelineProgram
+from ..codegen.rank_program import PipelineProgram, pairs_of
 from ..compiler import lower_pipeline
 from ..errors import CompilerError, InputError, StageError
 from ..frontend.effects import has_tensor
@@ -125,9 +125,10 @@ class PipelineStep:
         )  # also those that only other stages need
         self.schedule = pipeline.orders if self.trains else forwards(pipeline.orders)
         splits, order = self.schedule.splits_backward, self.schedule.together(self.stage.pp_rank)
+        pairs = pairs_of(program.stages, order, self.micro.is_smaller)
         self.graphs = {
             i: RankGraphs.of_stage(i, self.groups, self.device, self.plan).load(
-                p.graphs(splits, p.pairs(order, self.micro.is_smaller))
+                p.graphs(splits, pairs[i], program.stages)
             )
             for i, p in program.stages.items()
         }

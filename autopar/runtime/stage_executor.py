@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, fx
 
-from ..codegen.rank_program import GraphKey, StageProgram, pair_of
+from ..codegen.rank_program import SAME_STAGE, GraphKey, StageProgram, pair_of
 from ..ir.graph import OutputRole, output_node
 from ..passes.pipeline.add_gradients import is_gradient
 from ..schedule.actions import Action
@@ -67,11 +67,11 @@ class StageExecutor:
         self.kept.rows.clear()
         return sums
 
-    def do(self, together: Sequence[Action], arrived: Sequence[Values]) -> list[Values]:
-        """Run an action, or a forward and a backward together, with what each has waited for, which is let go of, and
-        return what each sends."""
+    def do(self, together: Sequence[Action], arrived: Sequence[Values], behind: StageExecutor) -> list[Values]:
+        """Run an action, or a forward together with a backward of the stage `behind`, with what each has waited for,
+        which is let go of, and return what each sends."""
         if len(together) == 2:
-            return self.pair(together[0][2], together[1][2], *arrived)
+            return self.pair(together[0][2], behind, together[1][2], *arrived)
         return [getattr(self, DO[together[0].kind])(together[0][2], arrived[0])]
 
     def expects(self, message: Action) -> Mapping[str, Tensor]:
@@ -110,19 +110,20 @@ class StageExecutor:
         self.kept.backward_ended(i)
         return sent
 
-    def pair(self, i: int, before: int, arrived: Values, arrived_before: Values) -> list[Values]:
-        """Run the forward of a micro-batch and the whole backward of one before it as one graph."""
-        if self.program.backward is None:
-            return [self.forward(i, arrived), self.backward(before, arrived_before)]
+    def pair(self, i: int, behind: StageExecutor, before: int, arrived: Values, arrived_before: Values) -> list[Values]:
+        """Run the forward of a micro-batch and the whole backward of another one in a stage as one graph."""
+        if behind.program.backward is None:
+            return [self.forward(i, arrived), behind.backward(before, arrived_before)]
         forward, backward = GraphKey("F", self.is_smaller(i)), GraphKey("B", self.is_smaller(before))
         ahead = self._arguments(forward, i, arrived)
-        arguments = [mine + saved for mine, saved in zip(ahead, self._backward_arguments(before, arrived_before))]
+        arguments = [mine + saved for mine, saved in zip(ahead, behind._backward_arguments(before, arrived_before))]
         ahead.clear()
-        adds = self._add_sums(backward, arguments)
-        results = self.run(pair_of(forward, backward._replace(adds=adds)), arguments)
+        adds = behind._add_sums(backward, arguments)
+        stage_before = SAME_STAGE if behind is self else behind.index
+        results = self.run(pair_of(forward, backward._replace(adds=adds), stage_before), arguments)
         counts = [len(self._signature(forward, at)[1]) for at in range(len(results))]
         sent = self._leave(forward, i, [mine[:n] for mine, n in zip(results, counts)])
-        return [sent, self._take(backward, before, adds, [mine[n:] for mine, n in zip(results, counts)])[0]]
+        return [sent, behind._take(backward, before, adds, [mine[n:] for mine, n in zip(results, counts)])[0]]
 
     def input_part(self, i: int, arrived: Values) -> Values:
         """Run the part of a micro-batch's backward that the stage before waits for, and keep what the other reads."""

@@ -63,7 +63,7 @@ def walk(
     for together in actions:
         arrived = [links.receive(action) for action in together]
         start = time.perf_counter()
-        made = stages[together[0].stage].do(together, arrived)
+        made = stages[together[0].stage].do(together, arrived, stages[together[-1].stage])
         end = time.perf_counter()
         for action in together:
             links.send(action, made.pop(0))

@@ -50,15 +50,16 @@ class Action(NamedTuple):
 
 
 def is_pair(first: Action, second: Action) -> bool:
-    """Return whether two actions are a forward and the whole backward of another micro-batch of its stage."""
-    return (first.kind, second.kind) == ("F", "B") and first.stage == second.stage and first[2] != second[2]
+    """Return whether two actions are a forward and the whole backward of another micro-batch, so that neither waits
+    for the other."""
+    return (first.kind, second.kind) == ("F", "B") and first.micro_batch != second.micro_batch
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The stages of each rank, and one order of actions a rank. `print(schedule)` gives one line a rank. `pairs`: a
-    forward and the backward of another micro-batch right behind it run as one, see
-    `together`.
+    """The stages of each rank, and one order of actions a rank. `print(schedule)` gives one line a rank. `pairs`:
+    by rank, how many forwards run alone, after which a forward and the backward of another micro-batch right behind it,
+    of any stages of the rank, run as one (see `together`); empty if none do.
 
     Nothing is promised about the orders: `play.check` says whether they are complete and end.
     """
@@ -68,7 +69,7 @@ class Schedule:
     micro_batches: int
     rank_of_stage: tuple[int, ...]
     orders: tuple[tuple[Action, ...], ...]
-    pairs: bool = False
+    pairs: tuple[int, ...] = ()
 
     @staticmethod
     def parse(name: str, orders: Sequence[str]) -> Schedule:
@@ -93,12 +94,14 @@ class Schedule:
     def together(self, rank: int) -> tuple[tuple[Action, ...], ...]:
         """Return the order of a rank as what it runs together: actions, or pairs of a forward and a backward."""
         found: list[tuple[Action, ...]] = []
+        alone = self.pairs[rank] if self.pairs else len(self.orders[rank])
         for action in self.orders[rank]:
             last = found[-1] if found else ()
-            if self.pairs and len(last) == 1 and is_pair(last[0], action):
+            if alone < 0 and len(last) == 1 and is_pair(last[0], action):
                 found[-1] = (last[0], action)
             else:
                 found.append((action,))
+            alone -= action.kind == "F"
         return tuple(found)
 
     @property
@@ -134,7 +137,7 @@ class Schedule:
         return json.dumps({
             "version": VERSION, "name": self.name, "micro_batches": self.micro_batches,
             "rank_of_stage": self.rank_of_stage, "orders": [" ".join(map(str, order)) for order in self.orders],
-            **({"pairs": True} if self.pairs else {}),
+            **({"pairs": self.pairs} if self.pairs else {}),
         }, indent=1)  # fmt: skip
 
     @staticmethod
@@ -162,11 +165,14 @@ class Schedule:
         ranks = len(orders)
         if not all(type(rank) is int and 0 <= rank < ranks for rank in data["rank_of_stage"]):
             raise ScheduleError(f"field 'rank_of_stage' of a schedule names a rank that is not one of {ranks}")
+        pairs = data.get("pairs", [])
+        if not isinstance(pairs, list) or len(pairs) not in (0, ranks) or not all(type(n) is int for n in pairs):
+            raise ScheduleError(f"field 'pairs' of a schedule is not a number for each rank but {pairs!r}")
         return Schedule(
             data["name"],
             ranks,
             data["micro_batches"],
             tuple(data["rank_of_stage"]),
             tuple(tuple(map(Action.parse, order.split())) for order in orders),
-            data.get("pairs") is True,
+            tuple(pairs),
         )

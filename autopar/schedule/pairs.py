@@ -1,8 +1,13 @@
-"""One stage whose forwards run beside the backwards of the micro-batches before them.
+"""Forwards beside the backwards of micro-batches before them, as one action each, along the stages of a pipeline.
 
-    F0  F1+B0  F2+B1  ...  B(m-1)
+    rank 0   0F0  0F1  0F2  0F3+0B0  0F4+0B1  0B2 ...
+    rank 1   1F0  1F1+1B0  1F2+1B1  1F3+1B2 ...
 
-Between the first forward and the last backward all are in pairs, and two micro-batches are in flight while one runs.
+A pair begins when both of it can, and what it sends leaves when both have ended. So a rank does two forwards more
+before its first backward than the rank after it, and the last rank one: while a pair's messages go to the next rank and
+back, the rank has one more pair to do, and nobody waits but at both ends. The idle time is that of the same schedule
+without pairs. With one stage a rank 2 p micro-batches are in flight on the first one, not p; with several one more
+forward is ahead than without pairs, as in Megatron-LM.
 """
 
 from __future__ import annotations
@@ -11,16 +16,24 @@ from dataclasses import replace
 
 from ..errors import ScheduleError
 from .actions import Schedule
-from .phases import actions_of, one_stage
+from .phases import actions_of, interleaved, round_size
+
+KINDS_IN_PAIRS = ("1f1b", "interleaved_1f1b")
 
 
 def in_pairs(schedule: Schedule) -> Schedule:
-    """Return the same stage and micro-batches in pairs. Raise ScheduleError for several stages: what a pair sends would
-    leave only when both of it have ended."""
-    if schedule.stages > 1:
+    """Return a schedule's stages and micro-batches in pairs. Raise ScheduleError for a schedule that has none in its
+    order."""
+    if schedule.stages > 1 and schedule.name not in KINDS_IN_PAIRS:
         raise ScheduleError(
-            f"schedule {schedule.name} has {schedule.stages} stages, and pairs of forwards and backwards need one",
-            fix="plan again for a mesh without an axis pp",
+            f"schedule {schedule.name} has no pairs of forwards and backwards in {schedule.stages} stages",
+            fix=f"plan with {' or '.join(KINDS_IN_PAIRS)}",
         )
-    order = actions_of(one_stage(1, schedule.micro_batches, "B"), (0,), schedule.micro_batches)
-    return replace(schedule, orders=(tuple(order),), pairs=True)
+    p, v, m = schedule.ranks, schedule.stages_per_rank, schedule.micro_batches
+    orders = [actions_of(interleaved(rank, p, m, v, "B", 1), schedule.stages_of(rank), m) for rank in range(p)]
+    kinds = ["".join(action.kind for action in order) for order in orders]
+    size = round_size(p, m)
+    most = v * size * -(-m // size)  # forwards that a rank could do first
+    ahead = [(v - 1) * size + 2 * (p - 1 - rank) + 1 for rank in range(p)]
+    alone = [own.index("B") - 1 if count < most else own.count("F") for own, count in zip(kinds, ahead)]
+    return replace(schedule, orders=tuple(map(tuple, orders)), pairs=tuple(alone))

@@ -56,20 +56,20 @@ def round_size(ranks: int, micro_batches: int) -> int:
     return -(-micro_batches // max(1, micro_batches // ranks))
 
 
-def interleaved(rank: int, ranks: int, micro_batches: int, chunks: int, backward: str) -> list[Phase]:
+def interleaved(rank: int, ranks: int, micro_batches: int, chunks: int, backward: str, ahead: int = 0) -> list[Phase]:
     """Return 1F1B over several stages a rank: Narayanan et al. (arXiv 2104.04473), section 2.2.
 
     A round of p micro-batches goes through the first stage of the rank, then through the second, and so on. The paper
     asks for whole rounds; here, as in torch, the rounds are as many as fit and share the micro-batches, and a last
     short one is filled up. Each rank does two forwards more before its first backward than the rank after it, so that
     none waits for that backward. With the backward in two parts it is one more: the gradient of the input comes back
-    sooner, and memory is the same on all ranks.
+    sooner, and memory is the same on all ranks. `ahead`: forwards more before the first backward of every rank.
     """
     size = round_size(ranks, micro_batches)
     rounds = -(-micro_batches // size)
     up = [f"F{chunk}" for chunk in range(chunks) for _ in range(size)] * rounds
     down = [f"{backward}{chunk}" for chunk in reversed(range(chunks)) for _ in range(size)] * rounds
-    warmup = min(len(up), (chunks - 1) * size + (2 if backward == "B" else 1) * (ranks - 1 - rank))
+    warmup = min(len(up), (chunks - 1) * size + (2 if backward == "B" else 1) * (ranks - 1 - rank) + ahead)
     pairs = [move for pair in zip(up[warmup:], down) for move in pair]
     return [(1, " ".join([*up[:warmup], *pairs, *down[len(up) - warmup :]]))]
 

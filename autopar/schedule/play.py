@@ -6,6 +6,7 @@ The rules. A rank does its actions in its order, one at a time, each as early as
     F(stage, i)       after F(stage-1, i) and the transfer of its output
     B or I(stage, i)  after F(stage, i), and after B or I(stage+1, i) and the transfer of its gradient
     W(stage, i)       after I(stage, i)
+    a pair            after what both of it need; both end when the pair does
 
 Sends are buffered and take no time of the rank; a rank posts the receive of a message when it comes to the action that
 needs it. Between two stages of one rank nothing is transferred.
@@ -13,7 +14,7 @@ needs it. Between two stages of one rank nothing is transferred.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 
 from ..errors import ScheduleError
@@ -42,9 +43,12 @@ def play(
     transfer_seconds: Seconds = 0.0,
     activation: Seconds = 1.0,
     shares: Sequence[float] = (),
+    gained_seconds: Seconds = 0.0,
 ) -> Played:
     """Return the times of every action. Each argument is a number or one a stage; `transfer_seconds` one for each
-    border of two stages; `shares`: by micro-batch, what it takes of these seconds, all of them unless given.
+    border of two stages; `shares`: by micro-batch, what it takes of these seconds, all of them unless given;
+    `gained_seconds`: by which a pair of one stage is shorter than its forward and its backward, of two stages the
+    smaller number counts.
 
     Raise ScheduleError on what `check` finds.
     """
@@ -53,6 +57,7 @@ def play(
     seconds = {kind: _per(what, stages) for kind, what in zip("FIW", (forward_seconds, input_seconds, weight_seconds))}
     seconds["B"] = [i + w for i, w in zip(seconds["I"], seconds["W"])]
     shares = shares or (1.0,) * schedule.micro_batches
+    gained = _per(gained_seconds, stages)
     transfer = _per(transfer_seconds, max(0, stages - 1))
     transfer = [0.0 if rank_of[s] == rank_of[s + 1] else t for s, t in enumerate(transfer)]
 
@@ -61,30 +66,35 @@ def play(
     ends: list[list[float]] = [[] for _ in schedule.orders]
     waiting: dict[Action, int] = {}  # the rank that waits for an action; a second one does so only in a deadlock
     ready = list(range(schedule.ranks))
+    together = [deque(schedule.together(rank)) for rank in range(schedule.ranks)]
     while ready:
         rank = ready.pop()
-        order, clock = schedule.orders[rank], ends[rank]
-        while len(clock) < len(order):
-            action = order[len(clock)]
+        left, clock = together[rank], ends[rank]
+        while left:
             start = clock[-1] if clock else 0.0
-            for need in needs(action, stages):
+            for action, need in ((one, need) for one in left[0] for need in needs(one, stages)):
                 if need not in ended:
                     waiting[need] = rank
                     break
                 late = transfer[min(need.stage, action.stage)] if need.stage != action.stage else 0.0
                 start = max(start, ended[need] + late * shares[action.micro_batch])
             else:
-                end = start + seconds[action.kind][action.stage] * shares[action.micro_batch]
-                starts[rank].append(start)
-                clock.append(end)
-                done = action._replace(kind="I") if action.kind == "B" else action
-                ended[done] = end
-                if done in waiting:
-                    ready.append(waiting.pop(done))
+                both = left.popleft()
+                end = start + sum(seconds[action.kind][action.stage] * shares[action.micro_batch] for action in both)
+                if len(both) > 1:
+                    end -= min(gained[a.stage] for a in both) * min(shares[a.micro_batch] for a in both)
+                for action in both:
+                    starts[rank].append(start)
+                    clock.append(end)
+                    done = action._replace(kind="I") if action.kind == "B" else action
+                    ended[done] = end
+                    if done in waiting:
+                        ready.append(waiting.pop(done))
                 continue
             break
-    stuck = {r: order[len(ends[r])] for r, order in enumerate(schedule.orders) if len(ends[r]) < len(order)}
-    if stuck:
+    stands = {r: left[0] for r, left in enumerate(together) if left}
+    if stands:
+        stuck = {r: next(a for a in both if not ended.keys() >= {*needs(a, stages)}) for r, both in stands.items()}
         everything = {action for order in schedule.orders for action in order}
         needed = {r: next(need for need in needs(a, stages) if need not in ended) for r, a in stuck.items()}
         needed = {r: need if need in everything else need._replace(kind="B") for r, need in needed.items()}

@@ -49,8 +49,12 @@ class Played:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """Return the seconds that each rank computes."""
-        return tuple(sum(e - s for s, e in zip(*times)) for times in zip(self.starts, self.ends))
+        """Return the seconds that each rank computes; both of a pair have the same ones."""
+        found = []
+        for starts, ends in zip(self.starts, self.ends):
+            before = (starts[0], *ends) if starts else ()
+            found.append(sum(end - max(start, last) for start, end, last in zip(starts, ends, before)))
+        return tuple(found)
 
     @cached_property
     def windows(self) -> tuple[float, ...]:

@@ -7,6 +7,7 @@ sends to stage 1 of micro-batch 0, `0B0` the gradient that comes back.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 
 from .actions import Action, Schedule
@@ -47,17 +48,17 @@ def receives(schedule: Schedule, rank: int) -> dict[Action, list[Action]]:
 
 
 def _in_turn(schedule: Schedule) -> Iterator[tuple[int, Action]]:
-    """Iterate over the actions of all ranks, who take turns, each after those that it needs."""
+    """Iterate over the actions of all ranks, who take turns, each after those that it needs, a pair at once."""
     done: set[Action] = set()
-    at, goes_on = [0] * schedule.ranks, True
+    left, goes_on = [deque(schedule.together(rank)) for rank in range(schedule.ranks)], True
     while goes_on:
         goes_on = False
-        for rank, order in enumerate(schedule.orders):
-            if at[rank] < len(order) and done.issuperset(needs(order[at[rank]], schedule.stages)):
-                action, goes_on = order[at[rank]], True
-                at[rank] += 1
-                done.add(action._replace(kind="I") if action.kind == "B" else action)
-                yield rank, action
+        for rank, own in enumerate(left):
+            if own and all(done.issuperset(needs(action, schedule.stages)) for action in own[0]):
+                goes_on = True
+                for action in own.popleft():
+                    done.add(action._replace(kind="I") if action.kind == "B" else action)
+                    yield rank, action
 
 
 def taken_before(schedule: Schedule, rank: int) -> dict[Action, list[Action]]:

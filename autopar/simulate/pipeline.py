@@ -78,15 +78,17 @@ def simulate_lowered(lowered: Lowered, plan: Plan, values: Mapping[str, Tensor])
 
 
 class SimulatedStage:
-    """Runs the graphs of a stage on all of its ranks, as a StageExecutor asks for it. `programs`: by rank."""
+    """Runs the graphs of a stage on all of its ranks, as a StageExecutor asks for it. `programs`: by rank; `stages`:
+    those of all stages."""
 
-    def __init__(self, programs: Sequence[StageProgram], mesh: Mesh):
+    def __init__(self, programs: Sequence[StageProgram], mesh: Mesh, stages: Sequence[Sequence[StageProgram]] = ()):
         self.programs, self.simulator = programs, Simulator(mesh)
+        self.others = [dict(enumerate(of_rank)) for of_rank in zip(*stages)] or [{} for _ in programs]
         self.graphs: dict[GraphKey, list[fx.GraphModule]] = {}
 
     def __call__(self, key: GraphKey, arguments: list[list[Tensor]]) -> list[tuple]:
         if key not in self.graphs:
-            self.graphs[key] = [program.graph(key) for program in self.programs]
+            self.graphs[key] = [p.graph(key, others) for p, others in zip(self.programs, self.others)]
         results = self.simulator.run(self.graphs[key], arguments)
         if not key.makes_gradients:
             return results
@@ -96,7 +98,7 @@ class SimulatedStage:
 class _Simulation:
     def __init__(self, lowered: Lowered, plan: Plan, values: Mapping[str, Tensor]):
         self.plan, self.values, self.mesh, self.micro = plan, values, plan.sharding.mesh, lowered.micro
-        self.runs = [SimulatedStage(programs, self.mesh) for programs in lowered.stages]
+        self.runs = [SimulatedStage(programs, self.mesh, lowered.stages) for programs in lowered.stages]
         sizes = self.micro.is_smaller, self.micro.chunks_of_row
         self.stages = {i: StageExecutor(run.programs, run, *sizes) for i, run in enumerate(self.runs)}
         self.links = Links(self.stages, len(self.stages))
@@ -112,9 +114,9 @@ class _Simulation:
         """Run all actions of the schedule and assemble the results. Raises VerifyError if a value is never received."""
         most, gradients = [0] * len(self.stages), self.gradients
         orders = self.plan.pipeline.orders
-        played = sorted(play(orders), key=lambda event: event[2])
-        order = orders.together(0) if orders.ranks == 1 else [(action,) for _, action, _, _ in played]
-        for action, _, _ in walk(order, self.stages, self.links):
+        starts = {action: start for _, action, start, _ in play(orders)}
+        every = [together for rank in range(orders.ranks) for together in orders.together(rank)]
+        for action, _, _ in walk(sorted(every, key=lambda both: starts[both[0]]), self.stages, self.links):
             stage = self.stages[action.stage]
             most[action.stage] = max(most[action.stage], len(stage.saved) + len(stage.stash))
         for stage in self.stages.values():

@@ -136,6 +136,16 @@ def stretch_of(problem: Problem, e: Evaluation, pricer: Pricer, order: StepOrder
     return sum(Player(merged(s), e.overlap).play() for s in scripts) / least if least and e.overlap else 1.0
 
 
+def gained_in_pairs(problem: Problem, e: Evaluation, turning: Evaluation, pricer: Pricer) -> float:
+    """Return the seconds by which a forward and a backward that take turns are shorter than one after the other;
+    `turning`: the plan `e` in turns."""
+    streams, order = StreamOf(pricer), step_order(problem, e)
+    apart = scripts_of(problem, e, streams, False, order)
+    pair = pair_script(*scripts_of(problem, turning, streams, False, order), turning.turns)
+    one_by_one, both = (sum(Player(merged(s), e.overlap).play() for s in scripts) for scripts in (apart, (pair,)))
+    return one_by_one - both
+
+
 def played_seconds(problem: Problem, e: Evaluation, pricer: Pricer) -> float:
     """Return the seconds of an average pass of a step, the optimizer's included. Of passes that take turns all but one
     forward and one backward are in pairs."""

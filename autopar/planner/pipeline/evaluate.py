@@ -155,6 +155,7 @@ def evaluate_pipeline(
         transfers[:-1],
         [p.saved_bytes for p in parts],
         pipeline.shares,
+        pipeline.gained_by_stage,
     )
     unmade_bytes = 0.0
     for rank, held in enumerate(memory):

@@ -42,6 +42,7 @@ from .estimate import Estimate
 from .evaluate import PipelineCost
 from .mapping import evaluated_if_near, mapped
 from .on_host import described_in_stages, with_values_on_host, without_copies
+from .pairs import fastest_in_pairs
 from .search import Candidate, PipelineSearch
 from .shardings import stage_shardings
 from .stage_costs import parts_of_nodes, parts_of_transfer
@@ -107,11 +108,10 @@ def plan_pipeline(
     if not candidates[0].fits and options.refuses:
         raise _refusal(candidates[0], candidates[0].limit)
     others = experts(candidates[0]) if options.baselines and candidates[0].fits else {}
-    others = {
-        name: evaluated_if_faster(one, candidates[0].evaluated.step_seconds) for name, one in others.items()
-    }  # never worse than one
+    fastest = candidates[0].evaluated.step_seconds
+    others = {name: evaluated_if_faster(one, fastest) for name, one in others.items()}  # never worse than one
     candidates = by_seconds([*candidates, *(one for one in others.values() if isinstance(one, Candidate))])
-    candidates = fastest_with_exchanges(candidates)
+    candidates = fastest_in_pairs(candidates, fastest_with_exchanges(candidates))
     return described(candidates[0], candidates, captured, mesh, warnings, batch, others)
 
 

@@ -1,0 +1,117 @@
+"""Forwards beside the backwards of other micro-batches in the stages of a pipeline that was chosen without them.
+
+What a pair of a whole forward and backward gains is played (autopar/planner/objective/side_by_side.py); a stage has the
+share of it that it has of the seconds of the exchanges that end turns. A pair of two stages gains what the one that
+exchanges less does. A pair holds what both hold, and more micro-batches are in flight: where that is too much, stages
+compute more again, as long as the step is shorter for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ...plans.pipeline import Pairs, Pipeline
+from ...schedule.pairs import KINDS_IN_PAIRS
+from ..objective.evaluate import Evaluation
+from ..objective.memory_timeline import live_bytes
+from ..objective.player import gained_in_pairs
+from ..objective.side_by_side import in_turns
+from .beside_exchange import most_gained_seconds
+from .checkpoint import StageRecomputation
+from .evaluate import PipelineCost, evaluate_pipeline, parts_of
+from .search import MOST_RECOMPUTE_ROUNDS, Candidate
+from .stage_costs import parts_of_nodes
+
+MOST_PAIRED = 3  # pipelines without products beside rows that are tried in pairs
+
+
+def fastest_in_pairs(plain: Sequence[Candidate], candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return pipelines, the best first, after the first of some, and the few of the same without products beside rows,
+    `plain`, that may be faster so, were tried in pairs."""
+    best, *others = candidates
+    if not best.fits:
+        return [best, *others]
+    limit = best.evaluated.step_seconds
+    least = [(one.evaluated.step_seconds - most_gained_seconds(one.search, one.base), one) for one in plain if one.fits]
+    near = sorted(((seconds, one) for seconds, one in least if seconds < limit), key=lambda pair: pair[0])
+    tried = [best, *(one for _, one in near[:MOST_PAIRED])]
+    found = [made for one in tried if (made := in_pairs(one)) is not None]
+    fastest = min(found, key=lambda one: one.evaluated.step_seconds, default=best)
+    return [fastest, best, *others] if fastest.evaluated.step_seconds < limit else [best, *others]
+
+
+def in_pairs(one: Candidate) -> Candidate | None:
+    """Return a pipeline whose forwards run beside backwards, None if that gains nothing or does not fit."""
+    (problem, e), pipeline = one.inner.whole, one.evaluated.pipeline
+    pricer, most_bytes = one.inner.pricer, max(one.limit, one.evaluated.peak_bytes)
+    if not _may_be_paired(one, e):
+        return None
+    recomputation = None if e.beside else one.search.prepared(one.base)[2]
+    for _ in range(MOST_RECOMPUTE_ROUNDS + 1):
+        made = _paired(one, e, pipeline)
+        if made is None or made.step_seconds >= one.evaluated.step_seconds:
+            return None
+        if made.peak_bytes <= most_bytes:
+            inner = replace(one.inner, written=(problem, e), held=live_bytes(problem, e, pricer))
+            return replace(one, evaluated=made, inner=inner)
+        more = _recomputing_more(e, made, recomputation, one.limit)
+        if more is None:
+            return None
+        e = more
+    return None
+
+
+def _may_be_paired(one: Candidate, e: Evaluation) -> bool:
+    """Return whether micro-batches, of which none waits for others, follow a schedule that has pairs."""
+    pipeline, pricer = one.evaluated.pipeline, one.inner.pricer
+    is_free = one.search.plans.tail is None and not pricer.problem.tiled and not e.on_host and not one.others
+    has_pairs = pipeline.schedule in KINDS_IN_PAIRS and pipeline.row_chunks == 1 and pipeline.pairs is None
+    return has_pairs and is_free and e.overlap > 0 and pipeline.micro_batches > 1
+
+
+def _paired(one: Candidate, e: Evaluation, pipeline: Pipeline) -> PipelineCost | None:
+    """Evaluate a pipeline in pairs under an evaluation of its plan, None if it has no exchange worth it."""
+    problem, pricer = one.inner.whole[0], one.inner.pricer
+    turning = in_turns(problem, e, pricer, one.inner.options.hardware)
+    if not turning.turns:
+        return None
+    gained = gained_in_pairs(problem, e, turning, pricer)
+    where, stages = parts_of_nodes(problem.placement(pipeline.cuts)), [0.0] * len(pipeline.costs)
+    for exchange in turning.beside:
+        if exchange.vertex in turning.turns:
+            stage = where[problem.vertices[exchange.vertex].node].bit_length() - 1
+            stages[stage] += exchange.seconds * exchange.copies
+    if (travelling := sum(stages)) <= 0 or gained <= 0:
+        return None
+    turns = tuple(problem.vertices[v].node.name for v in sorted(turning.turns))
+    by_stage = tuple(gained * seconds / travelling for seconds in stages)
+    asked = replace(pipeline, costs=(), pairs=Pairs(turns, 0.0, 0.0, by_stage))
+    live = live_bytes(problem, turning, pricer)
+    found = parts_of(problem, e, pricer, asked, live, one.inner.stretch)
+    made = evaluate_pipeline(
+        problem, e, pricer, asked, one.search.send, live, not one.evaluated.unmade_bytes,
+        one.search.plans.tail_cost, found,
+    )  # fmt: skip
+    in_step = _seconds_in_pairs(made.pipeline, stages), _seconds_in_pairs(made.pipeline, by_stage)
+    return replace(made, pipeline=replace(made.pipeline, pairs=Pairs(turns, *in_step, by_stage)))
+
+
+def _seconds_in_pairs(pipeline: Pipeline, seconds: Sequence[float]) -> float:
+    """Return the seconds of a step that a mean rank has in pairs, given those of a pair of each stage."""
+    orders, shares, total = pipeline.orders, pipeline.shares, 0.0
+    for rank in range(pipeline.ranks):
+        for both in orders.together(rank):
+            if len(both) == 2:
+                total += min(seconds[a.stage] for a in both) * min(shares[a.micro_batch] for a in both)
+    return total / pipeline.ranks
+
+
+def _recomputing_more(
+    e: Evaluation, made: PipelineCost, recomputation: StageRecomputation | None, limit: float
+) -> Evaluation | None:
+    """Return a plan that computes more again on ranks that hold too much, None if there is none."""
+    if recomputation is None:
+        return None
+    more = recomputation.more(e, made, [limit] * made.pipeline.ranks) or recomputation.all()
+    return None if more.recompute_seconds == e.recompute_seconds else more
