@@ -126,11 +126,9 @@ class PipelineStep:
         self.schedule = pipeline.orders if self.trains else forwards(pipeline.orders)
         splits, order = self.schedule.splits_backward, self.schedule.together(self.stage.pp_rank)
         pairs = pairs_of(program.stages, order, self.micro.is_smaller)
-        self.graphs = {
-            i: RankGraphs.of_stage(i, self.groups, self.device, self.plan).load(
-                p.graphs(splits, pairs[i], program.stages)
-            )
-            for i, p in program.stages.items()
+        made = {i: p.graphs(splits, pairs[i], program.stages) for i, p in program.stages.items()}
+        self.graphs = {  # of all stages, as loading binds what pairs of other stages are made of
+            i: RankGraphs.of_stage(i, self.groups, self.device, self.plan).load(graphs) for i, graphs in made.items()
         }
         self.stages = {
             i: StageExecutor([p], self.graphs[i], self.micro.is_smaller, self.micro.chunks_of_row, self.device)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ..objective.beside_exchange import exchanged_seconds
 from ..objective.evaluate import Evaluation
 from ..problem.recipes import FREELY, mapping_of_experts
 from ..spmd.fixed_recompute import AUTO
@@ -35,18 +36,21 @@ def mapped(best: Candidate, known: Sequence[Estimate]) -> list[Estimate]:
     others = [one.evaluation for one in dict.fromkeys(one.inner for one in known if one.search is search)]
     found: list[Estimate] = []
     for planned in plans.under(name).at_prices():
-        if any(_is_below(one, planned.evaluation) for one in others):
+        hidden = exchanged_seconds(planned.problem, planned.evaluation, planned.pricer, options.hardware)
+        if any(_is_below(one, planned.evaluation, hidden) for one in others):
             continue
         inner = replace(planned, options=options, chosen=plans.renamed(planned.chosen))
         segments = search.segments(inner)
-        if even_seconds(search, segments, kind, v) >= best.evaluated.step_seconds:
+        least = even_seconds(search, segments, kind, v) - most_gained_seconds(search, inner)
+        if least >= best.evaluated.step_seconds:
             break
         found.append(estimate(search, inner, segments, kind, v, best.evaluated.step_seconds))
     return found
 
 
-def _is_below(one: Evaluation, other: Evaluation) -> bool:
-    return one.seconds <= other.seconds and one.bytes_ <= other.bytes_
+def _is_below(one: Evaluation, other: Evaluation, hidden_seconds: float) -> bool:
+    """Return whether a plan holds less than another one, and takes less even if that hides so many seconds."""
+    return one.seconds <= other.seconds - hidden_seconds and one.bytes_ <= other.bytes_
 
 
 def _least_seconds(one: Estimate) -> float:
