@@ -21,8 +21,10 @@ from autopar.simulate.compare import verify_plan
 from autopar.simulate.pipeline import Lowered
 
 from ..helpers import gloo
+from ..helpers.allocations import training_step
 from ..helpers.same_gradients import assert_same_gradients
 from ..helpers.shared_experts import SharedExperts, gpus, inputs
+from .test_side_by_side import WithLoss
 
 EXACT = 1e-10
 MESHES = {
@@ -116,16 +118,48 @@ def test_the_plan_is_of_the_played_clock(stages_per_rank):
 def test_on_real_processes(stages_per_rank, tmp_path):
     """Batches whose rows go to experts in other numbers each time, and one whose last micro-batches are smaller."""
     found = planned(
-        "pp=2,ep=2", "expert", stages_per_rank, 4, SharedExperts(4 * stages_per_rank), inputs(32), execution="eager"
+        "pp=2,ep=2",
+        "expert",
+        stages_per_rank,
+        4,
+        SharedExperts(4 * stages_per_rank, first=True),
+        inputs(32),
+        execution="eager",
     )
     in_pairs(found).save(tmp_path / "plan.json")
     gloo.run(4, _on_processes, str(tmp_path / "plan.json"), 4 * stages_per_rank, seconds=300)
 
 
 def _on_processes(rank: int, file: str, layers: int) -> None:
-    model, reference = SharedExperts(layers), SharedExperts(layers)
+    model, reference = SharedExperts(layers, first=True), SharedExperts(layers, first=True)
     batches = [inputs(32), inputs(32), inputs(30)]
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))
     parallel = compile_(model, mesh, example_inputs=batches[0], plan=Plan.load(Path(file)), hardware=gpus())
     assert parallel.plan.pipeline.pairs is not None
     assert_same_gradients(parallel, reference, batches, EXACT)
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+@pytest.mark.parametrize("stages_per_rank", [1, 2])
+def test_memory_is_as_planned(stages_per_rank, tmp_path):
+    """An allocation tracker finds no more than the plan says of the fullest rank, with two micro-batches at work."""
+    model, (x,) = WithLoss(4 * stages_per_rank, 8, first=True), inputs(64, 16)
+    found = planned(
+        "pp=2,ep=2", "expert", stages_per_rank, 8, model, {"x": x}, execution="eager", hardware=gpus(link=3e7)
+    )
+    plan = found.plan
+    assert plan.pipeline.pairs is not None
+    plan.save(tmp_path / "plan.json")
+    peak = max(gloo.run(4, _tracked, str(tmp_path / "plan.json"), 4 * stages_per_rank, seconds=300))
+    print(peak, plan.peak_bytes, plan.at_peak)
+    assert 0.7 * plan.peak_bytes <= peak <= 1.05 * plan.peak_bytes
+
+
+def _tracked(rank: int, file: str, layers: int) -> int:
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))
+    given = {"x": inputs(64, 16)[0]}
+    parallel = compile_(
+        WithLoss(layers, 8, first=True), mesh, example_inputs=given, plan=Plan.load(Path(file)), hardware=gpus()
+    )
+    return training_step(parallel, given, torch.optim.AdamW(parallel.parameters())).peak_bytes
