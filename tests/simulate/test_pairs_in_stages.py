@@ -87,7 +87,7 @@ def test_any_layers(seed):
 
 @pytest.mark.parametrize("stages_per_rank", [1, 2])
 def test_the_plan_is_of_the_played_clock(stages_per_rank):
-    """What a plan with slow links says of pairs is what its schedule takes less, and rows travel in the graphs."""
+    """A plan with slow links says of pairs what its schedule takes less, and rows travel in the graphs."""
     model, given = SharedExperts(4 * stages_per_rank), inputs(16 * 8)
     slow = gpus(link=3e7)
     found = planned("pp=2,ep=2", "expert", stages_per_rank, 8, model, given, hardware=slow)

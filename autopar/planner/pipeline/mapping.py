@@ -3,18 +3,20 @@
 What that mapping allows is searched beside everything, from the fastest plan of a micro-batch on, and its plans are
 plans of the free search like any other: pipelines are cut from them, and single stages may take them. So with the same
 micro-batches and schedule no plan is slower than the mapping: its pipelines are evaluated, unless a plan of the search
-takes fewer seconds and bytes a micro-batch, or they are estimated to be slower by more than an estimate errs.
+takes fewer seconds and bytes a micro-batch, whether rows of experts travel beside compute or not, or they are estimated
+to be slower by more than an estimate errs. That is said of plans without pairs (pairs.py), which come after it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from ..objective.beside_exchange import exchanged_seconds
-from ..objective.evaluate import Evaluation
 from ..problem.recipes import FREELY, mapping_of_experts
 from ..spmd.fixed_recompute import AUTO
+from ..spmd.planned import Planned
 from .beside_exchange import most_gained_seconds
 from .estimate import Estimate, estimate, even_seconds
 from .search import Candidate
@@ -33,11 +35,10 @@ def mapped(best: Candidate, known: Sequence[Estimate]) -> list[Estimate]:
     if is_asked or name is None or not plans.solvers[0].problem.owned_axes:
         return []
     plans.report(name)
-    others = [one.evaluation for one in dict.fromkeys(one.inner for one in known if one.search is search)]
+    others = [_Bounds.of(one) for one in dict.fromkeys(one.inner for one in known if one.search is search)]
     found: list[Estimate] = []
     for planned in plans.under(name).at_prices():
-        hidden = exchanged_seconds(planned.problem, planned.evaluation, planned.pricer, options.hardware)
-        if any(_is_below(one, planned.evaluation, hidden) for one in others):
+        if any(one.is_below(_Bounds.of(planned)) for one in others):
             continue
         inner = replace(planned, options=options, chosen=plans.renamed(planned.chosen))
         segments = search.segments(inner)
@@ -48,9 +49,23 @@ def mapped(best: Candidate, known: Sequence[Estimate]) -> list[Estimate]:
     return found
 
 
-def _is_below(one: Evaluation, other: Evaluation, hidden_seconds: float) -> bool:
-    """Return whether a plan holds less than another one, and takes less even if that hides so many seconds."""
-    return one.seconds <= other.seconds - hidden_seconds and one.bytes_ <= other.bytes_
+class _Bounds(NamedTuple):
+    """The seconds and bytes of a plan of a micro-batch, and its seconds if all of its rows travelled beside compute."""
+
+    seconds: float
+    least_seconds: float
+    bytes_: float
+
+    @classmethod
+    def of(cls, planned: Planned) -> _Bounds:
+        """Return those of a plan."""
+        e = planned.evaluation
+        hidden = exchanged_seconds(planned.problem, e, planned.pricer, planned.options.hardware)
+        return cls(e.seconds, e.seconds - hidden, e.bytes_)
+
+    def is_below(self, other: _Bounds) -> bool:
+        """Return whether this plan holds no more and is no slower than another one, rows hidden or not."""
+        return all(mine <= its for mine, its in zip(self, other))
 
 
 def _least_seconds(one: Estimate) -> float:
