@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from ..errors import ScheduleError
 from .actions import Schedule
-from .phases import actions_of, interleaved, round_size
+from .phases import actions_of, forwards_first, interleaved, round_size
 
 KINDS_IN_PAIRS = ("1f1b", "interleaved_1f1b")
 
@@ -33,7 +33,7 @@ def in_pairs(schedule: Schedule) -> Schedule:
     orders = [actions_of(interleaved(rank, p, m, v, "B", 1), schedule.stages_of(rank), m) for rank in range(p)]
     kinds = ["".join(action.kind for action in order) for order in orders]
     size = round_size(p, m)
-    most = v * size * -(-m // size)  # forwards that a rank could do first
-    ahead = [(v - 1) * size + 2 * (p - 1 - rank) + 1 for rank in range(p)]
-    alone = [own.index("B") - 1 if count < most else own.count("F") for own, count in zip(kinds, ahead)]
+    most = v * size * -(-m // size)  # forwards of a rank, those of a last round that is filled up too
+    has_pairs = [forwards_first(rank, p, m, v, "B") + 1 < most for rank in range(p)]
+    alone = [own.index("B") - 1 if has else own.count("F") for own, has in zip(kinds, has_pairs)]
     return replace(schedule, orders=tuple(map(tuple, orders)), pairs=tuple(alone))

@@ -56,6 +56,11 @@ def round_size(ranks: int, micro_batches: int) -> int:
     return -(-micro_batches // max(1, micro_batches // ranks))
 
 
+def forwards_first(rank: int, ranks: int, micro_batches: int, chunks: int, backward: str) -> int:
+    """Return how many forwards a rank of an interleaved schedule does before its first backward, if it has so many."""
+    return (chunks - 1) * round_size(ranks, micro_batches) + (2 if backward == "B" else 1) * (ranks - 1 - rank)
+
+
 def interleaved(rank: int, ranks: int, micro_batches: int, chunks: int, backward: str, ahead: int = 0) -> list[Phase]:
     """Return 1F1B over several stages a rank: Narayanan et al. (arXiv 2104.04473), section 2.2.
 
@@ -67,9 +72,10 @@ def interleaved(rank: int, ranks: int, micro_batches: int, chunks: int, backward
     """
     size = round_size(ranks, micro_batches)
     rounds = -(-micro_batches // size)
+    warmup = forwards_first(rank, ranks, micro_batches, chunks, backward) + ahead
     up = [f"F{chunk}" for chunk in range(chunks) for _ in range(size)] * rounds
     down = [f"{backward}{chunk}" for chunk in reversed(range(chunks)) for _ in range(size)] * rounds
-    warmup = min(len(up), (chunks - 1) * size + (2 if backward == "B" else 1) * (ranks - 1 - rank) + ahead)
+    warmup = min(len(up), warmup)
     pairs = [move for pair in zip(up[warmup:], down) for move in pair]
     return [(1, " ".join([*up[:warmup], *pairs, *down[len(up) - warmup :]]))]
 
