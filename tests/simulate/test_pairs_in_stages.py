@@ -20,6 +20,7 @@ from autopar.simulate import census
 from autopar.simulate.compare import verify_plan
 from autopar.simulate.pipeline import Lowered
 
+from ..families import FAMILIES
 from ..helpers import gloo
 from ..helpers.allocations import training_step
 from ..helpers.same_gradients import assert_same_gradients
@@ -163,3 +164,16 @@ def _tracked(rank: int, file: str, layers: int) -> int:
         WithLoss(layers, 8, first=True), mesh, example_inputs=given, plan=Plan.load(Path(file)), hardware=gpus()
     )
     return training_step(parallel, given, torch.optim.AdamW(parallel.parameters())).peak_bytes
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen2_moe", "mixtral"])
+def test_families(name):
+    """They compute norms and routers in fp32; bytes and collectives are those without pairs."""
+    torch.manual_seed(0)
+    model, given = FAMILIES[name](24, 6)
+    found = planned("pp=2,ep=2", "expert", 1, 6, model, given)
+    plan = in_pairs(found)
+    pairs, single = (verify_plan(found.captured, one, model, given) for one in (plan, apart(plan)))
+    assert plan.pipeline.pairs.turns and max(pairs.errors.values()) <= 1e-5, (pairs.errors, pairs.diverging)
+    assert pairs.sent_bytes == single.sent_bytes and pairs.collectives == single.collectives
