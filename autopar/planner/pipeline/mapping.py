@@ -1,20 +1,25 @@
 """Megatron's mapping of a mixture of experts as a candidate of a search without a strategy.
 
-What that mapping allows is searched beside everything, from the fastest plan of a micro-batch on, and its plans are
-plans of the free search like any other: pipelines are cut from them, and single stages may take them. So with the same
-micro-batches and schedule no plan is slower than the mapping: its pipelines are evaluated, unless a plan of the search
-takes fewer seconds and bytes a micro-batch, whether rows of experts travel beside compute or not, or they are estimated
-to be slower by more than an estimate errs. That is said of plans without pairs (pairs.py), which come after it.
+What that mapping allows is searched beside everything, from the fastest plan of a micro-batch on, and with experts that
+are cut over the tensor axis too as a search of its own: where rows travel beside compute a plan that sends fewer of
+them is faster, which the price of rows that are waited for does not tell. Plans of both are plans of the free search
+like any other: pipelines are cut from them, and single stages may take them. So with the same micro-batches and
+schedule no plan is slower than the mapping: its pipelines are evaluated, unless a plan of the search takes fewer
+seconds and bytes a micro-batch, whether rows of experts travel beside compute or not, or they are estimated to be
+slower by more than an estimate errs. That is said of plans without pairs (pairs.py), which come after it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from ..objective.beside_exchange import exchanged_seconds
-from ..problem.recipes import FREELY, mapping_of_experts
+from ..problem.labels import factors_of
+from ..problem.problem import Problem
+from ..problem.recipes import FREELY, Restriction, mapping_of_experts
 from ..spmd.fixed_recompute import AUTO
 from ..spmd.planned import Planned
 from .beside_exchange import most_gained_seconds
@@ -37,16 +42,27 @@ def mapped(best: Candidate, known: Sequence[Estimate]) -> list[Estimate]:
     plans.report(name)
     others = [_Bounds.of(one) for one in dict.fromkeys(one.inner for one in known if one.search is search)]
     found: list[Estimate] = []
-    for planned in plans.under(name).at_prices():
-        if any(one.is_below(_Bounds.of(planned)) for one in others):
-            continue
-        inner = replace(planned, options=options, chosen=plans.renamed(planned.chosen))
-        segments = search.segments(inner)
-        least = even_seconds(search, segments, kind, v) - most_gained_seconds(search, inner)
-        if least >= best.evaluated.step_seconds:
-            break
-        found.append(estimate(search, inner, segments, kind, v, best.evaluated.step_seconds))
+    for pin in ({}, *_folded(plans.solvers[0].problem, Restriction.of(name, plans.mesh))):
+        for planned in plans.under(name, pin).at_prices():
+            if any(one.is_below(_Bounds.of(planned)) for one in others):
+                continue
+            inner = replace(planned, options=options, chosen=plans.renamed(planned.chosen))
+            segments = search.segments(inner)
+            least = even_seconds(search, segments, kind, v) - most_gained_seconds(search, inner)
+            if least >= best.evaluated.step_seconds:
+                break
+            found.append(estimate(search, inner, segments, kind, v, best.evaluated.step_seconds))
     return found
+
+
+def _folded(problem: Problem, restriction: Restriction) -> Iterator[dict[str, str]]:
+    """Iterate over the layouts of experts that are cut by expert over the tensor axis too, as there are enough of
+    them: attention keeps that axis for its heads."""
+    axes, factors = (restriction.experts, *restriction.tensor_axes), factors_of(problem, False)
+    stacks = [v.node.meta for v in problem.vertices if v.kind == "parameter" and 0 in factors[v.cls].expert]
+    devices = math.prod(map(problem.mesh.size, axes))
+    if stacks and all(meta["val"].shape[0] % devices == 0 for meta in stacks):
+        yield {meta["role"].name: " ".join(f"{axis}:S(0)" for axis in axes) for meta in stacks}
 
 
 class _Bounds(NamedTuple):

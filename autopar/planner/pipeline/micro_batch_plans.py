@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 
@@ -108,10 +108,11 @@ class MicroBatchPlans:
         cost = ComputeCost(self.options.hardware)
         return tail_cost(self.tail, cost, self.mesh) if self.tail is not None else NO_TAIL
 
-    def under(self, strategy: str) -> MicroBatchPlans:
-        """Return the plans of what a strategy allows."""
+    def under(self, strategy: str, pin: Mapping[str, str]) -> MicroBatchPlans:
+        """Return the plans of what a strategy allows, with more parameters pinned."""
         other = copy.copy(self)
-        other.options, other.starts = replace(self.options, strategy=strategy), self.fastest.chosen.found
+        other.options = replace(self.options, strategy=strategy, pin={**self.options.pin, **pin})
+        other.starts = self.fastest.chosen.found
         for known in ("fastest", "free_of_memory", "_run"):
             other.__dict__.pop(known, None)
         return other

@@ -35,7 +35,10 @@ def fastest_in_pairs(plain: Sequence[Candidate], candidates: Sequence[Candidate]
     limit = best.evaluated.step_seconds
     least = [(one.evaluated.step_seconds - most_gained_seconds(one.search, one.base), one) for one in plain if one.fits]
     near = sorted(((seconds, one) for seconds, one in least if seconds < limit), key=lambda pair: pair[0])
-    tried = [best, *(one for _, one in near[:MOST_PAIRED])]
+    tried = [best]
+    for _, one in near:
+        if len(tried) <= MOST_PAIRED and all(one.evaluated.pipeline != other.evaluated.pipeline for other in tried):
+            tried.append(one)
     found = [made for one in tried if (made := in_pairs(one)) is not None]
     fastest = min(found, key=lambda one: one.evaluated.step_seconds, default=best)
     return [fastest, best, *others] if fastest.evaluated.step_seconds < limit else [best, *others]
