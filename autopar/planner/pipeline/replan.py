@@ -53,7 +53,7 @@ def plan_same_stages(captured: Captured, first: Plan, options: PlanOptions, mode
     fixed = {name: layout for name, layout in options.fixed.items() if name not in inputs}
     options = replace(options, fixed=fixed)
     planned = search(micro.captured, first.sharding.mesh, options, model)
-    cuts = cuts_of(micro.captured.graph, pipeline.owners)
+    cuts = _same_cuts(micro.captured.graph, pipeline) or cuts_of(micro.captured.graph, pipeline.owners)
     samples = micro.samples if micro.smaller is not None else 0
     pipeline = replace(pipeline, row_chunks=micro.chunks_of_row)
     pipeline = replace(pipeline, micro_batches=micro.micro_batches, cuts=cuts, costs=(), owners=(), samples=samples)
@@ -87,6 +87,20 @@ def _micro_batched(captured: Captured, pipeline: Pipeline) -> MicroBatched | Non
 def _in_micro_batches(captured: Captured, pipeline: Pipeline) -> MicroBatched:
     rows = micro_batch(captured, pipeline.micro_batches // pipeline.row_chunks)
     return in_chunks(rows, pipeline.row_chunks)
+
+
+def _same_cuts(graph: fx.Graph, pipeline: Pipeline) -> tuple[str, ...]:
+    """Return the cuts of a pipeline, if a graph has them too and each stage then reads what it has; else none. Other
+    sizes leave ops their names, and between two of them may lie what must not be parted, such as rows of experts."""
+    try:
+        placement = StagePlacement(graph, pipeline.cuts)
+    except StageError:
+        return ()
+    stages = {name: placement.parameters[leaf] for name, leaf in placement.leaves.items()}
+    is_there = all(
+        name in own for s, own in enumerate(pipeline.owners) for name, mask in stages.items() if mask >> s & 1
+    )
+    return pipeline.cuts if is_there else ()
 
 
 def cuts_of(graph: fx.Graph, owners: Sequence[Sequence[str]]) -> tuple[str, ...]:
