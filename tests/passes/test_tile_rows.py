@@ -166,6 +166,17 @@ def test_gradients_are_those_of_eager(mesh, strategy, kind, recompute):
 
 
 @pytest.mark.sampled(1)
+@pytest.mark.parametrize("strategy", ["ring", "all_gather_kv"])
+@pytest.mark.parametrize("mesh", ["cp=2", "cp=3", "cp=2,tp=2"])
+def test_norms_and_mlps_of_a_sequence_in_zigzag(mesh, strategy):
+    """Rows that two blocks of a sequence give a device are cut into pieces like any others."""
+    model, inputs = build("llama-tiny:layers=2", batch=1, seq=60, device="cpu")
+    plan = assert_like_eager(model.double(), inputs, mesh, f"{strategy}+megatron" if "tp" in mesh else strategy)
+    assert len(plan.tiled) == 7 and all(region.pieces > 1 for region in plan.tiled)
+    assert all("cp:Z(1)" in str(plan.sharding.nodes[region.node].outputs[0]) for region in plan.tiled)
+
+
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("text", ["llama-tiny:layers=2", "gpt2-tiny:layers=2"])
 @pytest.mark.parametrize("mesh, strategy", [
     ("dp=2", "fsdp"), ("dp=2,tp=2", "megatron_sp+fsdp"), ("cp=2", "ring"), ("cp=2,tp=2", "ulysses+megatron"),
