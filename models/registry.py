@@ -7,8 +7,9 @@
     org/name                           the same from the cache of Hugging Face, if it is there
     path/model.py:function             a user's function that returns (model, example_inputs)
 
-An option that is left out keeps the value of the published size or the builder's default; a builder's longest sequence
-is at least as long as the one that is asked for. Names are known without torch, which builders need.
+An option that is left out keeps the value of the published size or the builder's default; the longest sequence is at
+least the one that is asked for, but of a published size that has learned so many positions. Names are known without
+torch, which builders need.
 """
 
 from __future__ import annotations
@@ -207,13 +208,14 @@ def build(
 
 def resolve(text: str, seq: int = 1) -> tuple[str, object]:
     """Resolve a text such as `"llama3-8b:layers=4"` to ("llama", its Config), for sequences of length `seq` if they are
-    the text's to choose: a published size has its own. Raises ModelError as `build` does."""
+    the text's to choose: a published size that learns its positions has so many. Raises ModelError as `build` does."""
     name, given = _name_and_options(text)
     builder, published = PUBLISHED.get(name, (name, {}))
-    config, options = builders()[builder].config, published | _options(builder, given)
-    longest = next((field.default for field in dataclasses.fields(config) if field.name == "seq"), None)
-    if longest is not None and not published:
-        options = {"seq": max(longest, seq)} | options
+    config, asked = builders()[builder].config, _options(builder, given)
+    options = {field.name: field.default for field in dataclasses.fields(config)} | published | asked
+    learns_positions = "rope_theta" not in options
+    if "seq" in options and "seq" not in asked and not (published and learns_positions):
+        options["seq"] = max(options["seq"], seq)
     return builder, config(**options)
 
 

@@ -334,11 +334,14 @@ def test_missing_config(tmp_path):
         build(f"hf:{tmp_path}", batch=2, seq=8)
 
 
-def test_a_builder_has_room_for_the_sequence_and_a_published_size_has_its_own():
+def test_there_is_room_for_the_sequence_but_where_a_published_size_learns_positions():
     assert resolve("gpt:layers=2", 3000)[1].seq == 3000 and resolve("gpt:layers=2", 8)[1].seq == 1024
     assert resolve("gpt:layers=2,seq=16", 8)[1].seq == 16 and resolve("gpt2", 3000)[1].seq == 1024
-    with pytest.raises(ModelError, match="longer than the model's 16"):
-        build("gpt:layers=2,seq=16", batch=1, seq=17)
+    assert resolve("llama3-8b", 2**20)[1].seq == 2**20 and resolve("llama3-8b", 8)[1].seq == 8192
+    assert resolve("moe-tiny", 3000)[1].seq == 3000 and resolve("llama3-8b:seq=16", 17)[1].seq == 16
+    for text, longest in (("gpt:layers=2,seq=16", 16), ("llama-tiny:seq=16", 16), ("gpt2-tiny", 128)):
+        with pytest.raises(ModelError, match=f"longer than the model's {longest}"):
+            build(text, batch=1, seq=longest + 1)
 
 
 def test_a_model_of_the_hub_is_found_in_the_cache(tmp_path, monkeypatch):
