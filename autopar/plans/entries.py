@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -155,9 +155,14 @@ class ExpertCopies:
 class Flops:
     """The FLOPs of a step by the model's mathematics, over all devices, most of them in `dtype`, in which a device does
     `peak_per_second` at best. `published`: the largest share of that in published runs on such devices, 0 if none is
-    known."""
+    known; `closed`: how many are of pairs of a query and a key that a causal mask closes, which no kernel computes."""
 
     model: float = 0.0
     dtype: str = "fp32"
     peak_per_second: float = 0.0
     published: float = 0.0
+    closed: float = 0.0
+
+    def times(self, share: float) -> Flops:
+        """Return those of so many times the step."""
+        return replace(self, model=share * self.model, closed=share * self.closed)

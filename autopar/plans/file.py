@@ -262,7 +262,7 @@ SHARDING: Kind = {
     "exchanges": [(text, [text])],
 }
 # What a file may leave out, and what it could be.
-NO_FLOPS: Json = {"model": 0.0, "dtype": "fp32", "peak_per_second": 0.0, "published": 0.0}
+NO_FLOPS: Json = {"model": 0.0, "dtype": "fp32", "peak_per_second": 0.0, "published": 0.0, "closed": 0.0}
 NO_ROUTING: Json = {"load": 1.0, "worst_peak_bytes": 0.0, "sent_bytes": 0.0, "gathered_bytes": 0.0,
                     "beside_seconds": 0.0, "gained_seconds": 0.0}  # fmt: skip
 NO_COPIES: Json = {"load": 1.0, "sent_bytes": 0.0, "held_bytes": 0.0, "seconds": 0.0}
@@ -317,7 +317,8 @@ SCHEMA: Kind = {
     "warnings": [text], "layouts": Values(text), "sharding": SHARDING,
     "reduce_scatter": lowering, "bucket_bytes": amount, "parameter_elements": count, "trained_elements": count,
     "offloaded": {"parameters": count, "host_bytes": amount, "copy_seconds": amount, "optimizer_seconds": amount},
-    "flops": {"model": amount, "dtype": text, "peak_per_second": amount, "published": amount},
+    "flops": {"model": amount, "dtype": text, "peak_per_second": amount, "published": amount,
+              "closed": amount},
     "program": {"choices": count, "excluded": count, "decided": count, "variables": count, "proved": flag},
     "outputs": [{"name": text, "shape": [count], "layout": text, "wire_bytes": amount, "seconds": amount}],
     "routing": {"load": amount, "worst_peak_bytes": amount, "sent_bytes": amount, "gathered_bytes": amount,

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .plan import Plan
 
 MOST_KINDS = 6  # that a line names
+CLOSED = 0.2  # of the model's FLOPs, from which on a plan says how many masks close
 
 
 def plan_text(plan: Plan) -> str:
@@ -65,11 +66,13 @@ def utilization_lines(plan: Plan) -> list[str]:
     f = plan.flops
     if not plan.utilization:
         return []
-    reached = plan.utilization * f.peak_per_second / 1e12
-    above = f", above the {percent(f.published, 1.0)} that is published of {plan.hardware}: expect less"
+    reached, computed = plan.utilization * f.peak_per_second / 1e12, plan.utilization * (1 - f.closed / f.model)
+    notes = [f", {percent(computed, 1.0)} without what causal masks close"] if f.closed > CLOSED * f.model else []
+    if 0 < f.published < (computed if notes else plan.utilization):
+        notes.append(f", above the {percent(f.published, 1.0)} that is published of {plan.hardware}: expect less")
     return [
         f"MFU {percent(plan.utilization, 1.0)}: {number(reached)} of {number(f.peak_per_second / 1e12)} TFLOP/s in "
-        f"{f.dtype} a device" + (above if 0 < f.published < plan.utilization else "")
+        f"{f.dtype} a device{''.join(notes)}"
     ]
 
 

@@ -28,10 +28,19 @@ def test_model_flops_are_those_of_the_paper(mesh, options):
     model, inputs = models.build(MODEL, batch=BATCH, seq=SEQ, device="meta")
     plan = kept.plan(model, mesh, inputs, hardware="h100", precision="auto", baselines=False, **options)
     assert plan.precision == plan.flops.dtype == "bf16" and plan.flops.model == pytest.approx(FLOPS)
+    assert plan.flops.closed == pytest.approx(6 * BATCH * SEQ**2 * LAYERS * HIDDEN)  # half of all pairs
     peak = load("h100").flops_per_second["bf16"]
     assert plan.utilization == pytest.approx(FLOPS / (plan.mesh.devices * plan.step_seconds * peak))
     assert f"MFU {percent(plan.utilization, 1.0)}: " in str(plan) and "published" not in str(plan)
     assert Plan.from_json(plan.to_json()).utilization == plan.utilization
+
+
+def test_a_plan_of_long_sequences_says_what_masks_close():
+    model, inputs = models.build(MODEL.replace(f"seq={SEQ}", "seq=4096"), batch=1, seq=4096, device="meta")
+    hardware = replace(load("h100"), published_utilization={"bf16": 1e-9})
+    plan = kept.plan(model, "dp=2", inputs, hardware=hardware, precision="auto", baselines=False)
+    computed = plan.utilization * (1 - plan.flops.closed / plan.flops.model)
+    assert f"a device, {percent(computed, 1.0)} without what causal masks close, above the" in str(plan)
 
 
 def test_a_plan_above_what_is_published_says_so():

@@ -315,7 +315,7 @@ def described(
         attentions=tuple(replace(one, sent_bytes=one.sent_bytes / ranks) for one in inner.attentions),
         routing=_routing(best),
         expert_copies=_copies(best),
-        flops=replace(inner.flops, model=inner.flops.model * sum(pipeline.shares) / sum(inner.pipeline.shares)),
+        flops=inner.flops.times(sum(pipeline.shares) / sum(inner.pipeline.shares)),
         outputs=outputs_in(inner.sharding, best.inner.whole[0], best.inner.pricer, captured),
         shardings=stage_shardings(*best.inner.whole, pipeline.cuts, best.of_stage),
         unmade_bytes=evaluated.unmade_bytes,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 
+import torch
 from torch import fx
 
 from ...cost.attention import Shape
@@ -28,20 +29,41 @@ def model_flops(node: fx.Node) -> float:
     if node.target not in ATTENTION:
         return flops_of(node)
     is_forward = node.target is autopar.attention.default
-    q, k, v = [a.meta["val"] for a in tensor_arguments(node)][slice(0, 3) if is_forward else slice(1, 4)]
+    q, _, v = _heads_of(node)
+    forward = 2.0 * math.prod(q.shape[:-1]) * float(_shape_of(node).reach) * (q.shape[-1] + v.shape[-1])
+    return forward if is_forward else 2.0 * forward
+
+
+def closed_flops(node: fx.Node) -> float:
+    """Count those of `model_flops` that are of pairs of a query and a key which a causal mask or its window closes."""
+    if node.target not in ATTENTION:
+        return 0.0
+    shape = _shape_of(node)
+    return model_flops(node) * (1.0 - float(shape.open_share * shape.keys / shape.reach))
+
+
+def _shape_of(node: fx.Node) -> Shape:
+    """Return the shape of an attention of one head and sample."""
+    q, k, _ = _heads_of(node)
     given = bound(node)
     tokens = k.shape[2] + int(given["first"])  # of a row, of which a mean chunk of it has as many keys before as behind
-    keys = Shape(1, 1, q.shape[2], tokens, 1, 1, given["causal"], window=given["window"]).reach
-    forward = 2.0 * math.prod(q.shape[:-1]) * float(keys) * (q.shape[-1] + v.shape[-1])
-    return forward if is_forward else 2.0 * forward
+    return Shape(1, 1, q.shape[2], tokens, 1, 1, given["causal"], window=given["window"])
+
+
+def _heads_of(node: fx.Node) -> list[torch.Tensor]:
+    """Return the queries, keys and values of an attention, or of its backward."""
+    is_forward = node.target is autopar.attention.default
+    return [a.meta["val"] for a in tensor_arguments(node)][slice(0, 3) if is_forward else slice(1, 4)]
 
 
 def flops_of_step(graph: fx.Graph, micro_batches: float, hardware: Hardware) -> Flops:
     """Return the model FLOPs of so many micro-batches of a graph, with the hardware's peak in the type that has most of
     them."""
-    by_dtype = defaultdict(float, fp32=0.0)
+    by_dtype, closed = defaultdict(float, fp32=0.0), 0.0
     for node in filter(is_op, graph.nodes):
+        closed += closed_flops(node)
         by_dtype[DTYPE_NAMES.get(values_of(node)[0].dtype, "fp32")] += model_flops(node)
     dtype = max(by_dtype, key=by_dtype.__getitem__)
     published = hardware.published_utilization.get(dtype, 0.0)
-    return Flops(micro_batches * sum(by_dtype.values()), dtype, hardware.peak_flops_per_second(dtype), published)
+    peak = hardware.peak_flops_per_second(dtype)
+    return Flops(micro_batches * sum(by_dtype.values()), dtype, peak, published, micro_batches * closed)
