@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from autopar.cli.main import main
-from autopar.errors import StageError
+from autopar.errors import MemoryInfeasibleError, StageError
 from autopar.hardware.profile import Tier
 from autopar.planner.pipeline import mesh_search
 from autopar.planner.pipeline.mesh_search import combinations
@@ -76,6 +76,20 @@ def test_what_has_no_stages_gets_none(options):
     with pytest.raises(StageError) as refused:
         found(schedule="1f1b", **options)
     assert refused.value.fix
+
+
+def test_one_sample_gets_stages_where_nothing_else_fits(monkeypatch):
+    """Of one micro-batch one stage computes at a time: stages are tried last, and then as ever."""
+    graph, tours, run = captured(GPT, batch=1, seq=16), [], mesh_search._MeshSearch.run
+    monkeypatch.setattr(mesh_search._MeshSearch, "run", lambda tour: tours.append(tour) or run(tour))
+    planned = found(graph=graph)
+    assert not planned.staged and not tours
+
+    def nothing(*_, **__):
+        raise MemoryInfeasibleError("no mesh fits", missing_bytes=1)
+
+    monkeypatch.setattr(meshes, "search", nothing)
+    assert found(graph=graph).staged and len(tours) == 1
 
 
 def test_what_fits_nowhere_is_refused():

@@ -5,7 +5,7 @@ costs depends on cp and tp, hardly on pp: so some plans of a micro-batch of one 
 memory, say how fast and how large all combinations with them are, by the formulas of schedules, with as much computed
 again as the fullest rank must (planner/pipeline/model.py). The most promising combinations are searched
 (autopar/planner/pipeline/search.py), the best of them is evaluated, and the plan is that or, if it is faster, the best
-one without stages (planner/spmd/mesh_search.py).
+one without stages (planner/spmd/mesh_search.py). Of a batch of one sample stages are tried where nothing else fits.
 """
 
 from __future__ import annotations
@@ -151,10 +151,9 @@ def search(
     asked, flat, reported = schedule not in (None, AUTO) or stages_per_rank is not None, None, ()
     tour = _MeshSearch(captured, devices, options, name, _kinds(schedule, stages_per_rank), report)
     may_be_staged = options.strategy is None and options.micro_batches == 1
-    if may_be_staged and options.offload in (
-        NONE,
-        ACTIVATIONS,
-    ):  # parameters on the host are tried without stages alone
+    may_be_staged &= options.offload in (NONE, ACTIVATIONS)  # parameters on the host are tried without stages alone
+    is_last = not asked and tour.waits_for_each_stage
+    if may_be_staged and not is_last:
         tour.run()
     refusal: AutoparError | None = tour.error if asked else None
     if not asked:
@@ -166,6 +165,8 @@ def search(
             reported = error.candidates
         except AutoparError as error:
             refusal = error
+            if may_be_staged and is_last:
+                tour.run()
     staged = tour.planned() if flat is None or tour.seconds < flat.plan.step_seconds else None
     if (
         staged is None and flat is None and refusal is None and not asked
@@ -208,6 +209,12 @@ class _MeshSearch:
     def seconds(self) -> float:
         """Return the seconds of the best estimate that fits, infinite if there is none."""
         return min((one.step_seconds for one in self._estimates() if one.fits), default=math.inf)
+
+    @property
+    def waits_for_each_stage(self) -> bool:
+        """Return whether there is one micro-batch in all of them, so that one stage computes at a time: slower than all
+        devices at once, and of use where nothing else fits."""
+        return all(one.micro_batches == 1 for one in self.every)
 
     def run(self) -> None:
         """Search the combinations that promise most."""
