@@ -105,7 +105,7 @@ def add_planning(parser, hardware: str | None) -> None:
 
 def add_search(parser, baselines: bool = False) -> None:
     """Add all arguments of a search for a plan; `baselines`: whether it may compare with the expert strategies."""
-    add_model(parser, batch=None, seq=None, searches=True)
+    add_model(parser, seq=None, searches=True)
     add_batching(parser)
     add_planning(parser, hardware="h100")
     add_adapting(parser)

@@ -50,7 +50,7 @@ def test_version(capsys):
     [
         ([], "COMMAND", "autopar --help"),
         (["plna"], "'plna'", "autopar --help"),
-        (["plan", "--model", "gpt2"], "--batch", "as in `autopar plan --model"),
+        (["plan", "--model", "gpt2"], "--seq", "as in `autopar plan --model"),
         (["plan", "--model", "gpt2"], "--seq", "autopar plan --help"),
         (["plan", *MLP, "--batch", "0"], "0 is not 1 or more", "autopar plan --help"),
         (["plan", *MLP, "--batch", "many"], "invalid count value: 'many'", "autopar plan --help"),
