@@ -91,8 +91,10 @@ def told_sizes(experts: int, firsts: Sequence[int], first: int = 1) -> list[int]
 def expert_counts(group: Tensor, experts: int) -> Tensor:
     """Return how many rows belong to each of so many experts, behind those of a number below all and before those
     above, which belong to nobody: (r) -> (experts + 2)."""
-    counts = torch.zeros(experts + 2, dtype=torch.int64, device=group.device)
     place = group.to(torch.int64).clamp(-1, experts) + 1
+    if not place.is_cuda:  # where it would wait for the device
+        return torch.bincount(place, minlength=experts + 2)
+    counts = torch.zeros(experts + 2, dtype=torch.int64, device=group.device)
     return counts.scatter_add_(0, place, torch.ones_like(place))
 
 
@@ -186,9 +188,7 @@ def _(group, experts, firsts, hot=None, home=0):
     return order, torch.empty_like(order)
 
 
-told.register_fake(
-    lambda group, experts, firsts, active: group.new_empty(experts + 3 + len(firsts), dtype=torch.int64)
-)
+told.register_fake(lambda group, experts, firsts, active: group.new_empty(experts + 3 + len(firsts), dtype=torch.int64))
 expert_counts.register_fake(lambda group, experts: group.new_empty(experts + 2, dtype=torch.int64))
 
 
