@@ -3,7 +3,7 @@
 fx writes `torch.ops.aten.mul.Tensor(a, b)`, which looks four names up, calls Python that calls C++, and there reads
 the arguments by the op's schema: 1.8 us where torch.mul takes 1.1, and as_strided takes 3.3 where torch.as_strided
 takes 1.1. Processes that share a core and its caches pay more. So ops are globals of the compiled code: torch's own
-function, if it is in BINDINGS, else what `torch.ops` calls in C++. An op of autopar is Python, which is called as it is:
+function, if it is in BINDINGS, else what `torch.ops` calls in C++. An op of autopar is called as the Python that it is:
 torch's way there through C++ takes 20 us.
 """
 

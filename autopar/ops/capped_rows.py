@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from .expert_rows import expert_counts, owner_of, told_parts, told_sizes, told_to_each
+from .expert_rows import expert_counts, own_rows, owner_of, told_parts, told_sizes, told_to_each
 
 
 def limit_of(rows: int, devices: int, capacity: float) -> int:
@@ -56,18 +56,20 @@ def round_groups(groups: Tensor, table: Tensor, number: int, expected: int) -> T
 
 @custom_op("autopar::own_rows_by_block", mutates_args=())
 def own_rows_by_block(
-    group: Tensor, firsts: list[int], device: int, blocks: list[int], rows: int, capacity: float, expected: int
+    group: Tensor,
+    experts: int,
+    firsts: list[int],
+    blocks: list[int],
+    device: int,
+    rows: int,
+    capacity: float,
+    expected: int,
 ) -> tuple[Tensor, Tensor]:
     """Return which rows belong to the experts of one device, and their table, where every device has all rows: block i
     is what device i would send. `blocks`: the first row of each but the first; `expected` rows where a graph is
     made."""
-    is_own = owner_of(group, firsts) == device
-    block = torch.bucketize(
-        torch.arange(len(group), device=group.device), torch.tensor(blocks, device=group.device), right=True
-    )
-    counts = torch.zeros(len(blocks) + 1, dtype=torch.int64, device=group.device)
-    counts = counts.scatter_add_(0, block, is_own.to(torch.int64)).cpu()
-    picked = (~is_own).to(torch.uint8).argsort(stable=True)[: int(counts.sum())].clone()
+    picked = own_rows(group, experts, firsts, blocks, device, expected)
+    counts = owner_of(picked, blocks).bincount(minlength=len(blocks) + 1).cpu()
     return picked, _table(counts, counts, int(counts.max()), limit_of(rows, len(counts), capacity))
 
 
@@ -116,6 +118,6 @@ place_rows.register_fake(lambda y, index, rows: y.new_empty(rows, *y.shape[1:]))
 
 
 @own_rows_by_block.register_fake
-def _(group, firsts, device, blocks, rows, capacity, expected):
+def _(group, experts, firsts, blocks, device, rows, capacity, expected):
     table = group.new_empty(3, len(blocks) + 1, dtype=torch.int64, device="cpu")
     return group.new_empty(expected, dtype=torch.int64), table

@@ -55,9 +55,8 @@ def route(
     """Return the order of rows by the device that owns their expert, there by expert, and that order's inverse.
     `firsts`: the first expert of every device but the first; `hot`: experts whose rows stay on their own device,
     `home`."""
-    place = group.clamp(-1, experts)
-    if hot is not None:
-        place = place + owner_of(group, firsts, hot, home) * (experts + 2)
+    is_in_order = hot is None  # the experts of a device follow each other
+    place = group if is_in_order else sent_place(group, experts, owner_of(group, firsts, hot, home))
     order = place.argsort(stable=True)
     return order, torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
@@ -127,16 +126,24 @@ def groups_received(received: Tensor, counts: Tensor, first: int, expected: int,
 @custom_op("autopar::own_rows", mutates_args=())
 def own_rows(
     group: Tensor,
+    experts: int,
     firsts: list[int],
+    blocks: list[int],
     device: int,
     expected: int,
     hot: Tensor | None = None,
-    blocks: list[int] | None = None,
 ) -> Tensor:
-    """Return which rows belong to the experts of one device, `expected` ones where a graph is made. Those of `hot`
-    experts belong to the device in whose block they are; `blocks`: the first row of each but the first."""
-    home = 0 if hot is None else owner_of(torch.arange(len(group), device=group.device), blocks or [])
-    return (owner_of(group, firsts, hot, home) == device).nonzero().squeeze(1)
+    """Return which rows belong to the experts of one device, `expected` ones where a graph is made, in the order in
+    which they would come if device i had sent those of block i. Those of `hot` experts belong to the device in whose
+    block they are; `blocks`: the first row of each but the first."""
+    block = owner_of(torch.arange(len(group), device=group.device), blocks)
+    rows = (owner_of(group, firsts, hot, block) == device).nonzero().squeeze(1)
+    return rows[sent_place(group, experts, block)[rows].argsort(stable=True)]
+
+
+def sent_place(group: Tensor, experts: int, device: Tensor) -> Tensor:
+    """Return numbers by which rows are sorted first by a device, then by their expert."""
+    return device * (experts + 2) + group.clamp(-1, experts)
 
 
 @custom_op("autopar::counts_on_host", mutates_args=())
@@ -204,7 +211,9 @@ def _(received, counts, first, expected, dtype):
 
 
 own_rows.register_fake(
-    lambda group, firsts, device, expected, hot=None, blocks=None: group.new_empty(traced(expected), dtype=torch.int64)
+    lambda group, experts, firsts, blocks, device, expected, hot=None: group.new_empty(
+        traced(expected), dtype=torch.int64
+    )
 )
 counts_on_host.register_fake(lambda sent, received: sent.new_empty(2, len(sent), device="cpu"))
 

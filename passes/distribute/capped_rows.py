@@ -12,7 +12,7 @@ from torch import fx
 from ...cost.exchange import goes_once
 from ...errors import VerifyError
 from ...ir.graph import describe
-from ...ir.layout import Layout, largest_local_numel, local_offset, local_shape
+from ...ir.layout import Layout, largest_local_numel, local_shape
 from ...ir.mesh import Mesh
 from ...ops import autopar
 from ...ops.expert_rows import told_sizes
@@ -33,13 +33,10 @@ class CappedExchange(RowExchange):
         if key not in self.routes:
             shape, balanced = tuple(group.meta["global"].shape), Layout((layout.dims[0],))
             expected = local_shape(shape, balanced, self.mesh, self.coordinate)[0]
-            members, held = self.mesh.group(axes, self.rank), (len(group.meta["val"]),)
-            at = map(self.mesh.coordinate, members[1:])
-            blocks = [local_offset(held, Layout((axes,)), self.mesh, place, 0) for place in at]
-            place, firsts = members.index(self.rank), self.firsts(axes, experts)
             rows = largest_local_numel(shape, balanced, self.mesh)
+            known = experts, self.firsts(axes, experts), self.blocks(group, axes), self.place(axes)
             sizes = rows, self.capacity, expected
-            found = self.helper(group, autopar.own_rows_by_block.default, group, firsts, place, blocks, *sizes)
+            found = self.helper(group, autopar.own_rows_by_block.default, group, *known, *sizes)
             order, table = (self.helper(group, operator.getitem, found, i) for i in range(2))
             self.routes[key] = (self.helper(group, autopar.round_rows.default, order, table, 0, expected),)
         return self.routes[key][0]

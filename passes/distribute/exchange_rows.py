@@ -90,9 +90,21 @@ class RowExchange:
         rows = local_shape(group.meta["global"].shape, Layout((layout.dims[0],)), self.mesh, self.coordinate)[0]
         key = (group, axes, "picked")
         if key not in self.routes:
-            firsts = self.firsts(axes, experts)
-            self.routes[key] = (self.helper(group, autopar.own_rows.default, group, firsts, self.place(axes), rows),)
+            known = experts, self.firsts(axes, experts), self.blocks(group, axes), self.place(axes), rows
+            hot = self.hot_of_all(group, axes, experts)
+            self.routes[key] = (self.helper(group, autopar.own_rows.default, group, *known, *hot),)
         return self.routes[key][0]
+
+    def blocks(self, group: fx.Node, axes: tuple[str, ...]) -> list[int]:
+        """Return the first row of the block of every device along some axes but the first, of rows that all of them
+        have."""
+        places = map(self.mesh.coordinate, self.mesh.group(axes, self.rank)[1:])
+        return [local_offset((len(group.meta["val"]),), Layout((axes,)), self.mesh, place, 0) for place in places]
+
+    def hot_of_all(self, group: fx.Node, axes: tuple[str, ...], experts: int) -> tuple[fx.Node, ...]:
+        """Return the experts whose rows stay where they are, of rows that all devices have; nothing if there are
+        none."""
+        return ()
 
     def route(self, node: fx.Node, group: fx.Node, axes: tuple[str, ...], experts: int) -> tuple[fx.Node, ...]:
         """Return the order of rows by owner and expert, its inverse, and the counts of rows that are sent and

@@ -8,9 +8,9 @@ have most of them left where they are.
     gradient = added_to_owners(dw, all_reduce(dw[-h:]), hot, first)
 
 The counts of rows by expert tell a device also how many rows come from each other one, and of which experts, so that
-they take the place of the message that says it. Copies are made again in the backward, whose products read the matrices transposed, so that
-none waits for it. Their gradients are summed in fp32 where they are narrower. He et al., "FasterMoE", PPoPP 2022,
-section 4.2 (shadowing), for which experts are chosen and sent from the host.
+they take the place of the message that says it. Copies are made again in the backward, whose products read the
+matrices transposed, so that none waits for it. Their gradients are summed in fp32 where they are narrower. He et al.,
+"FasterMoE", PPoPP 2022, section 4.2 (shadowing), for which experts are chosen and sent from the host.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from torch import fx
 from ..._torch import c10d
 from ...errors import VerifyError
 from ...ir.graph import bytes_of, describe
-from ...ir.layout import Layout, local_offset, local_shape
 from ...ir.mesh import Mesh
 from ...ops import autopar
 from ...plans.sharding import NodeSharding
@@ -78,18 +77,9 @@ class HotExchange(RowExchange):
         """Return the experts whose rows stay where they are, and the device itself among those of a group."""
         return self.hot(group, axes, experts, True), self.place(axes)
 
-    def picked(self, group: fx.Node, layout: Layout, experts: int) -> fx.Node:
-        """Return which of all rows a device picks: those of its own experts, and its block of those of hot ones."""
-        axes = self.owned_axes(layout)
-        key = (group, axes, "picked")
-        if key not in self.routes:
-            rows = local_shape(group.meta["global"].shape, Layout((layout.dims[0],)), self.mesh, self.coordinate)[0]
-            places = map(self.mesh.coordinate, self.mesh.group(axes, self.rank)[1:])
-            held = (len(group.meta["val"]),)
-            blocks = [local_offset(held, Layout((axes,)), self.mesh, place, 0) for place in places]
-            known = self.firsts(axes, experts), self.place(axes), rows, self.hot(group, axes, experts, False), blocks
-            self.routes[key] = (self.helper(group, autopar.own_rows.default, group, *known),)
-        return self.routes[key][0]
+    def hot_of_all(self, group: fx.Node, axes: tuple[str, ...], experts: int) -> tuple[fx.Node, ...]:
+        """Return the experts whose rows stay where they are, of rows that all devices have."""
+        return (self.hot(group, axes, experts, False),)
 
     def route(self, node: fx.Node, group: fx.Node, axes: tuple[str, ...], experts: int) -> tuple[fx.Node, ...]:
         """Return the order of rows by where they go and by expert, its inverse, and the counts of rows that are sent

@@ -97,8 +97,8 @@ def test_told_bytes_are_those_of_balanced_routing():
     of_tokens = [n.meta["collective"].wire_bytes for n in found if "tokens" in n.name]
     assert sum(of_tokens) == pytest.approx(wanted)
     told = sum(c.wire_bytes for c in plan.collectives if c.kind == "all_to_all")
-    flags_and_counts = sum(n.meta["collective"].wire_bytes for n in found if "flags" in n.meta["collective"].tensor)
-    assert told == pytest.approx(sum(n.meta["collective"].wire_bytes for n in found) - flags_and_counts)
+    places = sum(n.meta["collective"].wire_bytes for n in found if "places" in n.meta["collective"].tensor)
+    assert told == pytest.approx(sum(n.meta["collective"].wire_bytes for n in found) - places)
 
 
 @pytest.mark.parametrize(("experts", "active", "devices"), [(8, 2, 4), (8, 3, 8), (9, 4, 2), (7, 2, 3), (4, 4, 2)])

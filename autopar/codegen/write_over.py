@@ -1,8 +1,8 @@
 """Ops that write where one of their arguments was, once nothing else reads that: no memory is asked for.
 
 Much of what a step allocates are such results, and the pages of each have to come from the system, or at least through
-the caches. Only a value that an op has made in memory of its own may be written over, by the last op that reads it: what
-is saved, given or lent, sent, and what views lie in, has readers that are none of these ops.
+the caches. Only a value that an op has made in memory of its own may be written over, by the last op that reads it.
+What is saved, given, lent or sent, and what views lie in, has readers that are none of these ops.
 
 The order of the nodes counts from here on, since an op does not show what it writes over.
 """
@@ -40,7 +40,7 @@ MAKES_ANEW = {  # ops whose result is in memory of its own, and that keep nothin
 }  # fmt: skip
 
 
-def pointwise_in_place(module: fx.GraphModule) -> None:
+def write_over(module: fx.GraphModule) -> None:
     """Let ops of a graph write over an argument where they may, in place."""
     order = {node: i for i, node in enumerate(module.graph.nodes)}
 
