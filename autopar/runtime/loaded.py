@@ -15,6 +15,7 @@ from torch import fx
 from .._torch import no_autocast
 from ..codegen.buckets_in_place import buckets_in_place
 from ..codegen.direct_calls import compile_directly
+from ..codegen.expand_last import expand_last
 from ..codegen.follow_size import Line, Sizes, followed
 from ..codegen.python_code import as_on_gloo, bind_groups, boxed, group_names, reductions_beside
 from ..codegen.row_counts import RowCounter
@@ -68,6 +69,7 @@ class LoadedGraph:
         module = boxed(copied(self.module))  # torch.compile, and what follows sizes, takes the graph as it was
         buckets_in_place(module)
         if not self.open_dims:  # else a value may be broadcast in one size and not in another
+            expand_last(module)
             write_over(module)
         rows = RowCounter(module.graph) if self.phase.startswith("forward") else None
         self.rows = rows if rows and rows.layers else None

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import fx
 
+from autopar.codegen.expand_last import expand_last
 from autopar.codegen.write_over import IN_PLACE, WRITES_OUT, write_over
 
 from .test_buckets_in_place import Alone, before_and_after, made_up
@@ -27,6 +28,7 @@ def written(module: fx.GraphModule) -> list[str]:
 def test_results_and_arguments_stay(model, strategy):
     for _, before in before_and_after(model, strategy, 2.0**20):
         after = copy.deepcopy(before)
+        expand_last(after)
         write_over(after)
         after.graph.lint()
         assert written(after)
@@ -76,3 +78,23 @@ def test_what_may_be_written_over(function, count):
     wanted, got = before(*values), after(*values)
     wanted, got = ([x] if isinstance(x, torch.Tensor) else x for x in (wanted, got))
     assert all(map(torch.equal, got, wanted)) and all(map(torch.equal, values, kept))
+
+
+@pytest.mark.parametrize(
+    ("function", "count"),
+    [
+        (lambda x, row, index: x * (row.expand(4, 3) / 2), 1),
+        (lambda x, row, index: (row.expand(4, 3) / 2).view(12) + 1, 0),  # reads it as it lies
+        (lambda x, row, index: x * (row.expand(4, 3) / x), 0),
+    ],
+)
+def test_expand_comes_last(function, count):
+    before = traced(function, X, ROW, INDEX)
+    after = copy.deepcopy(before)
+    expand_last(after)
+    after.graph.lint()
+    after.recompile()
+    found = [n for n in after.graph.nodes if n.target is aten.div.Tensor and n.meta["val"].dim() == 1]
+    assert len(found) == count, after.code
+    values = torch.randn(4, 3), torch.randn(3), INDEX
+    assert torch.equal(before(*values), after(*values))
