@@ -140,7 +140,7 @@ def hideable_of(program: LoweredProgram) -> dict[str, float]:
 
 
 def exchanges_in(program: LoweredProgram) -> dict[str, float]:
-    """Return the names of a rank's exchanges of experts' rows, and the bytes that each sends; without places of tokens."""
+    """Return the names of a rank's exchanges of experts' rows, and the bytes of each; without places of tokens."""
     return exchanges_in_graph(program.local.graph)
 
 
