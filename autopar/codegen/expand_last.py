@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from torch import Tensor, fx
 
+from ..ir.graph import operand
 from .write_over import IN_PLACE, aten
 
 BY_A_NUMBER = {aten.div.Scalar, aten.mul.Scalar, aten.div.Tensor, aten.mul.Tensor}
@@ -19,7 +20,7 @@ def expand_last(module: fx.GraphModule) -> None:
         is_number = all(isinstance(a, int | float) for a in node.args[1:]) and not node.kwargs
         if not is_number or not _same_type(wide, node) or any(user.target not in IN_PLACE for user in node.users):
             continue
-        narrow = wide.args[0]
+        narrow = operand(wide)
         with module.graph.inserting_before(node):
             made = module.graph.call_function(node.target, (narrow, *node.args[1:]))
             expanded = module.graph.call_function(wide.target, (made, *wide.args[1:]))
@@ -33,4 +34,5 @@ def expand_last(module: fx.GraphModule) -> None:
 
 def _same_type(*nodes: fx.Node) -> bool:
     values = [node.meta.get("val") for node in nodes]
-    return all(isinstance(value, Tensor) for value in values) and len({value.dtype for value in values}) == 1
+    types = {value.dtype for value in values if isinstance(value, Tensor)}
+    return len(types) == 1 and all(isinstance(value, Tensor) for value in values)

@@ -19,7 +19,7 @@ from ..ops import autopar
 SENT, TOLD, PICKED = autopar.counts_on_host.default, autopar.told_on_host.default, autopar.own_rows.default
 SENT_IN_ROUNDS, PICKED_BY_BLOCK = autopar.counts_in_rounds.default, autopar.own_rows_by_block.default
 COUNTING = SENT, TOLD, PICKED, SENT_IN_ROUNDS, PICKED_BY_BLOCK
-AT = {TOLD: 0, PICKED_BY_BLOCK: 1}  # which of the results is a count
+AT: Mapping[object, int] = {TOLD: 0, PICKED_BY_BLOCK: 1}  # which of the results is a count
 LATEST = 64  # forwards whose rows are remembered
 
 

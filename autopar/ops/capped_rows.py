@@ -43,9 +43,9 @@ def counts_in_rounds(sent: Tensor, received: Tensor, sizes: list[int], rows: int
     """Return the table of what a device told, in so many numbers each device, and was told, on the host, which waits
     for the device once. `rows`: that the device with most of them has for all."""
     ours, theirs = told_parts(sent, received, sizes)
-    counts = [torch.tensor([sum(part[1:]) for part in parts]) for parts in (ours, theirs)]
+    to, of = (torch.tensor([sum(part[1:]) for part in parts]) for parts in (ours, theirs))
     largest = max(part[0] for part in (*ours, *theirs))
-    return _table(*counts, largest, limit_of(rows, len(sizes), capacity))
+    return _table(to, of, largest, limit_of(rows, len(sizes), capacity))
 
 
 @custom_op("autopar::round_groups", mutates_args=())

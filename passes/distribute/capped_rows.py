@@ -55,7 +55,7 @@ class CappedExchange(RowExchange):
             table = self.helper(group, autopar.counts_in_rounds.default, told, received, *known)
             first = self.helper(group, autopar.round_rows.default, order, table, 0, len(group.meta["val"]))
             self.routes[key] = first, first, self.helper(group, autopar.round_counts.default, table, 0)
-            self.routes[group, axes, "told"] = received, table, self._first_told(axes, firsts)
+            self.told[group, axes] = received, table, self._first_told(axes, firsts)
         return self.routes[key]
 
     def groups(self, group: fx.Node, axes: tuple[str, ...], experts: int, expected: int) -> fx.Node:
@@ -63,7 +63,7 @@ class CappedExchange(RowExchange):
         key = (group, axes, "first groups")
         if key not in self.routes:
             every = super().groups(group, axes, experts, expected)
-            table = self.routes[group, axes, "told"][1]
+            table = self.told[group, axes][1]
             self.routes[key] = (self.helper(group, autopar.round_groups.default, every, table, 0, expected),)
         return self.routes[key][0]
 

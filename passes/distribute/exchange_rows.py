@@ -48,6 +48,7 @@ class RowExchange:
     ):
         self.builder, self.mesh, self.coordinate, self.rank, self.nodes = builder, mesh, coordinate, rank, nodes
         self.routes: dict[tuple, tuple[fx.Node, ...]] = {}
+        self.told: dict[tuple, tuple[fx.Node, fx.Node, int]] = {}  # by grouping: what, counts of rows, the first expert
 
     def __call__(self, node: fx.Node, sharding: NodeSharding, x: fx.Node, group: fx.Node, experts: int) -> fx.Node:
         """Return the local value of a dispatch or combine."""
@@ -119,7 +120,7 @@ class RowExchange:
             rows, tokens = (self.helper(group, operator.getitem, found, i) for i in range(2))
             self.routes[key] = order, inverse, rows
             self.routes[group, axes, "tokens"] = (tokens,)
-            self.routes[group, axes, "told"] = received, rows, self._first_told(axes, firsts)
+            self.told[group, axes] = received, rows, self._first_told(axes, firsts)
         return self.routes[key]
 
     def _ordered(self, group: fx.Node, *known) -> tuple[fx.Node, ...]:
@@ -151,7 +152,7 @@ class RowExchange:
         """Return the experts of the rows that a device gets, `expected` ones where a graph is made."""
         key = (group, axes, "groups")
         if key not in self.routes:
-            known = *self.routes[group, axes, "told"], expected, group.meta["val"].dtype
+            known = *self.told[group, axes], expected, group.meta["val"].dtype
             self.routes[key] = (self.helper(group, autopar.groups_received.default, *known),)
         return self.routes[key][0]
 

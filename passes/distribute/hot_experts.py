@@ -93,7 +93,7 @@ class HotExchange(RowExchange):
             sent, received, told = (self.helper(group, operator.getitem, found, i) for i in range(3))
             rows = self.helper(group, autopar.counts_on_host.default, sent, received)
             self.routes[key] = order, inverse, rows
-            self.routes[group, axes, "told"] = told, rows, -1
+            self.told[group, axes] = told, rows, -1
         return self.routes[key]
 
     def token_counts(self, group: fx.Node, axes: tuple[str, ...], sent: fx.Node, place: fx.Node) -> fx.Node:
