@@ -3,6 +3,9 @@ once an element, which would be memory as large as what the mean was of."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import cast
+
 from torch import Tensor, fx
 
 from ..ir.graph import operand
@@ -22,8 +25,8 @@ def expand_last(module: fx.GraphModule) -> None:
             continue
         narrow = operand(wide)
         with module.graph.inserting_before(node):
-            made = module.graph.call_function(node.target, (narrow, *node.args[1:]))
-            expanded = module.graph.call_function(wide.target, (made, *wide.args[1:]))
+            made = module.graph.call_function(cast(Callable, node.target), (narrow, *node.args[1:]))
+            expanded = module.graph.call_function(aten.expand.default, (made, *wide.args[1:]))
         made.meta = {**node.meta, "val": narrow.meta["val"]}
         expanded.meta = {**node.meta, "val": wide.meta["val"]}
         node.replace_all_uses_with(expanded)
