@@ -13,12 +13,13 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from .._torch import op_handle
+from .._torch import function_of, op_handle
 from ..ops import autopar
 
-SENT, PICKED = autopar.counts_on_host.default, autopar.own_rows.default
+SENT, TOLD, PICKED = autopar.counts_on_host.default, autopar.told_on_host.default, autopar.own_rows.default
 SENT_IN_ROUNDS, PICKED_BY_BLOCK = autopar.counts_in_rounds.default, autopar.own_rows_by_block.default
-COUNTING = SENT, PICKED, SENT_IN_ROUNDS, PICKED_BY_BLOCK
+COUNTING = SENT, TOLD, PICKED, SENT_IN_ROUNDS, PICKED_BY_BLOCK
+AT: Mapping[object, int] = {TOLD: 0, PICKED_BY_BLOCK: 1}  # which of the results is a count
 LATEST = 64  # forwards whose rows are remembered
 
 
@@ -55,11 +56,12 @@ class RowCounter:
 
     def functions(self) -> Mapping[object, Callable]:
         """Return what is called in the place of the ops that count."""
-        return {op: partial(self._count, op_handle(op), op) for op in COUNTING}
+        return {op: partial(self._count, function_of(op) or op_handle(op), op) for op in COUNTING}
 
     def _count(self, function: Callable, op: object, *arguments) -> Any:
         result = function(*arguments)
-        self.results[self.next].append(len(result) if op is PICKED else result[1] if op is PICKED_BY_BLOCK else result)
+        rows = len(result) if op is PICKED else result
+        self.results[self.next].append(result[AT[op]] if op in AT else rows)
         self.next += 1
         return result
 

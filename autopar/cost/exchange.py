@@ -1,13 +1,16 @@
 """Price rows on their way to their experts and back, if experts get equal numbers of them.
 
 With r rows of d bytes over P devices, each of which holds r / P of them, a device sends r d / P (P - 1) / P; the counts
-of rows that go first wait for the link once. Rows that every device has are picked without a message. Tokens with k of
-E experts each that go once to every device that has some of theirs go to
+of rows that go first wait for the link once, and say of which experts rows are. Rows that every device has are picked
+without a message. Tokens with k of E experts each that go once to every device that has some of theirs go to
 
     P (1 - C(E - E / P, k) / C(E, k))
 
 devices each, as any k of the experts are as probable. Which of the rows that arrive are of which token is one message
-more, and what is sent once is read and written once more on the way there, twice on the way back.
+more.
+
+The pass that sorts rows by expert, and that which puts them back, is in no price: all ways have it. What makes rows of
+tokens that were sent once, and adds them up, is that pass (passes/distribute/sort_rows.py).
 """
 
 from __future__ import annotations
@@ -49,6 +52,8 @@ def exchange_bytes(node: fx.Node, strategy: Strategy, mesh: Mesh) -> float:
     """Return the bytes that a device sends."""
     axes = exchange_axes(node, strategy, mesh)
     ways = math.prod(map(mesh.size, axes))
+    if is_of_experts(node):
+        return 0.0
     if node.target in OF_TOKENS:
         moved = token_bytes(node, strategy, mesh) * _times(node, strategy, mesh, axes)
     else:
@@ -57,14 +62,15 @@ def exchange_bytes(node: fx.Node, strategy: Strategy, mesh: Mesh) -> float:
 
 
 def exchange_seconds(node: fx.Node, strategy: Strategy, mesh: Mesh, hardware: Hardware) -> float:
-    """Return the seconds of an exchange of rows; that of the rows' experts comes after one of counts, tokens that are
-    sent once after one of flags."""
+    """Return the seconds of an exchange of rows; in a forward those on their way to products come after one of counts,
+    tokens that are sent once after one of their places too. Of rows' experts the counts have said all."""
     axes = exchange_axes(node, strategy, mesh)
-    if not axes:
+    if not axes or is_of_experts(node):
         return 0.0
     latency, travel = _on_links(node, strategy, mesh, hardware, axes)
-    flags = goes_once(node, strategy.choice) and node.target not in BACK and node.meta["phase"] == "forward"
-    messages = 1 + (node.meta["val"].dim() == 1) + flags
+    value = node.meta["val"]
+    is_first = node.target not in BACK and node.meta["phase"] == "forward" and value.numel() > len(value)
+    messages = 1 + is_first * (1 + goes_once(node, strategy.choice))
     through_memory = _through_memory_bytes(node, strategy, mesh, axes) / hardware.reached_memory_bytes_per_second
     return messages * latency + travel + through_memory
 
@@ -92,12 +98,20 @@ def _on_links(
 
 def _through_memory_bytes(node: fx.Node, strategy: Strategy, mesh: Mesh, axes: tuple[str, ...]) -> float:
     """Return the bytes that a device reads and writes beside what the op takes and gives: rows in the order in which
-    they are sent, and tokens that are sent once, before and after."""
+    they are sent and came back, or tokens that are sent once, before they leave and where they are added up, instead of
+    the rows that are made of them."""
     if node.target not in OF_TOKENS:
         return 0.0
     tokens, active = token_bytes(node, strategy, mesh), token_sizes(node)[1]
-    once = _times(node, strategy, mesh, axes) * tokens if goes_once(node, strategy.choice) else 0.0
-    return 2 * active * tokens + 4 * once if node.target in BACK else (active - 1) * tokens + 2 * once
+    if not goes_once(node, strategy.choice):
+        return 2 * active * tokens if node.target in BACK else (active - 1) * tokens
+    once = _times(node, strategy, mesh, axes) * tokens
+    return 4 * once if node.target in BACK else 2 * once - (1 + active) * tokens
+
+
+def is_of_experts(node: fx.Node) -> bool:
+    """Return whether it is the experts of rows that an op moves."""
+    return node.target in IDENTITIES and node.args[0] is node.args[1]
 
 
 def goes_once(node: fx.Node, choice: tuple[str, ...]) -> bool:

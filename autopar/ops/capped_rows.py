@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from .expert_rows import owner_of
+from .expert_rows import expert_counts, own_rows, owner_of, told_parts, told_sizes, told_to_each
 
 
 def limit_of(rows: int, devices: int, capacity: float) -> int:
@@ -29,34 +29,47 @@ def rounds_of(table: Tensor) -> int:
     return int(table[2, 1])
 
 
-@custom_op("autopar::with_largest", mutates_args=())
-def with_largest(counts: Tensor) -> Tensor:
-    """Return counts of rows for each device, with the largest of them beside each: (devices) -> (devices, 2)."""
-    return torch.stack([counts, counts.max().expand_as(counts)], 1)
+@custom_op("autopar::told_in_rounds", mutates_args=())
+def told_in_rounds(group: Tensor, experts: int, firsts: list[int]) -> Tensor:
+    """Return what a device tells each other one before rows are sent: the most rows that it has for a device, and the
+    rows of each of that one's experts."""
+    counts = expert_counts(group, experts).split(told_sizes(experts, firsts, 0))
+    largest = torch.stack([part.sum() for part in counts]).max()
+    return told_to_each(largest.repeat(len(counts)), group, experts, firsts)
 
 
 @custom_op("autopar::counts_in_rounds", mutates_args=())
-def counts_in_rounds(sent: Tensor, received: Tensor, rows: int, capacity: float) -> Tensor:
-    """Return the table of counts that were sent and received, both as `with_largest` gives them, on the host, which
-    waits for the device once. `rows`: that the device with most of them has for all."""
-    (sent, _), (received, largest) = torch.stack([sent, received]).cpu().transpose(1, 2)
-    return _table(sent, received, int(largest.max()), limit_of(rows, len(sent), capacity))
+def counts_in_rounds(sent: Tensor, received: Tensor, sizes: list[int], rows: int, capacity: float) -> Tensor:
+    """Return the table of what a device told, in so many numbers each device, and was told, on the host, which waits
+    for the device once. `rows`: that the device with most of them has for all."""
+    ours, theirs = told_parts(sent, received, sizes)
+    to, of = (torch.tensor([sum(part[1:]) for part in parts]) for parts in (ours, theirs))
+    largest = max(part[0] for part in (*ours, *theirs))
+    return _table(to, of, largest, limit_of(rows, len(sizes), capacity))
+
+
+@custom_op("autopar::round_groups", mutates_args=())
+def round_groups(groups: Tensor, table: Tensor, number: int, expected: int) -> Tensor:
+    """Return the experts of the rows that a device gets in one round, from those of all rows that it gets."""
+    return _of_round(groups, table, 1, number)
 
 
 @custom_op("autopar::own_rows_by_block", mutates_args=())
 def own_rows_by_block(
-    group: Tensor, firsts: list[int], device: int, blocks: list[int], rows: int, capacity: float, expected: int
+    group: Tensor,
+    experts: int,
+    firsts: list[int],
+    blocks: list[int],
+    device: int,
+    rows: int,
+    capacity: float,
+    expected: int,
 ) -> tuple[Tensor, Tensor]:
     """Return which rows belong to the experts of one device, and their table, where every device has all rows: block i
     is what device i would send. `blocks`: the first row of each but the first; `expected` rows where a graph is
     made."""
-    is_own = owner_of(group, firsts) == device
-    block = torch.bucketize(
-        torch.arange(len(group), device=group.device), torch.tensor(blocks, device=group.device), right=True
-    )
-    counts = torch.zeros(len(blocks) + 1, dtype=torch.int64, device=group.device)
-    counts = counts.scatter_add_(0, block, is_own.to(torch.int64)).cpu()
-    picked = (~is_own).to(torch.uint8).argsort(stable=True)[: int(counts.sum())].clone()
+    picked = own_rows(group, experts, firsts, blocks, device, expected)
+    counts = owner_of(picked, blocks).bincount(minlength=len(blocks) + 1).cpu()
     return picked, _table(counts, counts, int(counts.max()), limit_of(rows, len(counts), capacity))
 
 
@@ -64,10 +77,7 @@ def own_rows_by_block(
 def round_rows(order: Tensor, table: Tensor, number: int, expected: int) -> Tensor:
     """Return those rows of an order by device that a device sends in one round, or of an order by block that it
     picks."""
-    limit, parts = int(table[2, 0]), []
-    for part in order.split(table[0].tolist()):
-        parts.append(part[number * limit : (number + 1) * limit])
-    return torch.cat(parts)
+    return _of_round(order, table, 0, number)
 
 
 @custom_op("autopar::round_counts", mutates_args=())
@@ -83,20 +93,31 @@ def place_rows(y: Tensor, index: Tensor, rows: int) -> Tensor:
     return y.new_zeros(rows, *y.shape[1:]).index_copy_(0, index, y)
 
 
+def _of_round(values: Tensor, table: Tensor, line: int, number: int) -> Tensor:
+    """Return those of the values of rows that are sent (line 0 of a table) or received (1) that are of one round."""
+    limit = int(table[2, 0])
+    return torch.cat([part[number * limit : (number + 1) * limit] for part in values.split(table[line].tolist())])
+
+
 def _table(sent: Tensor, received: Tensor, largest: int, limit: int) -> Tensor:
     last = torch.zeros_like(sent)
     last[0], last[1] = limit, max(1, -(-largest // limit))
     return torch.stack([sent, received, last])
 
 
-with_largest.register_fake(lambda counts: counts.new_empty(len(counts), 2))
-counts_in_rounds.register_fake(lambda sent, received, rows, capacity: sent.new_empty(3, len(sent), device="cpu"))
+told_in_rounds.register_fake(
+    lambda group, experts, firsts: group.new_empty(experts + 3 + len(firsts), dtype=torch.int64)
+)
+counts_in_rounds.register_fake(
+    lambda sent, received, sizes, rows, capacity: sent.new_empty(3, len(sizes), device="cpu")
+)
+round_groups.register_fake(lambda groups, table, number, expected: groups.new_empty(expected))
 round_rows.register_fake(lambda order, table, number, expected: order.new_empty(expected))
 round_counts.register_fake(lambda table, number: table.new_empty(2, table.shape[1]))
 place_rows.register_fake(lambda y, index, rows: y.new_empty(rows, *y.shape[1:]))
 
 
 @own_rows_by_block.register_fake
-def _(group, firsts, device, blocks, rows, capacity, expected):
+def _(group, experts, firsts, blocks, device, rows, capacity, expected):
     table = group.new_empty(3, len(blocks) + 1, dtype=torch.int64, device="cpu")
     return group.new_empty(expected, dtype=torch.int64), table

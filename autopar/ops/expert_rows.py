@@ -10,6 +10,9 @@ routing.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.library import custom_op
@@ -46,30 +49,101 @@ def combine_tokens(y: Tensor, group: Tensor, experts: int, active: int, dtype: t
 
 
 @custom_op("autopar::route", mutates_args=())
-def route(group: Tensor, firsts: list[int], hot: Tensor | None = None, home: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the order of rows by the device that owns their expert, that order's inverse and how many rows go to each
-    device. `firsts`: the first expert of every device but the first; `hot`: experts whose rows stay on their own
-    device, `home`."""
-    owner = owner_of(group, firsts, hot, home)
-    order = owner.argsort(stable=True)
-    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    counts = torch.zeros(len(firsts) + 1, dtype=torch.int64, device=group.device)
-    return order, inverse, counts.scatter_add_(0, owner, torch.ones_like(owner))
+def route(
+    group: Tensor, experts: int, firsts: list[int], hot: Tensor | None = None, home: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Return the order of rows by the device that owns their expert, there by expert, and that order's inverse.
+    `firsts`: the first expert of every device but the first; `hot`: experts whose rows stay on their own device,
+    `home`."""
+    is_in_order = hot is None  # the experts of a device follow each other
+    place = group if is_in_order else sent_place(group, experts, owner_of(group, firsts, hot, home))
+    order = place.argsort(stable=True)
+    return order, torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
+
+@custom_op("autopar::told", mutates_args=())
+def told(group: Tensor, experts: int, firsts: list[int], active: int) -> Tensor:
+    """Return what a device tells each other one before rows are sent: how many tokens go there, if each goes once and
+    has so many `active` rows (0 otherwise), and the rows of each of its experts."""
+    tokens = torch.zeros(len(firsts) + 1, dtype=torch.int64, device=group.device)
+    if active:
+        owner = owner_of(group, firsts).view(-1, active)
+        is_sent = torch.zeros(len(owner), len(tokens), dtype=torch.int64, device=group.device)
+        tokens = is_sent.scatter_(1, owner, 1).sum(0)
+    return told_to_each(tokens, group, experts, firsts)
+
+
+def told_to_each(first: Tensor, group: Tensor, experts: int, firsts: list[int]) -> Tensor:
+    """Return for each device one number of `first`, then the rows of each of its experts; the first and the last are
+    told of those without an expert, below all and above."""
+    counts = expert_counts(group, experts).split(told_sizes(experts, firsts, 0))
+    return torch.cat([x for pair in zip(first.split(1), counts) for x in pair])
+
+
+def told_sizes(experts: int, firsts: Sequence[int], first: int = 1) -> list[int]:
+    """Return how many numbers each device is told, so many before those of its experts."""
+    ends = [*(at + 1 for at in firsts), experts + 2]
+    return [first + end - start for start, end in zip([0, *ends], ends)]
+
+
+@custom_op("autopar::expert_counts", mutates_args=())
+def expert_counts(group: Tensor, experts: int) -> Tensor:
+    """Return how many rows belong to each of so many experts, behind those of a number below all and before those
+    above, which belong to nobody: (r) -> (experts + 2)."""
+    place = group.to(torch.int64).clamp(-1, experts) + 1
+    if not place.is_cuda:  # where it would wait for the device
+        return torch.bincount(place, minlength=experts + 2)
+    counts = torch.zeros(experts + 2, dtype=torch.int64, device=group.device)
+    return counts.scatter_add_(0, place, torch.ones_like(place))
+
+
+@custom_op("autopar::told_on_host", mutates_args=())
+def told_on_host(sent: Tensor, received: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
+    """Return counts of rows and of tokens, sent and received, (2, devices) each, on the host, which waits for the
+    device once. `sizes`: of what each device is told; it gets as much from each."""
+    ours, theirs = told_parts(sent, received, sizes)
+    rows = [[sum(part[1:]) for part in parts] for parts in (ours, theirs)]
+    return torch.tensor(rows), torch.tensor([[part[0] for part in parts] for parts in (ours, theirs)])
+
+
+def told_parts(sent: Tensor, received: Tensor, sizes: list[int]) -> tuple[list[list[int]], list[list[int]]]:
+    """Return on the host what a device tells each other one, and what each tells it."""
+    numbers, width = torch.cat([sent, received]).tolist(), len(received) // len(sizes)
+    ends = list(itertools.accumulate([*sizes, *[width] * len(sizes)], initial=0))
+    parts = [numbers[start:end] for start, end in itertools.pairwise(ends)]
+    return parts[: len(sizes)], parts[len(sizes) :]
+
+
+@custom_op("autopar::groups_received", mutates_args=())
+def groups_received(received: Tensor, counts: Tensor, first: int, expected: int, dtype: torch.dtype) -> Tensor:
+    """Return the experts of the rows that a device gets, from what it was told by each device of a group; the first
+    expert that it was told of is `first`. `counts`: of rows, on the host; `expected` rows where a graph is made."""
+    rows = received.view(counts.shape[1], -1)[:, 1:]
+    numbers = torch.arange(first, first + rows.shape[1], dtype=dtype, device=rows.device).repeat(len(rows))
+    return numbers.repeat_interleave(rows.reshape(-1), output_size=int(counts[1].sum()))
 
 
 @custom_op("autopar::own_rows", mutates_args=())
 def own_rows(
     group: Tensor,
+    experts: int,
     firsts: list[int],
+    blocks: list[int],
     device: int,
     expected: int,
     hot: Tensor | None = None,
-    blocks: list[int] | None = None,
 ) -> Tensor:
-    """Return which rows belong to the experts of one device, `expected` ones where a graph is made. Those of `hot`
-    experts belong to the device in whose block they are; `blocks`: the first row of each but the first."""
-    home = 0 if hot is None else owner_of(torch.arange(len(group), device=group.device), blocks or [])
-    return (owner_of(group, firsts, hot, home) == device).nonzero().squeeze(1)
+    """Return which rows belong to the experts of one device, `expected` ones where a graph is made, in the order in
+    which they would come if device i had sent those of block i. Those of `hot` experts belong to the device in whose
+    block they are; `blocks`: the first row of each but the first."""
+    block = owner_of(torch.arange(len(group), device=group.device), blocks)
+    rows = (owner_of(group, firsts, hot, block) == device).nonzero().squeeze(1)
+    return rows[sent_place(group, experts, block)[rows].argsort(stable=True)]
+
+
+def sent_place(group: Tensor, experts: int, device: Tensor) -> Tensor:
+    """Return numbers by which rows are sorted first by a device, then by their expert."""
+    return device * (experts + 2) + group.clamp(-1, experts)
 
 
 @custom_op("autopar::counts_on_host", mutates_args=())
@@ -116,13 +190,30 @@ combine_tokens.register_fake(lambda y, group, experts, active, dtype: y.new_empt
 
 
 @route.register_fake
-def _(group, firsts, hot=None, home=0):
+def _(group, experts, firsts, hot=None, home=0):
     order = group.new_empty(group.shape, dtype=torch.int64)
-    return order, torch.empty_like(order), group.new_empty(len(firsts) + 1, dtype=torch.int64)
+    return order, torch.empty_like(order)
+
+
+told.register_fake(lambda group, experts, firsts, active: group.new_empty(experts + 3 + len(firsts), dtype=torch.int64))
+expert_counts.register_fake(lambda group, experts: group.new_empty(experts + 2, dtype=torch.int64))
+
+
+@told_on_host.register_fake
+def _(sent, received, sizes):
+    rows = sent.new_empty(2, len(sizes), device="cpu")
+    return rows, torch.empty_like(rows)
+
+
+@groups_received.register_fake
+def _(received, counts, first, expected, dtype):
+    return received.new_empty(rows_by(counts, False, expected), dtype=dtype)
 
 
 own_rows.register_fake(
-    lambda group, firsts, device, expected, hot=None, blocks=None: group.new_empty(traced(expected), dtype=torch.int64)
+    lambda group, experts, firsts, blocks, device, expected, hot=None: group.new_empty(
+        traced(expected), dtype=torch.int64
+    )
 )
 counts_on_host.register_fake(lambda sent, received: sent.new_empty(2, len(sent), device="cpu"))
 

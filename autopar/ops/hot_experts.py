@@ -20,14 +20,6 @@ from .expert_rows import owner_of
 NONE = -1  # the slot of rows without a matrix on a device
 
 
-@custom_op("autopar::expert_counts", mutates_args=())
-def expert_counts(group: Tensor, experts: int) -> Tensor:
-    """Return how many rows belong to each of so many experts: (r) -> (experts + 2)."""
-    counts = torch.zeros(experts + 2, dtype=torch.int64, device=group.device)
-    place = group.to(torch.int64).clamp(-1, experts) + 1
-    return counts.scatter_add_(0, place, torch.ones_like(place))
-
-
 @custom_op("autopar::hot_experts", mutates_args=())
 def hot_experts(counts: Tensor, experts: int, hot: int) -> Tensor:
     """Return so many experts with most rows, from the counts of one device after the other: (d x (experts + 2)) ->
@@ -36,16 +28,19 @@ def hot_experts(counts: Tensor, experts: int, hot: int) -> Tensor:
     return rows.argsort(descending=True, stable=True)[:hot].clone()
 
 
-@custom_op("autopar::rows_received", mutates_args=())
-def rows_received(counts: Tensor, hot: Tensor, firsts: list[int], home: int) -> Tensor:
-    """Return how many rows the device `home` gets of each device, its own among them, if those of hot experts stay
-    where they are: (d x (experts + 2)) -> (d)."""
+@custom_op("autopar::counts_beside_hot", mutates_args=())
+def counts_beside_hot(counts: Tensor, hot: Tensor, firsts: list[int], home: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return how many rows the device `home` sends to each device, its own among them, and gets of each, if those of
+    hot experts stay where they are, and what each would tell it of rows and their experts: (d x (experts + 2)) -> (d),
+    (d), (d x (1 + experts + 2))."""
     table = counts.view(len(firsts) + 1, -1)
     experts = torch.arange(-1, table.shape[1] - 1, dtype=hot.dtype, device=hot.device)
-    is_hot, is_own = torch.isin(experts, hot), owner_of(experts, firsts) == home
-    received = (table * (is_own & ~is_hot)).sum(1)
-    received[home] += (table[home] * is_hot).sum()
-    return received
+    is_hot, owner = torch.isin(experts, hot), owner_of(experts, firsts)
+    received = table * ((owner == home) & ~is_hot)
+    received[home] += table[home] * is_hot
+    sent = torch.zeros(len(table), dtype=table.dtype, device=table.device)
+    sent.scatter_add_(0, torch.where(is_hot, home, owner), table[home])
+    return sent, received.sum(1), torch.cat([received.new_zeros(len(table), 1), received], 1).view(-1)
 
 
 @custom_op("autopar::slots_of", mutates_args=())
@@ -86,9 +81,13 @@ def _wide(flags: Tensor, weight: Tensor) -> Tensor:
     return flags.view(-1, *[1] * (weight.dim() - 1))
 
 
-expert_counts.register_fake(lambda group, experts: group.new_empty(experts + 2, dtype=torch.int64))
 hot_experts.register_fake(lambda counts, experts, hot: counts.new_empty(min(hot, experts)))
-rows_received.register_fake(lambda counts, hot, firsts, home: counts.new_empty(len(firsts) + 1))
 slots_of.register_fake(lambda group, hot, experts, first, own: torch.empty_like(group))
 copies_of.register_fake(lambda weight, hot, first: weight.new_empty(len(hot), *weight.shape[1:]))
 added_to_owners.register_fake(lambda dw, copies, hot, first: dw.new_empty(len(dw) - len(hot), *dw.shape[1:]))
+
+
+@counts_beside_hot.register_fake
+def _(counts, hot, firsts, home):
+    sent = counts.new_empty(len(firsts) + 1)
+    return sent, torch.empty_like(sent), counts.new_empty(len(counts) + len(sent))

@@ -1,8 +1,8 @@
 """Tokens that are sent once to each device that has some of their experts, and one sum of their rows that comes back.
 
-A device sends the tokens for one device in their order. Which of the rows that arrive are of which token is said by a
-flag with each row, whether it is the first of its token: rows have been sorted by their device and lie in the order of
-tokens.
+A device sends the tokens for one device in their order. Which of the rows that arrive is of which token is said by a
+number with each row, the place of its token among those that its device sends. How many tokens come is told together
+with how many rows, or, where it is not, known from those numbers.
 """
 
 from __future__ import annotations
@@ -19,22 +19,30 @@ from .expert_rows import owner_of, rows_by
 def route_tokens(
     group: Tensor, order: Tensor, firsts: list[int], active: int, ways: int, hot: Tensor | None = None, home: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return which tokens to send, sorted by device, for each row in `order` whether it is the first of its token on
-    its device, and how many tokens go to each device. `firsts`: the first expert of every device but the first;
+    """Return which tokens to send, sorted by device, for each row in `order` the place of its token among those that go
+    to its device, and how many tokens go to each device. `firsts`: the first expert of every device but the first;
     `ways`: the devices that a token goes to where a graph is made; `hot`, `home` as of `route`."""
     owner = owner_of(group, firsts, hot, home).view(-1, active)
     is_sent = torch.zeros(len(owner), len(firsts) + 1, dtype=torch.bool, device=group.device).scatter_(1, owner, True)
-    is_again = (owner.unsqueeze(2) == owner.unsqueeze(1)).tril(-1).any(2)  # (token, row): one before is on its device
+    number = is_sent.cumsum(0, dtype=torch.int32)
     sent = is_sent.t().nonzero()[:, 1].clone()  # compiled code takes no view that begins anywhere
-    return sent, (~is_again).view(-1)[order].to(torch.int8), is_sent.sum(0)
+    return sent, (number.gather(1, owner) - 1).view(-1)[order], is_sent.sum(0)
+
+
+@custom_op("autopar::places_of_tokens", mutates_args=())
+def places_of_tokens(place: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
+    """Return the token of each row among all that were received, from its place among those of its device. `rows`,
+    `tokens`: counts (2, devices) on the host, sent and received."""
+    starts = (tokens[1].cumsum(0) - tokens[1]).repeat_interleave(rows[1])
+    return starts.to(place.device) + place
 
 
 @custom_op("autopar::token_counts", mutates_args=())
-def token_counts(sent: Tensor, flags: Tensor, counts: Tensor) -> Tensor:
-    """Return counts of tokens (2, devices) on the host, sent and received, from the flags of received rows, of which
-    `counts` (2, devices) says how many came from each device. It waits for the device once."""
-    device = torch.arange(len(sent), device=flags.device).repeat_interleave(counts[1].to(flags.device))
-    received = torch.zeros_like(sent).scatter_add_(0, device, flags.to(sent.dtype))
+def token_counts(sent: Tensor, place: Tensor, counts: Tensor) -> Tensor:
+    """Return counts of tokens (2, devices) on the host, sent and received, from the places of received rows, of which
+    `counts` (2, devices) says how many came from each device: every token has a row. It waits for the device once."""
+    device = torch.arange(len(sent), device=place.device).repeat_interleave(counts[1].to(place.device))
+    received = torch.zeros_like(sent).scatter_reduce_(0, device, place.to(sent.dtype) + 1, "amax")
     return torch.stack([sent, received]).cpu()
 
 
@@ -47,14 +55,13 @@ def sum_rows(y: Tensor, place: Tensor, counts: Tensor, expected: int) -> Tensor:
 
 @route_tokens.register_fake
 def _(group, order, firsts, active, ways, hot=None, home=0):
-    tokens, flags = (
-        group.new_empty(traced(len(group) // active * ways), dtype=torch.int64),
-        order.new_empty(len(order), dtype=torch.int8),
-    )
-    return tokens, flags, group.new_empty(len(firsts) + 1, dtype=torch.int64)
+    tokens = group.new_empty(traced(len(group) // active * ways), dtype=torch.int64)
+    places = order.new_empty(len(order), dtype=torch.int32)
+    return tokens, places, group.new_empty(len(firsts) + 1, dtype=torch.int64)
 
 
-token_counts.register_fake(lambda sent, flags, counts: sent.new_empty(2, len(sent), device="cpu"))
+places_of_tokens.register_fake(lambda place, rows, tokens: place.new_empty(place.shape, dtype=torch.int64))
+token_counts.register_fake(lambda sent, place, counts: sent.new_empty(2, len(sent), device="cpu"))
 
 
 @sum_rows.register_fake

@@ -15,9 +15,11 @@ from torch import fx
 from .._torch import no_autocast
 from ..codegen.buckets_in_place import buckets_in_place
 from ..codegen.direct_calls import compile_directly
+from ..codegen.expand_last import expand_last
 from ..codegen.follow_size import Line, Sizes, followed
 from ..codegen.python_code import as_on_gloo, bind_groups, boxed, group_names, reductions_beside
 from ..codegen.row_counts import RowCounter
+from ..codegen.write_over import write_over
 from ..errors import CompilerError
 from ..processes import watch
 from ..processes.guarded import BACKWARD, FORWARDS
@@ -66,6 +68,9 @@ class LoadedGraph:
         """Return a module with the graph's Python, and what runs it."""
         module = boxed(copied(self.module))  # torch.compile, and what follows sizes, takes the graph as it was
         buckets_in_place(module)
+        if not self.open_dims:  # else a value may be broadcast in one size and not in another
+            expand_last(module)
+            write_over(module)
         rows = RowCounter(module.graph) if self.phase.startswith("forward") else None
         self.rows = rows if rows and rows.layers else None
         compile_directly(module, self.rows.functions() if self.rows else {})

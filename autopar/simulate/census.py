@@ -140,7 +140,7 @@ def hideable_of(program: LoweredProgram) -> dict[str, float]:
 
 
 def exchanges_in(program: LoweredProgram) -> dict[str, float]:
-    """Return the names of a rank's exchanges of experts' rows, and the bytes that each sends; without flags of rows."""
+    """Return the names of a rank's exchanges of experts' rows, and the bytes of each; without places of tokens."""
     return exchanges_in_graph(program.local.graph)
 
 
@@ -148,7 +148,7 @@ def exchanges_in_graph(graph: fx.Graph) -> dict[str, float]:
     """Return the same of one graph."""
     starts = [n for n in graph.nodes if n.target is autopar.exchange_rows.default]
     sent = {n.name: n.meta["collective"] for n in starts}
-    return {name: one.wire_bytes for name, one in sent.items() if not one.tensor.endswith("_flags")}
+    return {name: one.wire_bytes for name, one in sent.items() if not one.tensor.endswith("_places")}
 
 
 Step = tuple[str, str]  # a "start" or "wait" of a collective by name, or "work"

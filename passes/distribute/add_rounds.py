@@ -37,6 +37,7 @@ from .tile_rows import KEPT
 aten = torch.ops.aten
 FIRST: dict[object, str] = {
     autopar.round_rows.default: "order",
+    autopar.round_groups.default: "order",
     autopar.round_counts.default: "counts",
 }  # what knows the first round
 PLACED = {aten.index_copy.default: aten.index_copy_.default, aten.index_add.default: aten.index_add_.default}

@@ -1,8 +1,9 @@
 """`autopar::dispatch` and `combine` on one device: rows to the devices that own their experts, and back.
 
-Where a device has a block of the rows, it sends each to its owner: the devices tell each other how many, once for each
-grouping, and an all-to-all of run-time sizes carries them. Where it has all rows it picks its own, and on the way back
-puts what it made of them between zeros. Where no axis has rows by owner nothing happens.
+Where a device has a block of the rows, it sends each to its owner, sorted by expert: the devices tell each other how
+many of each expert, once for each grouping, and an all-to-all of run-time sizes carries them. So the experts of rows
+are known without a message of their own. Where a device has all rows it picks its own, and on the way back puts what it
+made of them between zeros. Where no axis has rows by owner nothing happens.
 """
 
 from __future__ import annotations
@@ -10,15 +11,18 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping
+from typing import cast
 
 import torch
 from torch import fx
 
 from ..._torch import c10d
+from ...cost.exchange import goes_once, token_sizes
 from ...ir.graph import bytes_of
 from ...ir.layout import Layout, local_offset, local_shape
 from ...ir.mesh import Mesh
 from ...ops import autopar
+from ...ops.expert_rows import told_sizes
 from ...plans.sharding import NodeSharding
 from .emit import Builder, Collective
 
@@ -31,11 +35,20 @@ def started_by(name: str) -> str:
 
 
 class RowExchange:
-    """Adds these ops to one device's graph. Routes are made once for each grouping and layout."""
+    """Adds these ops to one device's graph. Routes are made once for each grouping and layout. `nodes`: how the plan
+    cuts each op."""
 
-    def __init__(self, builder: Builder, mesh: Mesh, coordinate: Mapping[str, int], rank: int):
-        self.builder, self.mesh, self.coordinate, self.rank = builder, mesh, coordinate, rank
+    def __init__(
+        self,
+        builder: Builder,
+        mesh: Mesh,
+        coordinate: Mapping[str, int],
+        rank: int,
+        nodes: Mapping[str, NodeSharding],
+    ):
+        self.builder, self.mesh, self.coordinate, self.rank, self.nodes = builder, mesh, coordinate, rank, nodes
         self.routes: dict[tuple, tuple[fx.Node, ...]] = {}
+        self.told: dict[tuple, tuple[fx.Node, fx.Node, int]] = {}  # by grouping: what, counts of rows, the first expert
 
     def __call__(self, node: fx.Node, sharding: NodeSharding, x: fx.Node, group: fx.Node, experts: int) -> fx.Node:
         """Return the local value of a dispatch or combine."""
@@ -46,7 +59,10 @@ class RowExchange:
             return x
         shape = local_shape(node.meta["val"].shape, sharding.outputs[0], self.mesh, self.coordinate)
         if set(axes) & set(sharding.inputs[1].sharding_axes):
-            return self._sent(node, x, self.route(group, axes, experts), axes, is_way_back, shape[0])
+            route = self.route(node, group, axes, experts)
+            if x is group:
+                return self.groups(group, axes, experts, shape[0])
+            return self._sent(node, x, route, axes, is_way_back, shape[0])
         picked = self.picked(group, layout, experts)
         if not is_way_back:
             return self.builder.call(aten.index_select.default, x, 0, picked, name=node.name)
@@ -75,24 +91,75 @@ class RowExchange:
         rows = local_shape(group.meta["global"].shape, Layout((layout.dims[0],)), self.mesh, self.coordinate)[0]
         key = (group, axes, "picked")
         if key not in self.routes:
-            place = self.mesh.group(axes, self.rank).index(self.rank)
-            firsts = self.firsts(axes, experts)
-            self.routes[key] = (self.helper(group, autopar.own_rows.default, group, firsts, place, rows),)
+            known = experts, self.firsts(axes, experts), self.blocks(group, axes), self.place(axes), rows
+            hot = self.hot_of_all(group, axes, experts)
+            self.routes[key] = (self.helper(group, autopar.own_rows.default, group, *known, *hot),)
         return self.routes[key][0]
 
-    def route(self, group: fx.Node, axes: tuple[str, ...], experts: int) -> tuple[fx.Node, ...]:
-        """Return the order of rows by owner, its inverse, and the counts of rows that are sent and received."""
+    def blocks(self, group: fx.Node, axes: tuple[str, ...]) -> list[int]:
+        """Return the first row of the block of every device along some axes but the first, of rows that all of them
+        have."""
+        places = map(self.mesh.coordinate, self.mesh.group(axes, self.rank)[1:])
+        return [local_offset((len(group.meta["val"]),), Layout((axes,)), self.mesh, place, 0) for place in places]
+
+    def hot_of_all(self, group: fx.Node, axes: tuple[str, ...], experts: int) -> tuple[fx.Node, ...]:
+        """Return the experts whose rows stay where they are, of rows that all devices have; nothing if there are
+        none."""
+        return ()
+
+    def route(self, node: fx.Node, group: fx.Node, axes: tuple[str, ...], experts: int) -> tuple[fx.Node, ...]:
+        """Return the order of rows by owner and expert, its inverse, and the counts of rows that are sent and
+        received, for an op that moves rows of a grouping."""
         key = (group, axes, "sent")
         if key not in self.routes:
-            firsts, ways, name = self.firsts(axes, experts), [1] * math.prod(map(self.mesh.size, axes)), ",".join(axes)
-            route = self.helper(group, autopar.route.default, group, firsts)
-            order, inverse, sent = (self.helper(group, operator.getitem, route, i) for i in range(3))
-            started = self.helper(group, c10d.all_to_all_single.default, sent, ways, ways, name)
-            self.mark(started, bytes_of(sent.meta["val"]), axes, f"{group.name}_counts")
-            received = self.helper(group, c10d.wait_tensor.default, started)
-            counts = self.helper(group, autopar.counts_on_host.default, sent, received)
-            self.routes[key] = order, inverse, counts
+            firsts = self.firsts(axes, experts)
+            order, inverse = self._ordered(group, experts, firsts)
+            told = self.helper(group, autopar.told.default, group, experts, firsts, self._sent_once(node))
+            received = self.tell(group, told, axes, experts)
+            found = self.helper(group, autopar.told_on_host.default, told, received, told_sizes(experts, firsts))
+            rows, tokens = (self.helper(group, operator.getitem, found, i) for i in range(2))
+            self.routes[key] = order, inverse, rows
+            self.routes[group, axes, "tokens"] = (tokens,)
+            self.told[group, axes] = received, rows, self._first_told(axes, firsts)
         return self.routes[key]
+
+    def _ordered(self, group: fx.Node, *known) -> tuple[fx.Node, ...]:
+        route = self.helper(group, autopar.route.default, group, *known)
+        return tuple(self.helper(group, operator.getitem, route, i) for i in range(2))
+
+    def tell(self, group: fx.Node, told: fx.Node, axes: tuple[str, ...], experts: int) -> fx.Node:
+        """Return what a device is told by each other one, given what it tells them."""
+        sizes, name = told_sizes(experts, self.firsts(axes, experts)), ",".join(axes)
+        received = [sizes[self.place(axes)]] * len(sizes)
+        started = self.helper(group, c10d.all_to_all_single.default, told, received, sizes, name)
+        self.mark(started, bytes_of(told.meta["val"]), axes, f"{group.name}_counts")
+        return self.helper(group, c10d.wait_tensor.default, started)
+
+    def place(self, axes: tuple[str, ...]) -> int:
+        """Return the place of the device itself among those of a group."""
+        return self.mesh.group(axes, self.rank).index(self.rank)
+
+    def _first_told(self, axes: tuple[str, ...], firsts: list[int]) -> int:
+        """Return the first expert that a device is told of."""
+        return [-1, *firsts][self.place(axes)]
+
+    def _sent_once(self, node: fx.Node) -> int:
+        """Return the experts of a token if tokens of the grouping of an op go once to a device, 0 if none does."""
+        users = [user for user in cast(fx.Node, node.args[1]).users if user.name in self.nodes]
+        return max((token_sizes(n)[1] for n in users if goes_once(n, self.nodes[n.name].choice)), default=0)
+
+    def groups(self, group: fx.Node, axes: tuple[str, ...], experts: int, expected: int) -> fx.Node:
+        """Return the experts of the rows that a device gets, `expected` ones where a graph is made."""
+        key = (group, axes, "groups")
+        if key not in self.routes:
+            known = *self.told[group, axes], expected, group.meta["val"].dtype
+            self.routes[key] = (self.helper(group, autopar.groups_received.default, *known),)
+        return self.routes[key][0]
+
+    def token_counts(self, group: fx.Node, axes: tuple[str, ...], sent: fx.Node, place: fx.Node) -> fx.Node:
+        """Return the counts of tokens that are sent and received, given those that are sent, and the places of the
+        tokens of rows that are received."""
+        return self.routes[group, axes, "tokens"][0]
 
     def _sent(self, node, x, route, axes: tuple[str, ...], is_way_back: bool, rows: int) -> fx.Node:
         """Send rows and receive others."""

@@ -2,7 +2,8 @@
 experts, and the sums of their rows come back.
 
 A token goes once for each of its experts, or once to each device that has some of them, which makes its rows there and
-adds them up before it sends them back. What arrives is told apart by flags, which are sent once for each grouping.
+adds them up before it sends them back. Which rows are of which token is told by a number a row, sent once for each
+grouping.
 Where a device has all tokens it makes the rows of its own experts, and on the way back adds them up between zeros.
 """
 
@@ -63,6 +64,9 @@ class TokenExchange:
         value = y.meta["val"]
         shape = [len(value) // active, active, *value.shape[1:]]
         split = self.builder.call(aten.reshape.default, y, shape, name=f"{node.name}_split")
+        if active == 2:  # on CPUs a sum over so few takes several times as long
+            first, second = (self.builder.call(aten.select.int, split, 1, i) for i in range(2))
+            return self.builder.call(aten.add.Tensor, first, second, name=node.name)
         return self.builder.call(aten.sum.dim_IntList, split, [1], name=node.name)
 
     def _added(self, node: fx.Node, y: fx.Node, token: fx.Node, shape: tuple[int, ...]) -> fx.Node:
@@ -71,7 +75,7 @@ class TokenExchange:
 
     def _each(self, node: fx.Node, x: fx.Node, group: fx.Node, axes, experts: int, active: int, shape) -> fx.Node:
         """Send a token for each of its experts."""
-        order, _, counts = self.rows.route(group, axes, experts)
+        order, _, counts = self.rows.route(node, group, axes, experts)
         sent = self.builder.call(
             aten.index_select.default, x, 0, self._token_of(order, active), name=f"{node.name}_sorted"
         )
@@ -79,7 +83,7 @@ class TokenExchange:
 
     def _back_each(self, node, y: fx.Node, group: fx.Node, axes, experts: int, active: int, shape, dtype) -> fx.Node:
         """Send every row back and add up those of a token."""
-        _, inverse, counts = self.rows.route(group, axes, experts)
+        _, inverse, counts = self.rows.route(node, group, axes, experts)
         wide, y = y.meta["val"].dtype, self._cast(y, dtype)
         moved = bytes_of(y.meta["val"])
         y = self.rows.exchange(node, y, counts, axes, True, len(group.meta["val"]), moved)
@@ -88,7 +92,7 @@ class TokenExchange:
 
     def _once(self, node: fx.Node, x: fx.Node, group: fx.Node, axes, experts: int, active: int, shape) -> fx.Node:
         """Send a token to each device that has some of its experts, which makes its rows."""
-        token, place, counts = self._route(group, axes, experts, active)
+        token, place, counts = self._route(node, group, axes, experts, active)
         sent = self.builder.call(aten.index_select.default, x, 0, token, name=f"{node.name}_sorted")
         moved = bytes_of(x.meta["val"]) * devices_of_token(experts, active, self._ways(axes))
         received = self.rows.exchange(node, sent, counts, axes, False, len(sent.meta["val"]), moved)
@@ -96,7 +100,7 @@ class TokenExchange:
 
     def _back_once(self, node, y: fx.Node, group: fx.Node, axes, experts: int, active: int, shape, dtype) -> fx.Node:
         """Add up the rows of a token, send the sums back and add them up."""
-        token, place, counts = self._route(group, axes, experts, active)
+        token, place, counts = self._route(node, group, axes, experts, active)
         wide, expected = y.meta["val"].dtype, len(token.meta["val"])
         y = self.builder.call(autopar.sum_rows.default, y, place, counts, expected, name=f"{node.name}_sums")
         y = self._cast(y, dtype)
@@ -105,23 +109,27 @@ class TokenExchange:
         y = self._cast(self.rows.exchange(node, y, counts, axes, True, expected, moved), wide)
         return self._added(node, y, token, shape)
 
-    def _route(self, group: fx.Node, axes: tuple[str, ...], experts: int, active: int) -> tuple[fx.Node, ...]:
+    def _route(
+        self, node: fx.Node, group: fx.Node, axes: tuple[str, ...], experts: int, active: int
+    ) -> tuple[fx.Node, ...]:
         """Return which tokens are sent, sorted by device, the token of each row among those that are received, and the
         counts of tokens that are sent and received."""
         key = (group, axes, active)
         if key not in self.routes:
             helper, firsts = self.rows.helper, self.rows.firsts(axes, experts)
-            order, _, counts = self.rows.route(group, axes, experts)
+            order, _, counts = self.rows.route(node, group, axes, experts)
             expected = math.ceil(devices_of_token(experts, active, self._ways(axes)))
             known = firsts, active, expected, *self.rows.staying(group, axes, experts)
             route = helper(group, autopar.route_tokens.default, group, order, *known)
-            token, flags, sent = (helper(group, operator.getitem, route, i) for i in range(3))
+            token, place, sent = (helper(group, operator.getitem, route, i) for i in range(3))
             rows = len(group.meta["val"])
-            flags = helper(group, autopar.exchange_rows.default, flags, counts, False, rows, ",".join(axes))
-            self.rows.mark(flags, rows, axes, f"{group.name}_flags")
-            flags = helper(group, c10d.wait_tensor.default, flags)
-            place = helper(group, aten.sub.Tensor, helper(group, aten.cumsum.default, flags, 0), 1)
-            self.routes[key] = token, place, helper(group, autopar.token_counts.default, sent, flags, counts)
+            moved = bytes_of(place.meta["val"])
+            place = helper(group, autopar.exchange_rows.default, place, counts, False, rows, ",".join(axes))
+            self.rows.mark(place, moved, axes, f"{group.name}_places")
+            place = helper(group, c10d.wait_tensor.default, place)
+            tokens = self.rows.token_counts(group, axes, sent, place)
+            place = helper(group, autopar.places_of_tokens.default, place, counts, tokens)
+            self.routes[key] = token, place, tokens
         return self.routes[key]
 
     def _token_of(self, rows: fx.Node, active: int) -> fx.Node:

@@ -7,10 +7,10 @@ have most of them left where they are.
     dw       = grouped_mm_dw(x, grad, slots, ...)
     gradient = added_to_owners(dw, all_reduce(dw[-h:]), hot, first)
 
-The counts of rows by expert tell a device also how many rows come from each other one, so that they take the place of
-the message that says it. Copies are made again in the backward, whose products read the matrices transposed, so that
-none waits for it. Their gradients are summed in fp32 where they are narrower. He et al., "FasterMoE", PPoPP 2022,
-section 4.2 (shadowing), for which experts are chosen and sent from the host.
+The counts of rows by expert tell a device also how many rows come from each other one, and of which experts, so that
+they take the place of the message that says it. Copies are made again in the backward, whose products read the
+matrices transposed, so that none waits for it. Their gradients are summed in fp32 where they are narrower. He et al.,
+"FasterMoE", PPoPP 2022, section 4.2 (shadowing), for which experts are chosen and sent from the host.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from torch import fx
 from ..._torch import c10d
 from ...errors import VerifyError
 from ...ir.graph import bytes_of, describe
-from ...ir.layout import Layout, local_offset, local_shape
 from ...ir.mesh import Mesh
 from ...ops import autopar
 from ...plans.sharding import NodeSharding
@@ -41,8 +40,8 @@ class HotExchange(RowExchange):
     """Adds exchanges without the rows of hot experts, and the products of those with copies of their matrices. `most`:
     how many experts of a layer are hot, if it has as many."""
 
-    def __init__(self, builder: Builder, mesh: Mesh, coordinate: Mapping[str, int], rank: int, most: int):
-        super().__init__(builder, mesh, coordinate, rank)
+    def __init__(self, builder: Builder, mesh: Mesh, coordinate: Mapping[str, int], rank: int, nodes, most: int):
+        super().__init__(builder, mesh, coordinate, rank, nodes)
         self.most = most
         self.grouped: dict[fx.Node, tuple[fx.Node, int, tuple[str, ...]]] = {}  # of the groups of rows at their experts
 
@@ -76,36 +75,31 @@ class HotExchange(RowExchange):
 
     def staying(self, group: fx.Node, axes: tuple[str, ...], experts: int) -> tuple[fx.Node, int]:
         """Return the experts whose rows stay where they are, and the device itself among those of a group."""
-        return self.hot(group, axes, experts, True), self._home(axes)
+        return self.hot(group, axes, experts, True), self.place(axes)
 
-    def _home(self, axes: tuple[str, ...]) -> int:
-        return self.mesh.group(axes, self.rank).index(self.rank)
+    def hot_of_all(self, group: fx.Node, axes: tuple[str, ...], experts: int) -> tuple[fx.Node, ...]:
+        """Return the experts whose rows stay where they are, of rows that all devices have."""
+        return (self.hot(group, axes, experts, False),)
 
-    def picked(self, group: fx.Node, layout: Layout, experts: int) -> fx.Node:
-        """Return which of all rows a device picks: those of its own experts, and its block of those of hot ones."""
-        axes = self.owned_axes(layout)
-        key = (group, axes, "picked")
-        if key not in self.routes:
-            rows = local_shape(group.meta["global"].shape, Layout((layout.dims[0],)), self.mesh, self.coordinate)[0]
-            places = map(self.mesh.coordinate, self.mesh.group(axes, self.rank)[1:])
-            held = (len(group.meta["val"]),)
-            blocks = [local_offset(held, Layout((axes,)), self.mesh, place, 0) for place in places]
-            known = self.firsts(axes, experts), self._home(axes), rows, self.hot(group, axes, experts, False), blocks
-            self.routes[key] = (self.helper(group, autopar.own_rows.default, group, *known),)
-        return self.routes[key][0]
-
-    def route(self, group: fx.Node, axes: tuple[str, ...], experts: int) -> tuple[fx.Node, ...]:
-        """Return the order of rows by where they go, its inverse, and the counts of rows that are sent and received."""
+    def route(self, node: fx.Node, group: fx.Node, axes: tuple[str, ...], experts: int) -> tuple[fx.Node, ...]:
+        """Return the order of rows by where they go and by expert, its inverse, and the counts of rows that are sent
+        and received."""
         key = (group, axes, "sent")
         if key not in self.routes:
-            firsts, home = self.firsts(axes, experts), self._home(axes)
+            firsts, home = self.firsts(axes, experts), self.place(axes)
             counts, hot = self._counted(group, axes, experts, True)
-            route = self.helper(group, autopar.route.default, group, firsts, hot, home)
-            order, inverse, sent = (self.helper(group, operator.getitem, route, i) for i in range(3))
-            received = self.helper(group, autopar.rows_received.default, counts, hot, firsts, home)
-            counts = self.helper(group, autopar.counts_on_host.default, sent, received)
-            self.routes[key] = order, inverse, counts
+            order, inverse = self._ordered(group, experts, firsts, hot, home)
+            found = self.helper(group, autopar.counts_beside_hot.default, counts, hot, firsts, home)
+            sent, received, told = (self.helper(group, operator.getitem, found, i) for i in range(3))
+            rows = self.helper(group, autopar.counts_on_host.default, sent, received)
+            self.routes[key] = order, inverse, rows
+            self.told[group, axes] = told, rows, -1
         return self.routes[key]
+
+    def token_counts(self, group: fx.Node, axes: tuple[str, ...], sent: fx.Node, place: fx.Node) -> fx.Node:
+        """Return the counts of tokens that are sent and received: which go where is known after what is told."""
+        _, _, rows = self.routes[group, axes, "sent"]
+        return self.helper(group, autopar.token_counts.default, sent, place, rows)
 
     def has_copies(self, node: fx.Node, sharding: NodeSharding) -> bool:
         """Return whether an op is a product of rows that are where their experts are."""

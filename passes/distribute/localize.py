@@ -133,7 +133,7 @@ class _Localizer:
         self.root = torch.nn.Module()
         self.builder = Builder(fx.Graph())
         self.emitter = Emitter(self.builder, self.mesh, self.coordinate, reduce_scatter)
-        device = self.builder, self.mesh, self.coordinate, rank
+        device = self.builder, self.mesh, self.coordinate, rank, sharding.nodes
         self.hot = HotExchange(*device, hot_experts) if hot_experts and not expert_capacity else None
         self.exchange = self.hot or RowExchange(*device)
         if expert_capacity:

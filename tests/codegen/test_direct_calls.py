@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import operator
+
 import pytest
 import torch
 from torch import fx
@@ -18,15 +21,14 @@ CALLS = {
     aten.mm.out: ((A, B), {"out": torch.empty_like(A)}), aten.mul.Tensor: ((A, B), {}), aten.neg.default: ((A,), {}),
     aten.reshape.default: ((A, [-1, 1]), {}), aten.sub.Tensor: ((A, B), {}),
     aten.sum.dim_IntList: ((A, [0, 1], True), {"dtype": torch.float32}), aten.t.default: ((A,), {}),
-    aten.transpose.int: ((A, 0, 1), {}),
+    aten.transpose.int: ((A, 0, 1), {}), aten.add_.Tensor: ((A, B), {"alpha": 2}), aten.div_.Tensor: ((A, B), {}),
+    aten.mul_.Tensor: ((A, B), {}), aten.sub_.Tensor: ((A, B), {}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("op", BINDINGS, ids=str)
 def test_bindings(op):
-    args, kwargs = CALLS[op]
-    wanted = op(*args, **kwargs).clone()
-    found = BINDINGS[op](*args, **kwargs)
+    wanted, found = (run(*args, **kwargs) for run in (op, BINDINGS[op]) for args, kwargs in [copy.deepcopy(CALLS[op])])
     assert torch.equal(found, wanted) and found.dtype == wanted.dtype
 
 
@@ -41,3 +43,17 @@ def test_a_graph_calls_ops_directly():
     assert "torch.ops" not in module.code
     (found,) = module.forward([A, -B])
     assert torch.equal(found, (A - B + 1).relu())
+
+
+def test_an_op_of_autopar_is_called_as_the_python_that_it_is():
+    graph = fx.Graph()
+    group = graph.placeholder("group")
+    routed = graph.call_function(torch.ops.autopar.route.default, (group, 4, [2]))
+    graph.output(tuple(graph.call_function(operator.getitem, (routed, i)) for i in range(2)))
+    module = boxed(fx.GraphModule({}, graph))
+    compile_directly(module)
+    called = module.forward.__globals__["autopar__route__default"]
+    assert called.__module__ == "autopar.ops.expert_rows"
+    rows = torch.tensor([3, 0, 2, 0])
+    order, inverse = module.forward([rows])
+    assert order.tolist() == [1, 3, 2, 0] and order[inverse].tolist() == [0, 1, 2, 3]

@@ -30,12 +30,17 @@ def test_devices_agree_on_what_goes_where(seed):
     assert found == rank[:hot]
 
     chosen = torch.tensor(found, dtype=torch.int64)
-    routes = [autopar.route(block, firsts, chosen, i) for i, block in enumerate(blocks)]
+    routes = [autopar.route(block, experts, firsts, chosen, i) for i, block in enumerate(blocks)]
+    known = [autopar.counts_beside_hot(counts, chosen, firsts, i) for i in range(devices)]
     for i, (start, stop) in enumerate(ranges):
-        received = autopar.rows_received(counts, chosen, firsts, i).tolist()
-        assert received == [int(sent[i]) for _, _, sent in routes]
-        arrived = torch.cat([block[order].split(sent.tolist())[i] for block, (order, _, sent) in zip(blocks, routes)])
-        picked = autopar.own_rows(every, firsts, i, 1, chosen, [rows * j for j in range(1, devices)])
+        _, received, told = known[i]
+        assert received.tolist() == [int(sent[i]) for sent, _, _ in known]
+        parts = zip(blocks, routes, known)
+        arrived = torch.cat([block[order].split(sent.tolist())[i] for block, (order, _), (sent, _, _) in parts])
+        told_of = autopar.groups_received(told, torch.stack([received, received]), -1, 0, torch.int64)
+        assert torch.equal(told_of, arrived)
+        starts = [rows * j for j in range(1, devices)]
+        picked = autopar.own_rows(every, experts, firsts, starts, i, 1, chosen)
         assert torch.equal(every[picked], arrived)
         slots = autopar.slots_of(arrived, chosen, experts, start, stop - start).tolist()
         for expert, slot in zip(arrived.tolist(), slots):

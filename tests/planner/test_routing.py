@@ -90,7 +90,7 @@ def test_explanations_and_reports_say_it_too():
 
 def test_devices_that_share_tensors_send_rows_of_their_own_tokens():
     """Beside tensor parallelism each of two devices sends half of the rows, to eight owners instead of four."""
-    alone, folded = planned(1.0), planned(1.0, "ep=4,tp=2", strategy="expert+megatron_sp")
+    alone, folded = planned(1.0, active=1), planned(1.0, "ep=4,tp=2", 1, "expert+megatron_sp")
     assert folded.layouts["experts.gate_up"] == folded.layouts["experts.down"] == "ep:S(0) tp:S(0)"
     assert folded.routing.sent_bytes == pytest.approx(alone.routing.sent_bytes / 2 * (7 / 8) / (3 / 4))
     assert "tp" in folded.layouts["first.weight"]

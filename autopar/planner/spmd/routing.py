@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from ...cost.exchange import OF_TOKENS, exchange_axes, exchange_bytes, token_bytes
+from ...cost.exchange import OF_TOKENS, exchange_axes, exchange_bytes, is_of_experts, token_bytes
 from ...cost.expert_copies import copies_of
 from ...cost.expert_load import load_of_rows
 from ...cost.skew import Skew
@@ -33,7 +33,8 @@ def routing_of(problem: Problem, e: Evaluation, pricer: Pricer, is_staged: bool 
         return None
     sent = gathered = 0.0
     for v, strategy, copies in zip(problem.vertices, chosen, problem.copies(e.first)):
-        if axes := exchange_axes(v.node, strategy, problem.mesh):
+        axes = exchange_axes(v.node, strategy, problem.mesh)
+        if axes and not is_of_experts(v.node):  # which nobody sends
             ways = math.prod(map(problem.mesh.size, axes))
             sent += copies * exchange_bytes(v.node, strategy, problem.mesh) * (1.0 - problem.skew.staying(ways))
             gathered += copies * (ways - 1) * _held_bytes(v.node, strategy, problem)
