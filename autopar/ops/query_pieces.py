@@ -16,7 +16,7 @@ Tensors of an attention are those of autopar/ops/attention_forms.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -132,9 +132,8 @@ class _KeySums:
             self.sums = tuple(_seq_major(x, x.shape, type_).zero_() for x in (k, v))
         named = dict(zip(NAMES, constants))
         first = attention.counted(named.pop("first", 0), k)
-        wants = {name: value for name, value in named.items() if name in PLACED and value is not None and value != 0}
         rows = grad, q, out, lse
-        if mask is None and not wants and (first >= 0 or not causal):
+        if is_in_blocks({"mask": mask, "causal": causal, **named}, first):
             return self._in_blocks(rows, k, v, causal, scale, first, named), *self.sums
         return self._as_asked(rows, k, v, mask, causal, scale, first, named), *self.sums
 
@@ -170,7 +169,14 @@ NAMES = (
     "first", "head", "group", "documents", "key_documents", "of_block", "softcap", "state", "p", "stream", "start",
     "strides", "micro_batch_step", "window",
 )  # fmt: skip  # the arguments of attention_bw behind the scale
-PLACED = ("documents", "softcap", "state", "window")  # of them those by which a block of keys is not like another
+PLACED = ("mask", "documents", "softcap", "state", "window")  # by which a block of keys is not like another
+
+
+def is_in_blocks(given: Mapping[str, Any], first: int) -> bool:
+    """Return whether the backward of a piece with these arguments takes the keys in blocks."""
+    said = [given.get(name) for name in PLACED]
+    is_placed = any(value is not None and (not isinstance(value, (int, float)) or value != 0) for value in said)
+    return not is_placed and (first >= 0 or not given["causal"])
 
 
 def _key_blocks(queries: int, keys: int, causal: bool, first: int) -> Iterator[tuple[int, int, bool]]:

@@ -88,7 +88,7 @@ def query_regions(graph: fx.Graph, alone: bool = False) -> tuple[QueryRegion, ..
     for node in forwards:
         lse = next((user for user in node.users if user.args[1] == 1), None)
         backward = None if lse is None else backwards.get(_key(lse))
-        if backward is not None and operand(backward, 1) is operand(node):
+        if backward is not None and (alone or operand(backward, 1) is operand(node)):
             found.append(_Region(node, backward, position, 0 if alone else MOST_NODES).region())
     return tuple(found)
 
