@@ -22,7 +22,7 @@ from ...rules.reading import bound
 from .emit import Builder
 from .join_ranges import join_ranges
 from .replace import move_before, origin, replace
-from .tile_rows import text_of
+from .tile_rows import Written, text_of
 
 aten = torch.ops.aten
 SIZED = (aten.reshape.default, aten.expand.default)  # which say the sizes of what they give
@@ -69,7 +69,7 @@ def _put(
     """Add an op that computes `ops` in pieces, and let it give what they gave, rows and sums over them."""
     rows, whole = reads = region.read(ops)
     dims = [region.dims.get(x, DIM) for x in (*rows, *gives[0])]
-    names = {node: f"w{i}" for i, node in enumerate(whole)}
+    names = {node: Written(f"w{i}") for i, node in enumerate(whole)}
 
     def given(node: fx.Node) -> Sequence[object]:
         return _in_piece(node, region.dims.get(node), names)
@@ -88,7 +88,7 @@ def _put(
 DIM = 2  # of queries in what an attention gives
 
 
-def _in_piece(node: fx.Node, dim: int | None, whole: dict[fx.Node, str]) -> Sequence[object]:
+def _in_piece(node: fx.Node, dim: int | None, whole: dict[fx.Node, Written]) -> Sequence[object]:
     """Return the arguments of an op for any number of queries, from any place on."""
     if node.target in SIZED and dim is not None:
         sizes = list(node.meta["val"].shape)
@@ -98,7 +98,7 @@ def _in_piece(node: fx.Node, dim: int | None, whole: dict[fx.Node, str]) -> Sequ
     given, rows = bound(node), attention_rows(node)
     own = {name: whole[x] if x in whole and (name in WHOLE or x not in rows) else x for name, x in given.items()}
     if given["causal"] or given["window"]:
-        own["first"] = f"place(1, {given['first']})"
+        own["first"] = Written(f"place(1, {given['first']})")
     if given["state"] is not None:
-        own["start"] = f"place({given['strides'][2]}, {given['start']})"
+        own["start"] = Written(f"place({given['strides'][2]}, {given['start']})")
     return list(own.values())

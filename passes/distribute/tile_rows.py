@@ -91,6 +91,10 @@ def _widened(node: fx.Node) -> list[int]:
     return [-1 for _ in rows] + [columns]
 
 
+class Written(str):
+    """An argument as a program has it."""
+
+
 Given = Callable[[fx.Node], Sequence[object]]
 
 
@@ -101,14 +105,14 @@ def _of_rows(node: fx.Node) -> Sequence[object]:
 
 def text_of(ops: Nodes, reads: tuple[Nodes, Nodes], gives: tuple[Nodes, Nodes], given: Given = _of_rows) -> str:
     """Return the program of `ops`, whose arguments and results have the names of their places; `given`: the arguments
-    of an op in a piece, of which a text stands for itself."""
+    of an op in a piece."""
     names = {node: f"{kind}{i}" for kind, nodes in zip("wrt", (*reads[::-1], ops)) for i, node in enumerate(nodes)}
 
     def written(value: object) -> str:
         if isinstance(value, fx.Node):
             return names[value]
-        if isinstance(value, str):
-            return value
+        if isinstance(value, Written):
+            return str(value)
         return f"[{', '.join(map(written, value))}]" if isinstance(value, (list, tuple)) else repr(value)
 
     lines = []

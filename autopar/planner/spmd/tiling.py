@@ -124,6 +124,8 @@ class _Choice:
 
     def _may_gain(self, kind: str, tiled: Sequence[Solver]) -> bool:
         """Return whether plans of `tiled` may be faster than the best one, if that fits."""
+        if kind == ATTENTION and tiled[0].problem.mesh.devices == 1:  # where no queries move
+            return False
         if self.best is None or not self.best[1].fits:
             return True
         solver, outcome = self.best
@@ -137,6 +139,8 @@ class _Choice:
             same = pieces.run(restriction, dict(options.pin)).at(pieces.free).evaluation
         plain = evaluate(solver.problem, same.choice, solver.pricer, solver.free, restriction.keep, same.first)
         fitted, in_pieces = (one.made_to_fit(one.with_peak(e)) for one, e in ((solver, plain), (pieces, same)))
+        if fitted is None and kind == QUERIES:  # then the integer program alone knows
+            return True
         return in_pieces is not None and (fitted is None or in_pieces.seconds < fitted.seconds)
 
 
