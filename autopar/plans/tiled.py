@@ -11,8 +11,8 @@ QUERIES, ATTENTION = "queries", "attention"  # an attention with the projection 
 class TiledRegion:
     """A region in pieces: the name of the op in the graph by which it is known, and of its module; `bytes_` of tensors
     that a device does not hold, `seconds` of a step that it takes to make them again in the backward. `pieces`: of its
-    rows; 0 for a last linear layer and its loss, whose logits are cut into blocks of rows and of the vocabulary. `kind`:
-    of an attention, which is cut into pieces of its queries, one of the two above."""
+    rows; 0 for a last linear layer and its loss, whose logits are cut into blocks of rows and of the vocabulary.
+    `kind`: of an attention, which is cut into pieces of its queries, one of the two above."""
 
     node: str
     layer: str

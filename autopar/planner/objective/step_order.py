@@ -118,7 +118,9 @@ def with_attentions(problem: Problem, runs: list[Execution]) -> list[Execution]:
         if (region := number.get(problem.vertices[run.vertex].node)) is not None:
             own[region, run.phase, run.recomputed and not run.in_pieces].append(run)
     parts = {run: part for part in own.values() for run in part}
-    is_moved = {run for part in own.values() for run in part if any(r.vertex in problem.attentions_in_pieces for r in part)}
+    is_moved = {
+        run for part in own.values() for run in part if any(r.vertex in problem.attentions_in_pieces for r in part)
+    }
     moved = []
     for run in runs:
         if run not in is_moved:

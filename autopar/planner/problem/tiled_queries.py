@@ -33,6 +33,7 @@ from .tiled_rows import fraction, standing_alone
 if TYPE_CHECKING:
     from ..objective.evaluate import Evaluation
 
+
 @dataclass(frozen=True)
 class Local:
     """The form of a tensor on the device that holds most of it."""
