@@ -3,7 +3,7 @@
     pointwise, casts       tensors that are the same at all places are read whole
     products               rows with a matrix
     views                  a reshape that keeps the dim by itself, transpose, permute, unsqueeze, squeeze
-    parts                  split, slice and cat of other dims
+    parts                  split, slice and cat of other dims, and a slice's gradient
     along another dim      sums, means, norms
     sums over places       gradients of weights
 
@@ -73,6 +73,8 @@ def _places(node: fx.Node) -> dict[fx.Node, Dims] | None:
         cut = _dim(op, ndim)
         return {argument: {d: d for d in range(ndim) if d != cut} for argument in read}
     if op.target in (aten.split.Tensor, aten.split_with_sizes.default, aten.slice.Tensor):
+        return {first: {d: d for d in range(ndim) if d != _dim(op, ndim)}}
+    if op.target is aten.slice_backward.default and bound(op)["step"] == 1:
         return {first: {d: d for d in range(ndim) if d != _dim(op, ndim)}}
     if op.target is aten.reshape.default:
         return {first: _reshaped(first.meta["val"].shape, value.shape)}

@@ -22,20 +22,19 @@ from .emit import Builder
 from .replace import origin, replace
 
 aten = torch.ops.aten
-Ranges = dict[str, tuple[int, ...]]  # by name of an attention, how many queries each of its ranges has, and its place
+Ranges = dict[fx.Node, tuple[int, ...]]  # of an attention, how many queries each of its ranges has, and its place
 
 
 def join_ranges(graph: fx.Graph, names: Collection[str]) -> Ranges:
     """Rewrite a local joint graph in place; `names`: of attentions of the forward, whose backwards follow. Return the
-    ranges of those that had several."""
+    ranges of those that had several, which are known by `part_of`."""
     found: Ranges = {}
-    joined: set[fx.Node] = set()
     for calls in _calls(graph):
         name, lse = str(calls[0].meta.get("part_of")), bound(calls[0]).get("lse")
-        is_behind = lse is not None and operand(_whole(lse, name)) in joined
+        is_behind = lse is not None and operand(_whole(lse, name)) in found
         if len(calls) > 1 and (name in names or is_behind):
-            one, found[name] = _join(graph, name, calls)
-            joined.add(one)
+            one, ranges = _join(graph, name, calls)
+            found[one] = ranges
     if found:
         graph.eliminate_dead_code()
     return found

@@ -20,7 +20,7 @@ from ...ops import ATTENTION, autopar
 from ...rules.query_regions import WHOLE, QueryRegion, attention_rows, query_regions
 from ...rules.reading import bound
 from .emit import Builder
-from .join_ranges import join_ranges
+from .join_ranges import Ranges, join_ranges
 from .replace import move_before, origin, replace
 from .tile_rows import Written, text_of
 
@@ -32,16 +32,25 @@ def tile_queries(graph: fx.Graph, names: Collection[str], alone: bool = False) -
     """Rewrite a local joint graph in place; `names`: of the attentions, where the graph has them; `alone`: with nothing
     besides. What was there is left without readers. Raises VerifyError if the backward of one reads other queries."""
     ranges = join_ranges(graph, names)
-    attentions = [node for node in graph.nodes if node.name in names]
+    attentions = [
+        node for node in graph.nodes if node.target is autopar.attention.default and _name(node, ranges) in names
+    ]
+    if missing := set(names) - {_name(node, ranges) for node in attentions}:
+        raise VerifyError(f"no attention {', '.join(sorted(missing))} is in the local graph, which is to run in pieces")
     regions = {region.node: region for region in query_regions(graph, alone)} if attentions else {}
     for node in attentions:
         if node not in regions:
             message = f"a redistribution parts {node.name} from its backward, which are to run in pieces"
             raise VerifyError(message, node=describe(node))
-        _tile(graph, regions[node], ranges.get(node.name))
+        _tile(graph, regions[node], ranges)
 
 
-def _tile(graph: fx.Graph, region: QueryRegion, ranges: Sequence[int] | None) -> None:
+def _name(node: fx.Node, ranges: Ranges) -> str:
+    """Return the name of an attention in the joint graph."""
+    return str(node.meta["part_of"]) if node in ranges else node.name
+
+
+def _tile(graph: fx.Graph, region: QueryRegion, ranges: Ranges) -> None:
     """Put one op in the place of a region's forward, and one in that of its backward, where the attention's own is."""
     builder = Builder(graph, operand(region.node).meta["val"].fake_mode)
     backward = (*region.again, *region.backward)
@@ -64,41 +73,53 @@ def _put(
     ops: Nodes,
     gives: tuple[Nodes, Nodes],
     of: fx.Node,
-    ranges: Sequence[int] | None,
+    ranges: Ranges,
 ) -> None:
     """Add an op that computes `ops` in pieces, and let it give what they gave, rows and sums over them."""
     rows, whole = reads = region.read(ops)
     dims = [region.dims.get(x, DIM) for x in (*rows, *gives[0])]
     names = {node: Written(f"w{i}") for i, node in enumerate(whole)}
 
-    def given(node: fx.Node) -> Sequence[object]:
+    def given(node: fx.Node) -> tuple[object, Sequence[object]]:
         return _in_piece(node, region.dims.get(node), names)
 
-    builder.meta = origin(of) | {"part_of": of.name}
+    name = _name(of, ranges)
+    builder.meta = origin(of) | {"part_of": name}
     text = text_of(ops, reads, gives, given)
-    arguments = text, list(rows), dims, list(whole), None if ranges is None else list(ranges)
-    made = builder.call(autopar.queries_in_pieces.default, *arguments, name=f"{of.name}_in_pieces")
+    arguments = text, list(rows), dims, list(whole), list(ranges[of]) if of in ranges else None
+    made = builder.call(autopar.queries_in_pieces.default, *arguments, name=f"{name}_in_pieces")
     for i, node in enumerate((*gives[0], *gives[1])):
         builder.meta = {}
         replace_by = builder.call(operator.getitem, made, i)
         replace(node, replace_by)
-        replace_by.meta["part_of"] = of.name  # which is what a plan computes again, or not
+        replace_by.meta["part_of"] = name  # which is what a plan computes again, or not
 
 
 DIM = 2  # of queries in what an attention gives
 
 
-def _in_piece(node: fx.Node, dim: int | None, whole: dict[fx.Node, Written]) -> Sequence[object]:
-    """Return the arguments of an op for any number of queries, from any place on."""
+def _in_piece(node: fx.Node, dim: int | None, whole: dict[fx.Node, Written]) -> tuple[object, Sequence[object]]:
+    """Return an op and its arguments for any number of queries, from any place on."""
     if node.target in SIZED and dim is not None:
         sizes = list(node.meta["val"].shape)
-        return node.args[0], [*sizes[:dim], -1, *sizes[dim + 1 :]]
+        return node.target, (node.args[0], [*sizes[:dim], -1, *sizes[dim + 1 :]])
+    if node.target is aten.slice_backward.default:  # which says the sizes as well
+        return aten.constant_pad_nd.default, (node.args[0], _padding(node))
     if node.target not in ATTENTION:
-        return node.args
+        return node.target, node.args
     given, rows = bound(node), attention_rows(node)
     own = {name: whole[x] if x in whole and (name in WHOLE or x not in rows) else x for name, x in given.items()}
     if given["causal"] or given["window"]:
         own["first"] = Written(f"place(1, {given['first']})")
     if given["state"] is not None:
         own["start"] = Written(f"place({given['strides'][2]}, {given['start']})")
-    return list(own.values())
+    return node.target, list(own.values())
+
+
+def _padding(node: fx.Node) -> list[int]:
+    """Return what the gradient of a slice puts before and behind that of a part, the last dim first."""
+    given, shape = bound(node), node.meta["val"].shape
+    dim = given["dim"] % len(shape)
+    before = given["start"] % shape[dim]
+    behind = shape[dim] - before - operand(node).meta["val"].shape[dim]
+    return [0, 0] * (len(shape) - 1 - dim) + [before, behind]

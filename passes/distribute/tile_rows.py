@@ -95,17 +95,17 @@ class Written(str):
     """An argument as a program has it."""
 
 
-Given = Callable[[fx.Node], Sequence[object]]
+Given = Callable[[fx.Node], tuple[object, Sequence[object]]]
 
 
-def _of_rows(node: fx.Node) -> Sequence[object]:
-    """Return the arguments of an op for any number of rows."""
-    return (node.args[0], _widened(node)) if node.target is aten.expand.default else node.args
+def _of_rows(node: fx.Node) -> tuple[object, Sequence[object]]:
+    """Return an op and its arguments for any number of rows."""
+    return node.target, (node.args[0], _widened(node)) if node.target is aten.expand.default else node.args
 
 
 def text_of(ops: Nodes, reads: tuple[Nodes, Nodes], gives: tuple[Nodes, Nodes], given: Given = _of_rows) -> str:
-    """Return the program of `ops`, whose arguments and results have the names of their places; `given`: the arguments
-    of an op in a piece."""
+    """Return the program of `ops`, whose arguments and results have the names of their places; `given`: an op in a
+    piece, and its arguments."""
     names = {node: f"{kind}{i}" for kind, nodes in zip("wrt", (*reads[::-1], ops)) for i, node in enumerate(nodes)}
 
     def written(value: object) -> str:
@@ -120,8 +120,8 @@ def text_of(ops: Nodes, reads: tuple[Nodes, Nodes], gives: tuple[Nodes, Nodes], 
         if node.target is operator.getitem:
             lines.append(f"{names[node]} = {written(node.args[0])}[{node.args[1]}]")
             continue
-        kept = KEPT.get(node.target, tuple(node.kwargs))
-        arguments = [*map(written, given(node)), *(f"{k}={written(node.kwargs[k])}" for k in kept if k in node.kwargs)]
-        lines.append(f"{names[node]} = {node.target}({', '.join(arguments)})")
+        (op, own), kept = given(node), KEPT.get(node.target, tuple(node.kwargs))
+        arguments = [*map(written, own), *(f"{k}={written(node.kwargs[k])}" for k in kept if k in node.kwargs)]
+        lines.append(f"{names[node]} = {op}({', '.join(arguments)})")
     rows, sums = ("".join(f"{names[node]}, " for node in nodes) for nodes in gives)
     return "; ".join([*lines, f"return ({rows}), ({sums})"])
