@@ -28,9 +28,9 @@ from .attention_forms import lse_dtype
 from .row_pieces import cuts, parsed, wide
 
 aten, autopar = torch.ops.aten, torch.ops.autopar
-# Each piece reads the keys and adds to their gradients. For a number of a key, n queries of a head take 10 n operations in
-# the backward, and the sums move some 12 bytes once a head of keys: at 2**13 queries about 1 % of an H100's time where
-# four heads share keys, 3 % where none do. A piece of 32 heads of 128 in 16 bits has 64 MiB a tensor.
+# Each piece reads the keys and adds to their gradients. For a number of a key, n queries of a head take 10 n operations
+# in the backward, and the sums move some 12 bytes once a head of keys: at 2**13 queries about 1 % of an H100's time
+# where four heads share keys, 3 % where none do. A piece of 32 heads of 128 in 16 bits has 64 MiB a tensor.
 MOST_QUERIES = 2**13  # of a piece
 MOST_KEYS = 2**14  # of a block: each adds to the gradient of all queries of a piece, once for so many keys
 

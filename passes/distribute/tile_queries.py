@@ -1,7 +1,7 @@
 """Attention some queries at a time, with what lies before and behind it, as one op each in the forward and backward.
 
-    out, lse         = queries_in_pieces("t0 = autopar.linear.default(r0, w0); ...", [source, cos], dims, [weight, k, v])
-    dx, dw, dk, dv   = queries_in_pieces("...", [source, gradient, out, lse, cos], dims, [weights, k, v])
+    out, lse        = queries_in_pieces("t0 = autopar.linear.default(r0, w0); ...", [source, cos], dims, [weight, k, v])
+    dx, dw, dk, dv  = queries_in_pieces("...", [source, gradient, out, lse, cos], dims, [weights, k, v])
 
 The backward's program starts with the ops of the forward whose tensors it reads; autopar/ops/query_pieces.py runs both.
 """

@@ -153,7 +153,7 @@ class Dropped(nn.Module):
 
 @pytest.mark.parametrize("mesh, strategy", [("dp=1", None), ("cp=2", "all_gather_kv"), ("dp=2", "ddp")])
 def test_the_same_weights_are_dropped(mesh, strategy):
-    """As without pieces: which weight is dropped depends on its place."""
+    """Which weight is dropped depends on its place, so that a step equals that without pieces."""
     model, ids = Dropped().double(), (torch.randint(0, 11, (2, 10)),)
     plan, captured = plan_and_capture(model, mesh, ids, strategy=strategy, tile="queries", **CPU)
     values = global_values(captured, model, ids)
@@ -176,7 +176,7 @@ def test_numbers_in_16_bits_are_nearly_those_of_whole_attention():
 
 
 def test_queries_are_never_whole():
-    """Of 12 queries none of the tensors of a local graph that lie between a projection and attention has them all."""
+    """No tensor of a local graph that lies between a projection and attention has all 12 queries."""
     model, inputs = Model(("causal",), 4, 4), inputs_of("causal", 12)
     plan, captured = plan_and_capture(model, "dp=1", inputs, tile="queries", **CPU)
     heads = [
