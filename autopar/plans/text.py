@@ -261,7 +261,7 @@ def tiled_lines(plan: Plan) -> list[str]:
         for t in plan.tiled
         if t.is_loss
     ]
-    rows, queries = ([t for t in plan.tiled if is_one(t)] for is_one in (lambda t: t.is_of_rows, lambda t: t.kind))
+    rows, queries = [t for t in plan.tiled if t.is_of_rows], [t for t in plan.tiled if t.kind]
     return losses + [_pieces_line(what, some) for what, some in (("rows", rows), ("queries", queries)) if some]
 
 

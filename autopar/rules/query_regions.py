@@ -51,7 +51,7 @@ class QueryRegion(RowRegion):
     @cached_property
     def given(self) -> tuple[fx.Node, ...]:
         """Return the tensors that leave the forward, the attention's results."""
-        return tuple(sorted(self.node.users, key=lambda user: int(user.args[1])))  # type: ignore[arg-type]  # a number
+        return tuple(sorted(self.node.users, key=lambda user: tensor_of(user)[1]))
 
     @cached_property
     def whole(self) -> tuple[fx.Node, ...]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...ir.graph import operand
+from ...ir.graph import operand, tensor_of
 from ...ops import ATTENTION
 from ...rules.reading import bound
 from .emit import Builder
@@ -56,11 +56,11 @@ def _join(graph: fx.Graph, name: str, calls: Sequence[fx.Node]) -> tuple[fx.Node
     own = {key: _whole(value, name) for key, value in bound(calls[0]).items()}
     builder = Builder(graph, operand(calls[0]).meta["val"].fake_mode)
     builder.meta = origin(calls[0]) | {"part_of": name}
-    results = [_last(item, name) for item in sorted(calls[0].users, key=lambda user: int(user.args[1]))]
-    indices = sorted(int(user.args[1]) for user in calls[0].users)
+    items = sorted((tensor_of(item)[1], item) for item in calls[0].users)
+    results = [(index, _last(item, name)) for index, item in items]
     with graph.inserting_before(calls[0]):
         made = builder.call(calls[0].target, *own.values(), name=name)
-        for index, old in zip(indices, results):
+        for index, old in results:
             replace(old, builder.call(operator.getitem, made, index))
     return made, tuple(number for many, first in zip(queries, firsts) for number in (many, first - firsts[0]))
 
