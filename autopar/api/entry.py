@@ -130,10 +130,10 @@ def plan(
     of rows: the last linear layer and its loss, without logits ("loss"), MLPs ("mlp"), attention's queries ("queries"),
     several of them ("loss+mlp"), "none", or "auto", where memory is short and that is faster (docs/sequences.md).
     `loops`: which gathers and reduce-scatters go round beside the products that read or make what they move: "never",
-    "auto", where that is faster, or "always" where it can be (docs/planning.md). `offload`: what the host holds: "none"; where memory is short, values that the
-    backward reads ("activations"), or also parameters that train, with their gradients and optimizer state ("auto"); or
-    all of those parameters ("optimizer"). `solver`: "dual", the search, or "ilp", which for a small model on a mesh
-    without stages gives the full integer program to OR-tools, as a cross-check. With `tokens_per_second` the batch is
+    "auto", where that is faster, or "always" where it can be (docs/planning.md). `offload`: what the host holds:
+    "none"; where memory is short, values that the backward reads ("activations"), or also parameters that train, with
+    their gradients and optimizer state ("auto"); or all of those parameters ("optimizer"). `solver`: "dual", the
+    search, or "ilp", which for a small model on a mesh without stages gives the full integer program to OR-tools, as a cross-check. With `tokens_per_second` the batch is
     free: that of `example_inputs` times powers of two, and the plan is that of the one with the most tokens a second
     that fits. Raises subclasses of AutoparError; MemoryInfeasibleError with `fixes`, what would fit instead, unless
     `fixes=False` leaves that out: it takes several searches."""
