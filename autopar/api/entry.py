@@ -133,10 +133,10 @@ def plan(
     "auto", where that is faster, or "always" where it can be (docs/planning.md). `offload`: what the host holds:
     "none"; where memory is short, values that the backward reads ("activations"), or also parameters that train, with
     their gradients and optimizer state ("auto"); or all of those parameters ("optimizer"). `solver`: "dual", the
-    search, or "ilp", which for a small model on a mesh without stages gives the full integer program to OR-tools, as a cross-check. With `tokens_per_second` the batch is
-    free: that of `example_inputs` times powers of two, and the plan is that of the one with the most tokens a second
-    that fits. Raises subclasses of AutoparError; MemoryInfeasibleError with `fixes`, what would fit instead, unless
-    `fixes=False` leaves that out: it takes several searches."""
+    search, or "ilp", which for a small model on a mesh without stages gives the full integer program to OR-tools, as a
+    cross-check. With `tokens_per_second` the batch is free: that of `example_inputs` times powers of two, and the plan
+    is that of the one with the most tokens a second that fits. Raises subclasses of AutoparError; MemoryInfeasibleError
+    with `fixes`, what would fit instead, unless `fixes=False` leaves that out: it takes several searches."""
     return search(
         model, mesh, example_inputs, hardware=hardware, memory=memory, optimizer=optimizer, precision=precision,
         reduce_dtype=reduce_dtype, state_dtype=state_dtype, execution=execution, expert_load=expert_load,

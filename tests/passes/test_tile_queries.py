@@ -153,7 +153,7 @@ class Dropped(nn.Module):
 
 @pytest.mark.parametrize("mesh, strategy", [("dp=1", None), ("cp=2", "all_gather_kv"), ("dp=2", "ddp")])
 def test_the_same_weights_are_dropped(mesh, strategy):
-    """Which weight is dropped depends on its place, so that a step equals that without pieces."""
+    """A step equals that without pieces, as the place of a weight says whether it is dropped."""
     model, ids = Dropped().double(), (torch.randint(0, 11, (2, 10)),)
     plan, captured = plan_and_capture(model, mesh, ids, strategy=strategy, tile="queries", **CPU)
     values = global_values(captured, model, ids)
