@@ -127,16 +127,16 @@ def plan(
     may follow one another through them in `sequence_chunks` of their tokens (None: where a batch has few rows and that
     is faster; docs/sequences.md). For a number of devices the plan may have stages or not; it has some if a schedule is
     asked for. `recompute`: "auto", or "none", "selective" or "full" for all blocks. `tile`: what is computed in pieces
-    of rows: the last linear layer and its loss, without logits ("loss"), MLPs ("mlp"), both ("loss+mlp"), "none", or
-    "auto", where memory is short and that is faster (docs/sequences.md). `loops`: which gathers and reduce-scatters go
-    round beside the products that read or make what they move: "never", "auto", where that is faster, or "always" where
-    it can be (docs/planning.md). `offload`: what the host holds: "none"; where memory is short, values that the
-    backward reads ("activations"), or also parameters that train, with their gradients and optimizer state ("auto"); or
-    all of those parameters ("optimizer"). `solver`: "dual", the search, or "ilp", which for a small model on a mesh
-    without stages gives the full integer program to OR-tools, as a cross-check. With `tokens_per_second` the batch is
-    free: that of `example_inputs` times powers of two, and the plan is that of the one with the most tokens a second
-    that fits. Raises subclasses of AutoparError; MemoryInfeasibleError with `fixes`, what would fit instead, unless
-    `fixes=False` leaves that out: it takes several searches."""
+    of rows: the last linear layer and its loss, without logits ("loss"), MLPs ("mlp"), attention's queries ("queries"),
+    several of them ("loss+mlp"), "none", or "auto", where memory is short and that is faster (docs/sequences.md).
+    `loops`: which gathers and reduce-scatters go round beside the products that read or make what they move: "never",
+    "auto", where that is faster, or "always" where it can be (docs/planning.md). `offload`: what the host holds:
+    "none"; where memory is short, values that the backward reads ("activations"), or also parameters that train, with
+    their gradients and optimizer state ("auto"); or all of those parameters ("optimizer"). `solver`: "dual", the
+    search, or "ilp", which for a small model on a mesh without stages gives the full integer program to OR-tools, as a
+    cross-check. With `tokens_per_second` the batch is free: that of `example_inputs` times powers of two, and the plan
+    is that of the one with the most tokens a second that fits. Raises subclasses of AutoparError; MemoryInfeasibleError
+    with `fixes`, what would fit instead, unless `fixes=False` leaves that out: it takes several searches."""
     return search(
         model, mesh, example_inputs, hardware=hardware, memory=memory, optimizer=optimizer, precision=precision,
         reduce_dtype=reduce_dtype, state_dtype=state_dtype, execution=execution, expert_load=expert_load,

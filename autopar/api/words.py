@@ -10,7 +10,9 @@ Inputs = Literal["global", "local"]
 Outputs = Literal["stage", "everywhere", "sharded"]
 Offload = Literal["none", "auto", "activations", "optimizer"]
 Recompute = Literal["auto", "none", "selective", "full"]
-Tile = Literal["auto", "none", "loss", "mlp", "loss+mlp"]
+Tile = Literal[
+    "auto", "none", "loss", "mlp", "queries", "loss+mlp", "loss+queries", "mlp+queries", "loss+mlp+queries"
+]  # fmt: skip
 Loops = Literal["never", "auto", "always"]
 Solver = Literal["dual", "ilp"]
 Execution = Literal["eager", "compiled"]

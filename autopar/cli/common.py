@@ -11,9 +11,10 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from .. import models
+from ..api.words import Tile
 from ..errors import MeshError, PipelineError, StrategyError
 from ..hardware import profile
 from ..ir.mesh import Mesh
@@ -130,8 +131,11 @@ def add_batching(parser) -> None:
     samples = "the same by the samples that a data-parallel replica computes at once: K = batch / (N * replicas)"
     parser.add_argument("--micro-batch", type=count, metavar="N", help=samples)
     level = "what the backward computes again, in every block (default auto: as little as the memory demands)"
-    tile = "the last layer and its loss without logits, MLPs in pieces of rows (default auto: where memory is short)"
-    parser.add_argument("--tile", choices=("auto", "none", "loss", "mlp", "loss+mlp"), default="auto", help=tile)
+    tile = (
+        "the last layer and its loss without logits, MLPs in pieces of rows, attention in pieces of its queries "
+        "(default auto: where memory is short)"
+    )
+    parser.add_argument("--tile", choices=get_args(Tile), default="auto", help=tile)
     loops = "collectives that go round beside products: none, where that is faster, where it can be (default never)"
     parser.add_argument("--loops", choices=("never", "auto", "always"), default="never", help=loops)
     parser.add_argument("--recompute", choices=("auto", "none", "selective", "full"), default="auto", help=level)

@@ -73,7 +73,7 @@ def _ranges_of(
     return attention_window.ranges(q, k, causal, first, window) if window else None
 
 
-def _counted(first: int, k: Tensor) -> int:
+def counted(first: int, k: Tensor) -> int:
     """Return the number of the first query, which may be counted from the end of the keys (FROM_END)."""
     return first - FROM_END + k.shape[2] if first < FROM_END // 2 else first
 
@@ -122,7 +122,7 @@ def attention(
     a softmax gives it. With a `window`
     that is not 0 a query attends to the keys less than so many places away from it: attention_window.py. Returns the
     output (b, h, s, d_v) and the log-sum-exp (b, h, s): 0 and -inf for a query that may attend to no key."""
-    mask, scale, first = additive(mask, q.dtype), _scale(q, scale), _counted(first, k)
+    mask, scale, first = additive(mask, q.dtype), _scale(q, scale), counted(first, k)
     k, v = (attention_heads.read(x, q, head, group) for x in (k, v))
     form = _form_of(softcap, weight_dropout(state, p, stream, start, strides, micro_batch_step))
     ranges = _ranges_of(q, k, causal, first, documents, key_documents, window)
@@ -164,7 +164,7 @@ def attention_bw(
     """Return the gradients of q, k and v; those of keys and values are sums over the queries that are here. `of_block`:
     the log-sum-exp is exact, and may be over more keys than are here, or sinks."""
     is_exact = mask is None or mask.dtype == torch.bool or of_block or softcap != 0.0
-    mask, scale, first = additive(mask, q.dtype), _scale(q, scale), _counted(first, k)
+    mask, scale, first = additive(mask, q.dtype), _scale(q, scale), counted(first, k)
     keys, values = (attention_heads.read(x, q, head, group) for x in (k, v))
     form = _form_of(softcap, weight_dropout(state, p, stream, start, strides, micro_batch_step))
     ranges, tensors = _ranges_of(q, k, causal, first, documents, key_documents, window), (q, keys, values, out, lse)
@@ -206,7 +206,7 @@ def attention_bias_bw(
     documents."""
     if documents is not None or key_documents is not None:
         raise RuntimeError("no gradient of a mask among documents")
-    first = _counted(first, k)
+    first = counted(first, k)
     dmask = torch.zeros(mask.shape, dtype=lse_dtype(q.dtype), device=mask.device)
     keys, values = (attention_heads.read(x, q, head, group) for x in (k, v))
     form = _form_of(softcap, weight_dropout(state, p, stream, start, strides, micro_batch_step), dmask)

@@ -9,7 +9,7 @@ kernels and formulas only.
 Shapes in the docstrings are those of the call, local or global alike. Attention, products of stacks of matrices, batch
 norm, fake quantization, quantized weights, 8-bit floats, random numbers, the sums of a cross-entropy and CTC have files
 of their own: autopar/ops/attention.py, matmul.py, grouped.py, batch_norm.py, fake_quant.py, nf4.py, fp8.py,
-fp8_linear.py, counter_rng.py, vocab_loss.py, linear_loss.py, row_pieces.py and ctc.py.
+fp8_linear.py, counter_rng.py, vocab_loss.py, linear_loss.py, row_pieces.py, query_pieces.py and ctc.py.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from . import (  # noqa: F401  (most for their ops, which they register)
     nf4,
     on_gloo,
     packed_linear,
+    query_pieces,
     ring_documents,
     row_pieces,
     row_rounds,

@@ -4,8 +4,8 @@
 
 The program is text, so that a graph shows it and a file holds it: `r0`, `r1` are tensors of rows, which are cut, `w0`,
 `w1` what every piece reads whole. It returns tensors of rows, which stand side by side, and sums over rows, which add
-up over pieces. What is between exists for one piece. Nothing but ops, their results by number (`t2 = t1[0]`), numbers
-and types can be written in it.
+up over pieces. What is between exists for one piece. Nothing but ops, their results by number (`t2 = t1[0]`), numbers,
+types and numbers that depend on a piece's place (`place(2, 5)` is twice that and 5) can be written in it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from __future__ import annotations
 import ast
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ aten = torch.ops.aten
 MOST_ROWS = 2**12  # of a piece
 NUMBERS = {"inf": math.inf, "nan": math.nan}
 TYPES = (torch.dtype, torch.memory_format)
+NONE: Mapping[Any, Any] = MappingProxyType({})
 
 
 def pieces_of(rows: Sequence[int]) -> tuple[int, int]:
@@ -52,21 +54,21 @@ def in_pieces(program: str, rows: Sequence[Tensor], whole: Sequence[Tensor]) -> 
     if count == 1 or not size:
         return [x.contiguous() for x in known(rows, whole)]
     found: list[Tensor] = []
-    for start, end in _cuts(size, count):
+    for start, end in cuts(size, count):
         here = [x.narrow(dim, start, end - start).contiguous() for x in rows]  # else products copy the weights
-        made = known(here, whole, found[len(known.rows) :])
+        made = known(here, whole, dict(zip(known.sums, found[len(known.rows) :])))
         if not found:
             types = [x.dtype for x in made]
             shapes = [(*x.shape[:dim], size, *x.shape[dim + 1 :]) for x in made[: len(known.rows)]]
             found = [x.new_empty(shape) for x, shape in zip(made, shapes)]
-            found += [x if name in known.products else _wide(x) for name, x in zip(known.sums, made[len(found) :])]
+            found += [x if name in known.products else wide(x) for name, x in zip(known.sums, made[len(found) :])]
         for x, piece in zip(found, made[: len(known.rows)]):
             aten.copy_(x.narrow(dim, start, end - start), piece)
         del here, made
     return [x.to(type_) for x, type_ in zip(found, types)]
 
 
-def _wide(x: Tensor) -> Tensor:
+def wide(x: Tensor) -> Tensor:
     """Return a sum in a type to which those of many pieces can be added."""
     return x.float() if x.dtype.itemsize < 4 else x
 
@@ -76,7 +78,7 @@ def _(program, rows, whole):
     return [x.new_empty(x.shape) for x in parsed(program)(rows, whole)]
 
 
-def _cuts(size: int, count: int) -> Iterator[tuple[int, int]]:
+def cuts(size: int, count: int) -> Iterator[tuple[int, int]]:
     """Iterate over the ends of pieces that differ by one at most, the largest first."""
     small, larger = divmod(size, count)
     start = 0
@@ -91,6 +93,14 @@ class Name:
     """A place in a program's arguments that a tensor takes."""
 
     name: str
+
+
+@dataclass(frozen=True)
+class Place:
+    """A number that grows by `step` with the place of a piece's first row, from `first` on."""
+
+    step: int
+    first: int
 
 
 @dataclass(frozen=True)
@@ -117,26 +127,48 @@ class Program:
         """Return the names of what products of all rows give."""
         return frozenset(step.name for step in self.steps if step.target is torch.ops.autopar.linear_dw.default)
 
-    def __call__(self, rows: Sequence[Tensor], whole: Sequence[Tensor], sums: Sequence[Tensor] = ()) -> list[Tensor]:
-        """Return the rows of a piece and its sums, or what those add to if `sums` are given, which change."""
+    def __call__(
+        self,
+        rows: Sequence[Tensor],
+        whole: Sequence[Tensor],
+        sums: Mapping[str, Tensor] = NONE,
+        place: int = 0,
+        instead: Mapping[object, Callable[..., Any]] = NONE,
+    ) -> list[Tensor]:
+        """Return the rows of a piece and its sums, or what those add to if `sums` are given by name, which change.
+        `place`: of the piece's first row; `instead`: what is called in the place of ops."""
         tensors = {f"r{i}": x for i, x in enumerate(rows)} | {f"w{i}": x for i, x in enumerate(whole)}
-        into = dict(zip(self.sums, sums))
         for step in self.steps:
-            args = [tensors[a.name] if isinstance(a, Name) else a for a in step.args]
-            if step.name in into:
-                tensors[step.name] = _added(into[step.name], step.target, args, step.kwargs)
+            args = [_given(a, tensors, place) for a in step.args]
+            target = instead.get(step.target, step.target)
+            if step.name in sums:
+                tensors[step.name] = _added(sums[step.name], target, args, step.kwargs)
             else:
-                tensors[step.name] = step.target(*args, **step.kwargs)
+                tensors[step.name] = target(*args, **step.kwargs)
             del args
             for name in step.last:
                 del tensors[name]
         return [tensors[name] for name in (*self.rows, *self.sums)]
 
 
+def _given(argument: Any, tensors: Mapping[str, Tensor], place: int) -> Any:
+    """Return what stands for an argument of a program in the piece at a place."""
+    match argument:
+        case Name(name):
+            return tensors[name]
+        case Place(step, first):
+            return first + step * place
+        case list():
+            return [_given(a, tensors, place) for a in argument]
+    return argument
+
+
 def _added(total: Tensor, target: Callable[..., Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Add what an op gives to a sum, in place; a product without a copy of its own."""
+    """Add what an op gives to a sum, in place; a product without a copy of its own. One that is called instead of an op
+    may have added it already, and gives the sum."""
     if target is not torch.ops.autopar.linear_dw.default:
-        return total.add_(target(*args, **kwargs))
+        more = target(*args, **kwargs)
+        return total if more is total else total.add_(more)
     grad, x = (t.reshape(-1, t.shape[-1]) for t in args)
     return total.addmm_(grad.t(), x)
 
@@ -194,7 +226,9 @@ def _op(path: ast.expr) -> Callable[..., Tensor]:
 
 
 def _value(item: ast.expr) -> Any:
-    """Return a name of a tensor, a number, a list of numbers or a type, as an argument says."""
+    """Return a name of a tensor, a number, a list of them, a type or a number by place, as an argument says."""
+    if isinstance(item, ast.Call) and isinstance(item.func, ast.Name) and item.func.id == "place":
+        return Place(*map(ast.literal_eval, item.args))
     if isinstance(item, ast.Name):
         return NUMBERS.get(item.id) or Name(item.id)
     if isinstance(item, ast.UnaryOp) and isinstance(item.op, ast.USub):

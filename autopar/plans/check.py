@@ -19,6 +19,7 @@ from ..ir.layout import ROWS, Layout, is_even, is_legal
 from ..ir.mesh import Mesh
 from ..rules.lookup import has_rows
 from ..rules.loss_regions import loss_regions
+from ..rules.query_regions import query_regions
 from ..rules.row_regions import row_regions
 from ..rules.rule import Strategy
 from .saved_on_host import SavedOnHost
@@ -71,12 +72,13 @@ def check_decisions(graph: fx.Graph, sharding: Sharding) -> None:
 
 def check_tiled(graph: fx.Graph, regions: Sequence[TiledRegion]) -> None:
     """Raise PlanIncompatible if one of these is no region of the graph: no last linear layer whose logits a loss alone
-    reads, or no row-wise ops."""
+    reads, no row-wise ops, or no attention with a backward."""
     losses = {region.node.name for region in loss_regions(graph)} if any(r.is_loss for r in regions) else set()
-    rows = {region.node.name for region in row_regions(graph)} if not all(r.is_loss for r in regions) else set()
+    rows = {region.node.name for region in row_regions(graph)} if any(r.is_of_rows for r in regions) else set()
+    queries = {region.node.name for region in query_regions(graph)} if any(r.kind for r in regions) else set()
     for region in regions:
-        if region.node not in (losses if region.is_loss else rows):
-            kind = "last layer of a loss" if region.is_loss else "end of row-wise ops"
+        if region.node not in (losses if region.is_loss else queries if region.kind else rows):
+            kind = "last layer of a loss" if region.is_loss else "attention" if region.kind else "end of row-wise ops"
             raise PlanIncompatible(
                 f"the plan computes {region.node:.80} in pieces, which is no {kind}", fix="plan again"
             )

@@ -291,6 +291,7 @@ OPTIONAL: Json = {
 }
 # The same of each of the alternatives.
 OF_ALTERNATIVES: Json = {"micro_batches": 1, "recomputed_blocks": 0, "offload": "none", "mesh": "", "schedule": ""}
+OF_TILED: Json = {"kind": ""}
 OF_PAIRS: Json = {"gained_by_stage": []}
 OF_PIPELINE: Json = {"row_chunks": 1, "attention_share": 0.0, "pairs": None}
 SCHEMA: Kind = {
@@ -330,7 +331,7 @@ SCHEMA: Kind = {
                     "sent_bytes": amount}],
     "saved_on_host": {"values": [(text, count)], "bytes_": amount, "seconds": amount, "exposed_seconds": amount},
     "shardings": [{"stages": [count], "layouts": Values(text)}],
-    "tiled": [{"node": text, "layer": text, "bytes_": amount, "seconds": amount, "pieces": count}],
+    "tiled": [{"node": text, "layer": text, "bytes_": amount, "seconds": amount, "pieces": count, "kind": text}],
     "reduces_once": flag, "overlaps": flag, "samples": count,
     "pipeline": {
         "axis": text, "ranks": size, "schedule": text, "micro_batches": size, "stages_per_rank": size, "cuts": [text],
@@ -353,10 +354,12 @@ SCHEMA: Kind = {
 
 
 def _in_full(body: Json) -> Json:
-    """Return a plan's data with what its alternatives, pipeline, sharding and routing leave out."""
+    """Return a plan's data with what its alternatives, pieces, pipeline, sharding and routing leave out."""
     rows, sharding = body.get("alternatives"), body.get("sharding")
     if isinstance(sharding, dict):
         body = body | {"sharding": {"loops": [], "exchanges": []} | sharding}
+    if isinstance(tiled := body.get("tiled"), list):
+        body = body | {"tiled": [OF_TILED | one if isinstance(one, dict) else one for one in tiled]}
     if isinstance(routing := body.get("routing"), dict):
         body = body | {"routing": NO_ROUTING | routing}
     if isinstance(pipeline := body.get("pipeline"), dict):

@@ -14,10 +14,12 @@ from .file import MEMORY_KINDS
 from .loops import loop_lines
 from .pipeline_text import pipeline_lines
 from .routing import routing_lines
+from .tiled import ATTENTION
 from .wording import wording
 
 if TYPE_CHECKING:
     from .plan import Plan
+    from .tiled import TiledRegion
 
 MOST_KINDS = 6  # that a line names
 CLOSED = 0.2  # of the model's FLOPs, from which on a plan says how many masks close
@@ -254,25 +256,30 @@ def recomputed_lines(plan: Plan) -> list[str]:
 
 
 def tiled_lines(plan: Plan) -> list[str]:
-    """Return a line on each last layer and loss in blocks, without logits, and one on the MLPs in pieces."""
+    """Return a line on each last layer and loss in blocks, without logits, one on the MLPs in pieces, and one on
+    attentions in pieces of their queries."""
     losses = [
         f"loss of {t.layer or t.node} in blocks: {size(t.bytes_)} of logits a device are never whole, nor their "
         f"gradient; the backward makes them again, {ms(t.seconds)} more of compute"
         for t in plan.tiled
         if t.is_loss
     ]
-    rows = [t for t in plan.tiled if not t.is_loss]
-    if not rows:
-        return losses
-    names = list(dict.fromkeys(re.sub(r"\d+", "*", t.layer or t.node) for t in rows))
-    pieces, largest = max(t.pieces for t in rows), max(t.bytes_ for t in rows)
-    many = f"{', '.join(names[:4])}{' ...' if len(names) > 4 else ''} (x{len(rows)})"
-    line = (
-        f"rows of {many} in {pieces} piece{'s' if pieces > 1 else ''}: {size(largest)} of activations a device inside "
-        f"of each are there for a piece at a time; the backward makes them again, {ms(sum(t.seconds for t in rows))} "
-        "more of compute"
+    rows, queries = [t for t in plan.tiled if t.is_of_rows], [t for t in plan.tiled if t.kind]
+    return losses + [_pieces_line(what, some) for what, some in (("rows", rows), ("queries", queries)) if some]
+
+
+def _pieces_line(what: str, regions: Sequence[TiledRegion]) -> str:
+    """Return the line on regions of one kind in pieces."""
+    names = list(dict.fromkeys(re.sub(r"\d+", "*", t.layer or t.node) for t in regions))
+    pieces, largest = max(t.pieces for t in regions), max(t.bytes_ for t in regions)
+    many = f"{', '.join(names[:4])}{' ...' if len(names) > 4 else ''} (x{len(regions)})"
+    line = f"{what} of {many} in {pieces} piece{'s' if pieces > 1 else ''}"
+    if all(t.kind == ATTENTION for t in regions):
+        return f"{line}: what attention allocates, and sums of keys' gradients, are there for a piece at a time"
+    return (
+        f"{line}: {size(largest)} of activations a device inside of each are there for a piece at a time; the backward "
+        f"makes them again, {ms(sum(t.seconds for t in regions))} more of compute"
     )
-    return [*losses, line]
 
 
 def offloaded_lines(plan: Plan) -> list[str]:

@@ -9,14 +9,14 @@ The backward's program starts with the ops of the forward whose tensors it reads
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import fx
 
 from ...errors import VerifyError
 from ...ir.graph import describe
-from ...ops import autopar
+from ...ops import ATTENTION, autopar
 from ...rules.row_regions import RowRegion, row_regions
 from ...rules.row_wise import rows_read
 from .emit import Builder
@@ -24,7 +24,8 @@ from .replace import move_before, origin, replace
 
 aten = torch.ops.aten
 KEPT: dict[object, tuple[str, ...]] = {
-    aten._to_copy.default: ("dtype",)
+    aten._to_copy.default: ("dtype",),
+    **dict.fromkeys(ATTENTION, ()),
 }  # keywords that a program keeps, of ops with others that say what is so anyway
 
 
@@ -63,7 +64,7 @@ def _put(builder: Builder, ops: Nodes, reads: tuple[Nodes, Nodes], gives: tuple[
     `gives`: rows and sums over them."""
     builder.meta = origin(of) | {"part_of": of.name}
     made = builder.call(
-        autopar.in_pieces.default, _text(ops, reads, gives), *map(list, reads), name=f"{of.name}_in_pieces"
+        autopar.in_pieces.default, text_of(ops, reads, gives), *map(list, reads), name=f"{of.name}_in_pieces"
     )
     for i, node in enumerate((*gives[0], *gives[1])):
         builder.meta = {}
@@ -90,13 +91,28 @@ def _widened(node: fx.Node) -> list[int]:
     return [-1 for _ in rows] + [columns]
 
 
-def _text(ops: Nodes, reads: tuple[Nodes, Nodes], gives: tuple[Nodes, Nodes]) -> str:
-    """Return the program of `ops`, whose arguments and results have the names of their places."""
-    names = {node: f"{kind}{i}" for kind, nodes in zip("rwt", (*reads, ops)) for i, node in enumerate(nodes)}
+class Written(str):
+    """An argument as a program has it."""
+
+
+Given = Callable[[fx.Node], tuple[object, Sequence[object]]]
+
+
+def _of_rows(node: fx.Node) -> tuple[object, Sequence[object]]:
+    """Return an op and its arguments for any number of rows."""
+    return node.target, (node.args[0], _widened(node)) if node.target is aten.expand.default else node.args
+
+
+def text_of(ops: Nodes, reads: tuple[Nodes, Nodes], gives: tuple[Nodes, Nodes], given: Given = _of_rows) -> str:
+    """Return the program of `ops`, whose arguments and results have the names of their places; `given`: an op in a
+    piece, and its arguments."""
+    names = {node: f"{kind}{i}" for kind, nodes in zip("wrt", (*reads[::-1], ops)) for i, node in enumerate(nodes)}
 
     def written(value: object) -> str:
         if isinstance(value, fx.Node):
             return names[value]
+        if isinstance(value, Written):
+            return str(value)
         return f"[{', '.join(map(written, value))}]" if isinstance(value, (list, tuple)) else repr(value)
 
     lines = []
@@ -104,9 +120,8 @@ def _text(ops: Nodes, reads: tuple[Nodes, Nodes], gives: tuple[Nodes, Nodes]) ->
         if node.target is operator.getitem:
             lines.append(f"{names[node]} = {written(node.args[0])}[{node.args[1]}]")
             continue
-        kept = KEPT.get(node.target, tuple(node.kwargs))
-        given = (node.args[0], _widened(node)) if node.target is aten.expand.default else node.args
-        arguments = [*map(written, given), *(f"{k}={written(node.kwargs[k])}" for k in kept if k in node.kwargs)]
-        lines.append(f"{names[node]} = {node.target}({', '.join(arguments)})")
+        (op, own), kept = given(node), KEPT.get(node.target, tuple(node.kwargs))
+        arguments = [*map(written, own), *(f"{k}={written(node.kwargs[k])}" for k in kept if k in node.kwargs)]
+        lines.append(f"{names[node]} = {op}({', '.join(arguments)})")
     rows, sums = ("".join(f"{names[node]}, " for node in nodes) for nodes in gives)
     return "; ".join([*lines, f"return ({rows}), ({sums})"])

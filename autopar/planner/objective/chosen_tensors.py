@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ...ir.layout import Layout
 from ..problem.problem import Problem
-from ..problem.tiled_rows import share_of_piece
+from ..problem.tiled import share_of_piece
 from ..problem.vertices import STATE, Vertex
 from .evaluate import Evaluation, is_of_one, unreduced_bytes
 from .pricer import Pricer

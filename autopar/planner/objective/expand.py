@@ -85,7 +85,7 @@ def _tiled(small: Problem, first: int) -> tuple[LossRegion | RowRegion, ...]:
     """Return the regions in pieces of the whole graph, given those of the compact graph; for `first` see
     `Problem.copies`."""
     nodes = {node for region in small.tiled for node in small.whole_nodes(region.node, first)}
-    return regions_named(small.whole, nodes)
+    return regions_named(small.whole, nodes, any(region.alone for region in small.tiled_queries))
 
 
 class _Writer:

@@ -66,7 +66,7 @@ def step_order(problem: Problem, evaluation: Evaluation) -> StepOrder:
         for one in evaluation.beside
         if one.ops
     }
-    runs = tuple(moved_beside(list(_runs(problem, blocks_again)), beside))
+    runs = tuple(moved_beside(with_attentions(problem, list(_runs(problem, blocks_again))), beside))
     index = {(run.vertex, run.recomputed): i for i, run in enumerate(runs)}
     starts = {(run.vertex, False): index[ops[0].vertex, False] for run, ops in beside.items()}
     first_backward = next((i for i, run in enumerate(runs) if run.phase == "backward"), len(runs))
@@ -105,6 +105,29 @@ def moved_beside(runs: Sequence[Execution], beside: Mapping[Execution, Sequence[
         return [*runs]
     moved = {run for ops in beside.values() for run in ops}
     return [one for run in runs if run not in moved for one in (*beside.get(run, ()), run)]
+
+
+def with_attentions(problem: Problem, runs: list[Execution]) -> list[Execution]:
+    """Return runs with those of a region around an attention in pieces just before and behind the attention, where its
+    one op runs."""
+    if not problem.tiled_queries:
+        return runs
+    number = {node: i for i, one in enumerate(problem.tiled_queries) for node in (*one.forward, *one.backward)}
+    own: dict[tuple[int, str, bool], list[Execution]] = defaultdict(list)
+    for run in runs:
+        if (region := number.get(problem.vertices[run.vertex].node)) is not None:
+            own[region, run.phase, run.recomputed and not run.in_pieces].append(run)
+    parts = {run: part for part in own.values() for run in part}
+    is_moved = {
+        run for part in own.values() for run in part if any(r.vertex in problem.attentions_in_pieces for r in part)
+    }
+    moved = []
+    for run in runs:
+        if run not in is_moved:
+            moved.append(run)
+        elif run.vertex in problem.attentions_in_pieces:
+            moved += parts[run]
+    return moved
 
 
 def _backward_readers(problem: Problem, e: Evaluation, t: Transfer) -> Iterator[int]:

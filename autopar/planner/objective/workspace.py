@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,15 +13,8 @@ from ...ir.layout import local_shape
 from ...ops.workspace import logits_bytes, workspace_bytes
 from ...rules import Strategy
 from ..problem.problem import Problem
+from ..problem.tiled_queries import Local, bytes_of_piece
 from ..problem.vertices import Vertex
-
-
-@dataclass(frozen=True)
-class Local:
-    """The form of a tensor on the device that holds most of it."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 def inside_bytes(problem: Problem, vertex: Vertex, strategy: Strategy) -> float:
@@ -35,6 +27,8 @@ def inside_bytes(problem: Problem, vertex: Vertex, strategy: Strategy) -> float:
         *rows, columns = local_shape(tuple(value.shape), strategy.inputs[0], problem.mesh, first)
         hidden = next(r for r in problem.tiled_losses if vertex.node in (r.sums, r.dx, r.dw)).hidden
         return float(logits_bytes(math.prod(rows), columns, hidden, value.dtype, vertex.phase == "backward"))
+    if vertex.cls in problem.attentions_in_pieces:  # as above
+        return float(bytes_of_piece(problem, problem.vertices[vertex.cls].node, strategy))
     if vertex.kind != "op" or not problem.is_for_gpus:
         return 0.0
     layouts = iter(strategy.inputs)

@@ -33,6 +33,7 @@ from ...ir.stage_placement import StagePlacement
 from ...ops import autopar
 from ...rules import Rule
 from ...rules.loss_regions import LossRegion
+from ...rules.query_regions import QueryRegion
 from ...rules.row_regions import RowRegion
 from .chosen import Chosen
 from .offload import Offload
@@ -122,8 +123,13 @@ class Problem:
 
     @property
     def tiled_rows(self) -> list[RowRegion]:
-        """Return the regions in pieces that are row-wise ops."""
+        """Return the regions in pieces that are row-wise ops, or ops by place around an attention."""
         return [region for region in self.tiled if isinstance(region, RowRegion)]
+
+    @property
+    def tiled_queries(self) -> list[QueryRegion]:
+        """Return those of them that are an attention in pieces of its queries."""
+        return [region for region in self.tiled if isinstance(region, QueryRegion)]
 
     @cached_property
     def blocks(self) -> Sequence[str]:
@@ -157,6 +163,19 @@ class Problem:
         """Return the vertices during which blocks of logits take memory."""
         nodes = {node for region in self.tiled_losses for node in (region.sums, region.dx, region.dw)}
         return frozenset(v.index for v in self.vertices if v.node in nodes and v.kind == "op")
+
+    @cached_property
+    def query_dims(self) -> Mapping[tuple[int, int], int]:
+        """Return the tensors inside of regions around attentions, with their dims of queries."""
+        vertex_of = {v.node: v.index for v in self.vertices if v.kind == "op"} if self.tiled else {}
+        each = [(tensor_of(node), region.dims[node]) for region in self.tiled_queries for node in region.never_made]
+        return {(vertex_of[producer], output): dim for (producer, output), dim in each}
+
+    @cached_property
+    def attentions_in_pieces(self) -> frozenset[int]:
+        """Return the vertices of attentions in pieces of their queries, forward and backward."""
+        nodes = {node for region in self.tiled_queries for node in (region.node, region.attention_bw)}
+        return frozenset(v.index for v in self.vertices if v.kind == "op" and v.node in nodes)
 
     @cached_property
     def made_again(self) -> Mapping[int, int]:

@@ -7,9 +7,9 @@ leaves a region is written piece by piece, and sums over rows go through memory 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from ...ir.layout import Layout, largest_local_numel, local_shape
 from ...ops.row_pieces import pieces_of, share_of
 from ...plans.tiled import TiledRegion
 from ...rules import Strategy
+from ...rules.query_regions import QueryRegion
 from ...rules.row_regions import RowRegion, row_regions
 from ...rules.row_wise import rows_read
 from .problem import Problem
@@ -29,19 +30,27 @@ if TYPE_CHECKING:
     from ..objective.evaluate import Evaluation
 
 
+Region = TypeVar("Region", bound=RowRegion)
+
+
 def long_regions(graph: fx.Graph) -> tuple[RowRegion, ...]:
     """Return the regions of a graph that have more rows than a piece."""
     return tuple(r for r in row_regions(graph) if pieces_of(tuple(r.source.meta["val"].shape[:-1]))[1] > 1)
 
 
-def regions(problem: Problem) -> tuple[RowRegion, ...]:
-    """Return the regions of a problem all of whose ops decide together with none but those of other regions."""
-    found = long_regions(problem.graph)
+def regions(problem: Problem, taken: Collection[fx.Node]) -> tuple[RowRegion, ...]:
+    """Return the regions of a problem that have none of the ops that are `taken`, and stand alone."""
+    free = (region for region in long_regions(problem.graph) if not any(node in taken for node in region.ops))
+    return standing_alone(problem, tuple(free))
+
+
+def standing_alone(problem: Problem, found: tuple[Region, ...]) -> tuple[Region, ...]:
+    """Return those of some regions all of whose ops decide together with none but those of others among them."""
     where = {v.node: v for v in problem.vertices if v.kind == "op"}
     while True:
         inside = {where[n].index for region in found for n in region.ops}
 
-        def stands_alone(region: RowRegion) -> bool:
+        def stands_alone(region: Region) -> bool:
             members = (problem.classes[where[n].cls].members for n in region.ops)
             return all(inside.issuperset(some) for some in members)  # noqa: B023
 
@@ -51,13 +60,18 @@ def regions(problem: Problem) -> tuple[RowRegion, ...]:
         found = left
 
 
+def _own(problem: Problem) -> list[RowRegion]:
+    """Return the regions in pieces that have no attention."""
+    return [region for region in problem.tiled_rows if not isinstance(region, QueryRegion)]
+
+
 def price(problem: Problem, hardware: Hardware) -> None:
     """Add to the seconds of the ops of a problem's regions what pieces take more, and let them read whole rows of the
     source and of the gradient that the backward starts from: then all of them read these in one layout, as no other
     tensor of a region moves."""
     where = {v.node: v for v in problem.vertices if v.kind == "op"}
     priced = set()
-    for region in problem.tiled_rows:
+    for region in _own(problem):
         for node in region.ops:
             cls = where[node].cls
             if cls not in priced:
@@ -102,9 +116,9 @@ def described(problem: Problem, evaluation: Evaluation) -> tuple[TiledRegion, ..
         vertex = where[producer]
         return problem.choices(vertex).strategies[evaluation.choice[vertex]].outputs[output]
 
-    for region in problem.tiled_rows:
+    for region in _own(problem):
         read = [n for n in region.again if any(user in region.backward for user in n.users)]
-        bytes_ = [bytes_of(n.meta["val"]) * _fraction(problem, n, chosen(n)) for n in read]
+        bytes_ = [bytes_of(n.meta["val"]) * fraction(problem, n, chosen(n)) for n in read]
         again = [where[n] for n in region.again if n in where]
         seconds = sum(float(problem.choices(v).seconds[evaluation.choice[v]]) for v in again)
         _, count = pieces_of(_rows(problem, region.node.meta["val"], chosen(region.node)))
@@ -112,7 +126,8 @@ def described(problem: Problem, evaluation: Evaluation) -> tuple[TiledRegion, ..
     return tuple(found)
 
 
-def _fraction(problem: Problem, node: fx.Node, layout: Layout) -> float:
+def fraction(problem: Problem, node: fx.Node, layout: Layout) -> float:
+    """Return the part of a tensor on the device that holds most of it."""
     shape = node.meta["val"].shape
     return largest_local_numel(shape, layout, problem.mesh) / max(1, math.prod(shape))
 
@@ -131,6 +146,6 @@ def reads_alike(problem: Problem, evaluation: Evaluation) -> bool:
 
     return all(
         len(set(layouts(region, tensor))) == 1
-        for region in problem.tiled_rows
+        for region in _own(problem)
         for tensor in (region.source, region.gradient)
     )

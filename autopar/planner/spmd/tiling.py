@@ -1,16 +1,17 @@
 """The choice between whole tensors and regions in pieces: the latter are tried where memory decides, or asked for.
 
 Pieces make tensors twice, so without a limit a plan with them is never faster. Where the fastest plan does not fit, or
-computes something again, plans with a loss in blocks are searched too, then those with MLPs in pieces as well, each
-with as much recomputation as it then needs, and the fastest is the plan.
+computes something again, plans with a loss in blocks are searched too, then those with MLPs in pieces as well, then
+with attention's queries in pieces, each with as much recomputation as it then needs, and the fastest is the plan.
+Queries are in pieces with their projection, or, where a plan moves them between the two, attention is by itself.
 
 A search is left out where it finds nothing: where one tensor is larger than a device, or the smallest plan is, with all
 computed again or on the host, and more pieces are left to try. And it is left out where it gains nothing. With the
 loss: where the bytes of the logits, at the price of memory that the bound of the plan before is proved at, are worth
 less than the seconds of blocks, so that its bound holds for plans in blocks as well. With either: where the same
 sharding in pieces, made to fit as simply, is no faster, which tells what prices do not know, the bytes that pass by
-while a region runs. What waits inside of an MLP can be computed again without pieces, so that for MLPs the latter alone
-counts. The integer program has the last word on the plan that is left.
+while a region runs. What waits inside of an MLP, or between a projection and attention, can be computed again without
+pieces, so that for these the latter alone counts. The integer program has the last word on the plan that is left.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ...errors import MemoryInfeasibleError, StrategyError
+from ...ops.query_pieces import MOST_QUERIES
 from ...ops.row_pieces import MOST_ROWS
+from ...plans.tiled import ATTENTION, QUERIES
 from ..objective.evaluate import evaluate
 from ..problem.recipes import Restriction
 from ..problem.tiled import AUTO, KINDS, LOSS, MLP, TILINGS, may_save, moves_none, with_tiles
@@ -48,7 +51,7 @@ def fastest(solvers: Sequence[Solver], restriction: Restriction, options: PlanOp
     if options.tile != AUTO:
         if not KINDS[options.tile]:
             return _searched(solvers, restriction, options, starts)
-        return _tiled_alone(_searched(_asked(solvers, options), restriction, options, starts), options)
+        return _as_asked(solvers, restriction, options, starts)
     if options.within is not None:
         return _searched(solvers, restriction, options, starts)
     return _Choice(restriction, options, starts).fastest(solvers)
@@ -68,18 +71,19 @@ class _Choice:
         self.number = 0  # of the solver that found the best plan, among those that were searched
 
     def fastest(self, solvers: Sequence[Solver]) -> Found:
-        """Return the best of the plans with nothing in pieces, with losses, and with MLPs besides."""
+        """Return the best of the plans with nothing in pieces, with losses, with MLPs besides, and with queries."""
         failures: list[Exception | None] = []
         kinds: tuple[str, ...] = ()
         if not self._are_too_large(solvers):
             failures.append(self._try(solvers))
-        for kind in (LOSS, MLP):
+        for kind in (LOSS, MLP, QUERIES, ATTENTION):
+            kinds = tuple(one for one in kinds if (one, kind) != (QUERIES, ATTENTION))  # one or the other
             if self.best is not None and not _is_short_of_memory(self.best[1], self.options):
                 break
             tiled = with_pieces(solvers, self.options, (*kinds, kind))
             if tiled and self._may_gain(kind, tiled):
                 before = self.best
-                if kind == MLP or not self._are_hopeless(solvers, tiled):
+                if kind != LOSS or not self._are_hopeless(solvers, tiled):
                     failures.append(self._try(tiled))
                 kinds = (*kinds, kind) if self.best is None or self.best is not before else kinds
         if self.best is None:
@@ -90,7 +94,7 @@ class _Choice:
     def _are_too_large(self, solvers: Sequence[Solver]) -> bool:
         """Return whether some tensor that pieces would never make is too large for a device in any layout."""
         are_large = all(one.is_too_large(self.restriction, dict(self.options.pin)) for one in solvers)
-        return are_large and any(with_pieces(solvers, self.options, (kind,)) for kind in (LOSS, MLP))
+        return are_large and any(with_pieces(solvers, self.options, (kind,)) for kind in (LOSS, MLP, QUERIES))
 
     def _are_hopeless(self, solvers: Sequence[Solver], tiled: Sequence[Solver]) -> bool:
         """Return whether nothing fits yet, the smallest plans with losses in pieces do not, and MLPs may be besides."""
@@ -120,6 +124,8 @@ class _Choice:
 
     def _may_gain(self, kind: str, tiled: Sequence[Solver]) -> bool:
         """Return whether plans of `tiled` may be faster than the best one, if that fits."""
+        if kind == ATTENTION and tiled[0].problem.mesh.devices == 1:  # where no queries move
+            return False
         if self.best is None or not self.best[1].fits:
             return True
         solver, outcome = self.best
@@ -133,6 +139,8 @@ class _Choice:
             same = pieces.run(restriction, dict(options.pin)).at(pieces.free).evaluation
         plain = evaluate(solver.problem, same.choice, solver.pricer, solver.free, restriction.keep, same.first)
         fitted, in_pieces = (one.made_to_fit(one.with_peak(e)) for one, e in ((solver, plain), (pieces, same)))
+        if fitted is None and kind == QUERIES:  # then the integer program alone knows
+            return True
         return in_pieces is not None and (fitted is None or in_pieces.seconds < fitted.seconds)
 
 
@@ -159,6 +167,18 @@ def _tiled_alone(found: Found, options: PlanOptions) -> Found:
     return found
 
 
+def _as_asked(solvers: Sequence[Solver], restriction: Restriction, options: PlanOptions, starts: Starts) -> Found:
+    """Return the fastest plan with what is asked for in pieces: attention by itself if its queries must move."""
+    asked, kinds = _asked(solvers, options), KINDS[options.tile]
+    if QUERIES not in kinds:
+        return _tiled_alone(_searched(asked, restriction, options, starts), options)
+    try:
+        return _tiled_alone(_searched(asked, restriction, options, starts), options)
+    except (StrategyError, *NOTHING):
+        own = tuple(ATTENTION if kind == QUERIES else kind for kind in kinds)
+        return _tiled_alone(_searched(with_pieces(solvers, options, own), restriction, options, starts), options)
+
+
 def _asked(solvers: Sequence[Solver], options: PlanOptions) -> list[Solver]:
     """Return the solvers with what is asked for in pieces. Raise StrategyError for the first kind that is not there."""
     why = {
@@ -170,10 +190,15 @@ def _asked(solvers: Sequence[Solver], options: PlanOptions) -> list[Solver]:
             f"no row-wise ops of more than {MOST_ROWS} rows are wide inside and narrow at both ends",
             "of linear layers and activations without dropout, some tokens more",
         ),
+        QUERIES: (
+            f"no attention has more than {MOST_QUERIES} queries and a backward of its own",
+            "without a bias that trains, some tokens more",
+        ),
     }
     for kind in KINDS[options.tile]:
-        if kind == MLP and options.within is not None:
-            raise StrategyError("stages of a pipeline run no MLP in pieces", fix=f"leave out tile={options.tile!r}")
+        if kind != LOSS and options.within is not None:
+            what = "MLP" if kind == MLP else "queries"
+            raise StrategyError(f"stages of a pipeline run no {what} in pieces", fix=f"leave out tile={options.tile!r}")
         if not with_pieces(solvers, options, (kind,)):
             message, fix = why[kind]
             raise StrategyError(message, fix=f"{fix}; or leave out tile={options.tile!r}")
