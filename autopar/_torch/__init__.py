@@ -264,8 +264,9 @@ def function_of(op: torch._ops.OpOverload) -> Callable | None:
     """Return the Python of an op that torch.library.custom_op made for all devices; None for others, and for ops that
     write to their arguments."""
     made = OPDEFS.get(op._schema.name)
-    is_alike = made is not None and made._backend_fns.keys() == {None} and not op._schema.is_mutable
-    return made._init_fn if is_alike else None
+    if made is None or made._backend_fns.keys() != {None} or op._schema.is_mutable:
+        return None
+    return made._init_fn
 
 
 def overloads_of(op: object) -> list[torch._ops.OpOverload]:

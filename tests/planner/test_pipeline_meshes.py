@@ -79,7 +79,7 @@ def test_what_has_no_stages_gets_none(options):
 
 
 def test_one_sample_gets_stages_where_nothing_else_fits(monkeypatch):
-    """Of one micro-batch one stage computes at a time: stages are tried last, and then as ever."""
+    """One stage computes at a time on one micro-batch: stages are tried last, and then as ever."""
     graph, tours, run = captured(GPT, batch=1, seq=16), [], mesh_search._MeshSearch.run
     monkeypatch.setattr(mesh_search._MeshSearch, "run", lambda tour: tours.append(tour) or run(tour))
     planned = found(graph=graph)

@@ -108,10 +108,10 @@ class MicroBatchPlans:
         cost = ComputeCost(self.options.hardware)
         return tail_cost(self.tail, cost, self.mesh) if self.tail is not None else NO_TAIL
 
-    def under(self, strategy: str, pin: Mapping[str, str]) -> MicroBatchPlans:
+    def under(self, strategy: str, pin: Mapping[str, str] | None = None) -> MicroBatchPlans:
         """Return the plans of what a strategy allows, with more parameters pinned."""
         other = copy.copy(self)
-        other.options = replace(self.options, strategy=strategy, pin={**self.options.pin, **pin})
+        other.options = replace(self.options, strategy=strategy, pin={**self.options.pin, **(pin or {})})
         other.starts = self.fastest.chosen.found
         for known in ("fastest", "free_of_memory", "_run"):
             other.__dict__.pop(known, None)

@@ -169,7 +169,7 @@ class PipelineSearch:
     def under(self, strategy: str, kinds: Sequence[tuple[str, int]]) -> PipelineSearch:
         """Return the same search of what a strategy allows, with some schedules."""
         other = copy.copy(self)
-        other.plans, other.kinds = self.plans.under(strategy, {}), kinds
+        other.plans, other.kinds = self.plans.under(strategy), kinds
         other._chains, other._prepared, other._within = {}, {}, {}
         return other
 
