@@ -119,6 +119,15 @@ def test_keys_do_not_go_round():
         api.search(Model(("causal",), 4, 4), "cp=2", inputs_of("causal", 12), strategy="ring", tile="queries", **CPU)
 
 
+def test_a_ring_that_is_short_of_memory_is_planned_without():
+    """Pieces are tried where memory decides, and not where keys go round."""
+    asked = dict(strategy="ring", **CPU)
+    model, given = Model(("causal",), 4, 4), inputs_of("causal", 12)
+    whole = api.search(model, "cp=2", given, **asked).plan
+    tight = api.search(model, "cp=2", given, memory=whole.peak_bytes - 1, refuses=False, **asked).plan
+    assert all("ring over cp" in one.scheme for one in tight.attentions) and not any(one.kind for one in tight.tiled)
+
+
 FAMILIES = ["llama", "qwen3", "gemma2", "mistral", "phi3", "olmo2", "glm", "gpt2", "deepseek_v3", "gpt_oss"]
 
 

@@ -81,7 +81,7 @@ class _Choice:
             if self.best is not None and not _is_short_of_memory(self.best[1], self.options):
                 break
             tiled = with_pieces(solvers, self.options, (*kinds, kind))
-            if tiled and self._may_gain(kind, tiled):
+            if tiled and self._is_allowed(tiled) and self._may_gain(kind, tiled):
                 before = self.best
                 if kind != LOSS or not self._are_hopeless(solvers, tiled):
                     failures.append(self._try(tiled))
@@ -121,6 +121,14 @@ class _Choice:
             if self.best is found:
                 self.number = next(i for i, one in enumerate(solvers) if one.pricer is found[0].pricer)
         return None
+
+    def _is_allowed(self, tiled: Sequence[Solver]) -> bool:
+        """Return whether pieces go with what is asked for: not with keys that go round."""
+        try:
+            tiled[0].allowed(self.restriction, dict(self.options.pin))
+        except StrategyError:
+            return False
+        return True
 
     def _may_gain(self, kind: str, tiled: Sequence[Solver]) -> bool:
         """Return whether plans of `tiled` may be faster than the best one, if that fits."""
