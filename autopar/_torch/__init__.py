@@ -14,7 +14,6 @@ from typing import Any, cast
 import torch
 import torch.distributed._functional_collectives  # noqa: F401  registers the fake kernels of the collectives
 from torch import fx
-from torch._library.custom_ops import OPDEFS
 from torch.fx.node import Target
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
@@ -258,15 +257,6 @@ def is_in_backward() -> bool:
 def op_handle(op: torch._ops.OpOverload) -> Callable:
     """Return what an op calls in C++, without its own Python."""
     return op._op
-
-
-def function_of(op: torch._ops.OpOverload) -> Callable | None:
-    """Return the Python of an op that torch.library.custom_op made for all devices; None for others, and for ops that
-    write to their arguments."""
-    made = OPDEFS.get(op._schema.name)
-    if made is None or made._backend_fns.keys() != {None} or op._schema.is_mutable:
-        return None
-    return made._init_fn
 
 
 def overloads_of(op: object) -> list[torch._ops.OpOverload]:

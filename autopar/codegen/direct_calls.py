@@ -3,8 +3,7 @@
 fx writes `torch.ops.aten.mul.Tensor(a, b)`, which looks four names up, calls Python that calls C++, and there reads
 the arguments by the op's schema: 1.8 us where torch.mul takes 1.1, and as_strided takes 3.3 where torch.as_strided
 takes 1.1. Processes that share a core and its caches pay more. So ops are globals of the compiled code: torch's own
-function, if it is in BINDINGS, else what `torch.ops` calls in C++. An op of autopar is called as the Python that it is:
-torch's way there through C++ takes 20 us.
+function, if it is in BINDINGS, else what `torch.ops` calls in C++.
 """
 
 from __future__ import annotations
@@ -16,10 +15,9 @@ from types import MappingProxyType
 import torch
 from torch import fx
 
-from .._torch import compile_code, function_of, op_handle
+from .._torch import compile_code, op_handle
 
 aten = torch.ops.aten
-NAMESPACE = "autopar"
 BINDINGS: Mapping[object, Callable] = {  # that take the same arguments and can mean no other overload
     aten.add.Tensor: torch.add,
     aten.add_.Tensor: torch.Tensor.add_,
@@ -49,7 +47,7 @@ def compile_directly(module: fx.GraphModule, instead: Mapping[object, Callable] 
     """Compile the Python of a graph module, in place, so that it calls its ops by names that stand for them; `instead`:
     functions in the place of some ops."""
     targets, known = {n.target for n in module.graph.nodes if n.op == "call_function"}, {**BINDINGS, **instead}
-    ops = {str(t): known.get(t) or _function(t) for t in targets if isinstance(t, torch._ops.OpOverload)}
+    ops = {str(t): known.get(t) or op_handle(t) for t in targets if isinstance(t, torch._ops.OpOverload)}
 
     def renamed(body: list[str]) -> list[str]:
         return [_CALL.sub(lambda call: f" = {_name(call[1])}(" if call[1] in ops else call[0], line) for line in body]
@@ -58,10 +56,6 @@ def compile_directly(module: fx.GraphModule, instead: Mapping[object, Callable] 
         module.recompile()
         compile_code(module)
     module.forward.__globals__.update({_name(op): function for op, function in ops.items()})
-
-
-def _function(op: torch._ops.OpOverload) -> Callable:
-    return op.namespace == NAMESPACE and function_of(op) or op_handle(op)
 
 
 def _name(op: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from .._torch import function_of, op_handle
+from .._torch import op_handle
 from ..ops import autopar
 
 SENT, TOLD, PICKED = autopar.counts_on_host.default, autopar.told_on_host.default, autopar.own_rows.default
@@ -56,7 +56,7 @@ class RowCounter:
 
     def functions(self) -> Mapping[object, Callable]:
         """Return what is called in the place of the ops that count."""
-        return {op: partial(self._count, function_of(op) or op_handle(op), op) for op in COUNTING}
+        return {op: partial(self._count, op_handle(op), op) for op in COUNTING}
 
     def _count(self, function: Callable, op: object, *arguments) -> Any:
         result = function(*arguments)

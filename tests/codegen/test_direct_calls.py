@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import operator
 
 import pytest
 import torch
@@ -43,17 +42,3 @@ def test_a_graph_calls_ops_directly():
     assert "torch.ops" not in module.code
     (found,) = module.forward([A, -B])
     assert torch.equal(found, (A - B + 1).relu())
-
-
-def test_an_op_of_autopar_is_called_as_the_python_that_it_is():
-    graph = fx.Graph()
-    group = graph.placeholder("group")
-    routed = graph.call_function(torch.ops.autopar.route.default, (group, 4, [2]))
-    graph.output(tuple(graph.call_function(operator.getitem, (routed, i)) for i in range(2)))
-    module = boxed(fx.GraphModule({}, graph))
-    compile_directly(module)
-    called = module.forward.__globals__["autopar__route__default"]
-    assert called.__module__ == "autopar.ops.expert_rows"
-    rows = torch.tensor([3, 0, 2, 0])
-    order, inverse = module.forward([rows])
-    assert order.tolist() == [1, 3, 2, 0] and order[inverse].tolist() == [0, 1, 2, 3]

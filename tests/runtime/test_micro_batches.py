@@ -107,8 +107,8 @@ class Gathers(TorchDispatchMode):
         self.found = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        on_gloo = torch.ops.c10d.broadcast_.default  # of each rank's part
-        if function in (c10d.all_gather_into_tensor.default, on_gloo):
+        gathers = (torch.ops.autopar.gather_by_broadcasts, torch.ops.autopar.gather_bucket_by_broadcasts)
+        if function in (c10d.all_gather_into_tensor.default, *(op.default for op in gathers)):
             self.found += 1
         return function(*args, **(kwargs or {}))
 
