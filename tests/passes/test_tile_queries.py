@@ -29,6 +29,7 @@ from autopar.simulate.step import plan_and_capture, simulate_step
 
 from ..helpers import staged
 from ..helpers.attention_kinds import HEADS, KINDS, Model, inputs_of
+from ..helpers.same_gradients import assert_step_like_eager
 
 CPU = dict(hardware="cpu-gloo", baselines=False)
 OP = autopar.queries_in_pieces.default
@@ -49,16 +50,7 @@ def assert_like_eager(model, inputs, mesh, strategy, others=None, **options) -> 
     made = sum(node.target is OP for node in local.nodes)
     assert queries and not any(node.target in ATTENTIONS for node in local.nodes)
     assert 2 * len(queries) <= made <= 3 * len(queries)  # once more where a block is computed again
-    inputs = inputs if others is None else others
-    step = simulate_step(captured, plan, global_values(captured, model, inputs))
-    found = model(**inputs) if isinstance(inputs, dict) else model(*inputs)
-    loss = getattr(found, "loss", found)
-    model.zero_grad()
-    loss.backward()
-    torch.testing.assert_close(step.loss, loss.detach(), rtol=1e-12, atol=1e-12)
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            torch.testing.assert_close(step.gradients[name], parameter.grad, rtol=1e-10, atol=1e-12)
+    assert_step_like_eager(captured, plan, model, inputs if others is None else others)
     return plan
 
 

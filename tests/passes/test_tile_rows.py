@@ -28,6 +28,8 @@ from autopar.rules.row_regions import row_regions
 from autopar.simulate.oracle import global_values, one_device_step
 from autopar.simulate.step import plan_and_capture, simulate_step
 
+from ..helpers.same_gradients import assert_step_like_eager
+
 CPU = dict(hardware="cpu-gloo", baselines=False)
 HIDDEN, WIDE, VOCABULARY = 6, 14, 11
 SEVERAL = ["gelu", "gated", "square", "beside", "after", "no norm", "rms norm", "residual"]
@@ -138,14 +140,7 @@ def assert_like_eager(model, inputs, mesh, strategy, **options) -> Plan:
     plan, captured = plan_and_capture(model, mesh, inputs, strategy=strategy, tile="mlp", **CPU | options)
     again = sum(region.node in plan.sharding.recomputed for region in plan.tiled)
     assert plan.tiled and 0 <= pieces_in(lower(captured, plan, 0, check=True)) - 2 * len(plan.tiled) <= again
-    step = simulate_step(captured, plan, global_values(captured, model, inputs))
-    found = model(**inputs) if isinstance(inputs, dict) else model(*inputs)
-    loss = getattr(found, "loss", found)
-    loss.backward()
-    torch.testing.assert_close(step.loss, loss.detach(), rtol=1e-12, atol=1e-12)
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            torch.testing.assert_close(step.gradients[name], parameter.grad, rtol=1e-10, atol=1e-12)
+    assert_step_like_eager(captured, plan, model, inputs)
     return plan
 
 
