@@ -178,11 +178,11 @@ def _tiled_alone(found: Found, options: PlanOptions) -> Found:
 def _as_asked(solvers: Sequence[Solver], restriction: Restriction, options: PlanOptions, starts: Starts) -> Found:
     """Return the fastest plan with what is asked for in pieces: attention by itself if its queries must move."""
     asked, kinds = _asked(solvers, options), KINDS[options.tile]
-    if QUERIES not in kinds:
-        return _tiled_alone(_searched(asked, restriction, options, starts), options)
     try:
         return _tiled_alone(_searched(asked, restriction, options, starts), options)
     except (StrategyError, *NOTHING):
+        if QUERIES not in kinds:
+            raise
         own = tuple(ATTENTION if kind == QUERIES else kind for kind in kinds)
         return _tiled_alone(_searched(with_pieces(solvers, options, own), restriction, options, starts), options)
 
