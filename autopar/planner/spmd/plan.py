@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -85,11 +86,13 @@ def search(
 
         if options.offload != offload.AUTO or not solvers[0].host_bytes_per_second:
             return among(solvers, options)
-        alone = replace(options, offload=offload.ACTIVATIONS)
-        return _faster(
-            lambda: among(solvers, options),
-            lambda: among(solvers_of(captured, mesh, alone, report, solvers[0].pricer), alone),
-        )
+
+        def narrow(cutoff_seconds: float) -> tuple[Solver, Outcome]:
+            cutoff = replace(options.search, cutoff_seconds=min(cutoff_seconds, options.search.cutoff_seconds))
+            alone = replace(options, offload=offload.ACTIVATIONS, search=cutoff)
+            return among(solvers_of(captured, mesh, alone, report, solvers[0].pricer), alone)
+
+        return _faster(lambda: among(solvers, options), narrow)
 
     others = expert_plans.rows(solvers, options.styles) if options.baselines not in (False, IN_DOUBT) else {}
     solver, chosen = found(others)
@@ -109,23 +112,24 @@ def search(
 
 
 def _faster(
-    free: Callable[[], tuple[Solver, Outcome]], narrow: Callable[[], tuple[Solver, Outcome]]
+    free: Callable[[], tuple[Solver, Outcome]], narrow: Callable[[float], tuple[Solver, Outcome]]
 ) -> tuple[Solver, Outcome]:
-    """Return what a search finds, or, if memory was short there, what a search of some of the same plans finds if that
-    is faster. Raise what the first one raises if neither finds anything."""
+    """Return what a search finds, or, if memory was short there, what a search of some of the same plans, below a
+    cutoff in seconds, finds if that is faster. Raise what the first one raises if neither finds anything."""
     try:
         solver, outcome = free()
     except MemoryInfeasibleError as refused:
         try:
-            return narrow()
+            return narrow(math.inf)
         except (MemoryInfeasibleError, BeyondCutoff):
             raise refused from None
     e = outcome.evaluation
     is_short = outcome.is_limited or e.recomputed or e.on_host or not outcome.fits
-    if not is_short or outcome.fits and not may_leave_parameters(solver, outcome):
+    is_near = outcome.gap <= solver.search.gap  # to the bound of all plans, so to that of some of them
+    if not is_short or outcome.fits and (is_near or not may_leave_parameters(solver, outcome)):
         return solver, outcome
     with suppress(MemoryInfeasibleError, BeyondCutoff):
-        other, found = narrow()
+        other, found = narrow(outcome.seconds if outcome.fits else math.inf)
         if found.fits and (not outcome.fits or found.seconds < outcome.seconds):
             return other, replace(found, bound_seconds=min(found.bound_seconds, outcome.bound_seconds))
     return solver, outcome

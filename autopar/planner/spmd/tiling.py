@@ -109,7 +109,8 @@ class _Choice:
             outcome = self.best[1]
             starts = [*outcome.found[-1:], *starts]
             if outcome.fits:
-                solvers = [replaced(one, replace(one.search, cutoff_seconds=outcome.seconds)) for one in solvers]
+                cutoff = min(outcome.seconds, solvers[0].search.cutoff_seconds)
+                solvers = [replaced(one, replace(one.search, cutoff_seconds=cutoff)) for one in solvers]
         solvers = [replaced(one, replace(one.search, asks_later=True)) for one in solvers]
         try:
             found = _searched(solvers, self.restriction, self.options, starts)
