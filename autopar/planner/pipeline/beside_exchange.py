@@ -32,7 +32,11 @@ def fastest_with_exchanges(candidates: Sequence[Candidate]) -> list[Candidate]:
     best = with_exchanges(best)
     limit = best.evaluated.step_seconds
     near = [i for i, one in enumerate(others) if best.fits and one.fits and _least_seconds(one) < limit]
-    for i in sorted(near, key=lambda i: _least_seconds(others[i]))[:MOST_OTHERS]:
+    tried = [candidates[0]]
+    for i in sorted(near, key=lambda i: _least_seconds(others[i])):
+        if len(tried) > MOST_OTHERS or any(others[i].is_like(other) for other in tried):
+            continue
+        tried.append(others[i])
         others[i] = with_exchanges(others[i])
         if others[i].evaluated.step_seconds < best.evaluated.step_seconds:
             best, others[i] = others[i], best
@@ -51,13 +55,17 @@ def most_gained_seconds(search: PipelineSearch, inner: Planned) -> float:
 
 def with_exchanges(one: Candidate) -> Candidate:
     """Return a pipeline with products beside its exchanges, as far as they fit, if all together gain."""
-    (problem, e), hardware, stages = one.inner.whole, one.inner.options.hardware, _Stages(one)
-    found = beside_exchanges(problem, e, one.inner.pricer, hardware, stages.may_move)
+    stages, found = _Stages(one), found_beside(one, one.inner.whole[1])
     for other in filter(None, (stages.taking(some) for some in choices_of(found))):
         gained_seconds = one.evaluated.step_seconds - other.evaluated.step_seconds
         if gained_seconds > 0:
             return replace(other, gained_seconds=gained_seconds)
     return one
+
+
+def found_beside(one: Candidate, e: Evaluation) -> tuple[Beside, ...]:
+    """Return what may be beside the exchanges of a pipeline under an evaluation that has nothing there yet."""
+    return beside_exchanges(one.inner.whole[0], e, one.inner.pricer, one.inner.options.hardware, _Stages(one).may_move)
 
 
 class _Stages:

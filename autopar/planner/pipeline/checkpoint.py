@@ -23,6 +23,9 @@ from ..spmd.planned import Planned
 from .evaluate import PipelineCost
 from .mixed import Mixture
 
+MOST_ROUNDS = 4  # times that stages are given more to compute again
+DOUBTING_ROUND = 2  # from which on they are given more than what is missing
+
 
 class StageRecomputation:
     """The `steps` of every block of the whole model under a plan `base` that computes nothing again."""
@@ -33,6 +36,15 @@ class StageRecomputation:
     def all(self) -> Evaluation:
         """Return the plan that computes again all that it can."""
         return taking(self.base, [(step, 1) for steps in self.steps.values() for step in steps])
+
+    def within(self, limit: float, e: Evaluation, evaluated: PipelineCost, turn: int) -> Evaluation:
+        """Return a plan that computes more again than `e` on every rank that holds more than `limit` bytes: just enough
+        by what is freed where it holds most, in later turns enough for twice of what is missing, as the most is held
+        elsewhere then; all that can be computed again where that is too little."""
+        missing = [max(0.0, sum(memory.values()) - limit) for memory in evaluated.memory]
+        plainly, doubting = [limit] * len(missing), [limit - bytes_ for bytes_ in missing]
+        found = self.more(e, evaluated, doubting) if turn >= DOUBTING_ROUND else None
+        return found or self.more(e, evaluated, plainly) or self.all()
 
     def more(self, e: Evaluation, evaluated: PipelineCost, limits: Sequence[float]) -> Evaluation | None:
         """Return a plan that computes more again than `e` on every rank that holds more than its limit, in bytes, just

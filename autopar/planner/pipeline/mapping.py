@@ -1,25 +1,29 @@
 """Megatron's mapping of a mixture of experts as a candidate of a search without a strategy.
 
-What that mapping allows is searched beside everything, from the fastest plan of a micro-batch on, and with experts that
-are cut over the tensor axis too as a search of its own: where rows travel beside compute a plan that sends fewer of
-them is faster, which the price of rows that are waited for does not tell. Plans of both are plans of the free search
-like any other: pipelines are cut from them, and single stages may take them. So with the same micro-batches and
-schedule no plan is slower than the mapping: its pipelines are evaluated, unless a plan of the search takes fewer
-seconds and bytes a micro-batch, whether rows of experts travel beside compute or not, or they are estimated to be
-slower by more than an estimate errs. That is said of plans without pairs (pairs.py), which come after it.
+What that mapping allows is searched beside everything, from the fastest plan of a micro-batch on, and, where some of it
+may be faster but not all has them so, with experts that are cut over the tensor axis too as a search of its own: where
+rows travel beside compute a plan that sends fewer of them is faster, which the price of rows that are waited for does
+not tell. Plans of both are plans of the free search like any other: pipelines are cut from them, and single stages may
+take them.
+So with the same micro-batches and schedule no plan is slower than the mapping: its pipelines are evaluated, unless a
+plan of the search takes fewer seconds and bytes a micro-batch, whether rows of experts travel beside compute or not, or
+they are estimated to be slower by more than an estimate errs. That is said of plans without pairs (pairs.py), which
+come after it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from ..objective.beside_exchange import exchanged_seconds
+from ..objective.evaluate import Evaluation
 from ..problem.labels import factors_of
 from ..problem.problem import Problem
 from ..problem.recipes import FREELY, Restriction, mapping_of_experts
+from ..solver.solver import Solver
 from ..spmd.fixed_recompute import AUTO
 from ..spmd.planned import Planned
 from .beside_exchange import most_gained_seconds
@@ -41,9 +45,13 @@ def mapped(best: Candidate, known: Sequence[Estimate]) -> list[Estimate]:
         return []
     plans.report(name)
     others = [_Bounds.of(one) for one in dict.fromkeys(one.inner for one in known if one.search is search)]
-    found: list[Estimate] = []
-    for pin in ({}, *_folded(plans.solvers[0].problem, Restriction.of(name, plans.mesh))):
+    restriction, found = Restriction.of(name, plans.mesh), list[Estimate]()
+    met: list[Evaluation] = []
+    for pin in ({}, *_folded(plans.solvers[0].problem, restriction)):
+        if met and (not found or all(_is_allowed(e, plans.solvers[0], restriction, pin) for e in met)):
+            continue
         for planned in plans.under(name, pin).at_prices():
+            met.append(planned.evaluation)
             if any(one.is_below(_Bounds.of(planned)) for one in others):
                 continue
             inner = replace(planned, options=options, chosen=plans.renamed(planned.chosen))
@@ -53,6 +61,12 @@ def mapped(best: Candidate, known: Sequence[Estimate]) -> list[Estimate]:
                 break
             found.append(estimate(search, inner, segments, kind, v, best.evaluated.step_seconds))
     return found
+
+
+def _is_allowed(e: Evaluation, solver: Solver, restriction: Restriction, pin: Mapping[str, str]) -> bool:
+    """Return whether a plan is one of those that a search with parameters pinned would look for."""
+    masks = solver.allowed(restriction, dict(pin))
+    return all(masks[v.cls][e.choice[v.index]] for v in solver.problem.vertices)
 
 
 def _folded(problem: Problem, restriction: Restriction) -> Iterator[dict[str, str]]:

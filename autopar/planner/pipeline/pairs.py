@@ -8,19 +8,21 @@ compute more again, as long as the step is shorter for it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 from ...plans.pipeline import Pairs, Pipeline
 from ...schedule.pairs import KINDS_IN_PAIRS
+from ..objective.beside_exchange import with_beside
 from ..objective.evaluate import Evaluation
 from ..objective.memory_timeline import live_bytes
 from ..objective.player import gained_in_pairs
 from ..objective.side_by_side import in_turns
-from .beside_exchange import most_gained_seconds
-from .checkpoint import StageRecomputation
+from .beside_exchange import found_beside, most_gained_seconds
+from .checkpoint import MOST_ROUNDS
 from .evaluate import PipelineCost, evaluate_pipeline, parts_of
-from .search import MOST_RECOMPUTE_ROUNDS, Candidate
+from .search import Candidate
 from .stage_costs import parts_of_nodes
 
 MOST_PAIRED = 3  # pipelines without products beside rows that are tried in pairs
@@ -37,31 +39,33 @@ def fastest_in_pairs(plain: Sequence[Candidate], candidates: Sequence[Candidate]
     near = sorted(((seconds, one) for seconds, one in least if seconds < limit), key=lambda pair: pair[0])
     tried = [best]
     for _, one in near:
-        if len(tried) <= MOST_PAIRED and all(one.evaluated.pipeline != other.evaluated.pipeline for other in tried):
+        if len(tried) <= MOST_PAIRED and not any(one.is_like(other) for other in tried):
             tried.append(one)
-    found = [made for one in tried if (made := in_pairs(one)) is not None]
-    fastest = min(found, key=lambda one: one.evaluated.step_seconds, default=best)
-    return [fastest, best, *others] if fastest.evaluated.step_seconds < limit else [best, *others]
+    fastest = best
+    for one in tried:
+        fastest = in_pairs(one, fastest.evaluated.step_seconds) or fastest
+    return [best, *others] if fastest is best else [fastest, best, *others]
 
 
-def in_pairs(one: Candidate) -> Candidate | None:
-    """Return a pipeline whose forwards run beside backwards, None if that gains nothing or does not fit."""
+def in_pairs(one: Candidate, slowest: float = math.inf) -> Candidate | None:
+    """Return a pipeline whose forwards run beside backwards, None if that gains nothing, takes `slowest` seconds or
+    more, or does not fit: what is computed again for that makes it no faster."""
     (problem, e), pipeline = one.inner.whole, one.evaluated.pipeline
     pricer, most_bytes = one.inner.pricer, max(one.limit, one.evaluated.peak_bytes)
     if not _may_be_paired(one, e):
         return None
-    recomputation = None if e.beside else one.search.prepared(one.base)[2]
-    for _ in range(MOST_RECOMPUTE_ROUNDS + 1):
+    recomputation = one.search.prepared(one.base)[2]
+    for turn in range(MOST_ROUNDS + 1):
         made = _paired(one, e, pipeline)
-        if made is None or made.step_seconds >= one.evaluated.step_seconds:
+        if made is None or made.step_seconds >= min(slowest, one.evaluated.step_seconds):
             return None
         if made.peak_bytes <= most_bytes:
             inner = replace(one.inner, written=(problem, e), held=live_bytes(problem, e, pricer))
             return replace(one, evaluated=made, inner=inner)
-        more = _recomputing_more(e, made, recomputation, one.limit)
-        if more is None:
+        more = recomputation.within(one.limit, e, made, turn) if recomputation is not None else e
+        if more.recompute_seconds == e.recompute_seconds:
             return None
-        e = more
+        e = with_beside(more, found_beside(one, more)) if e.beside else more
     return None
 
 
@@ -108,13 +112,3 @@ def _seconds_in_pairs(pipeline: Pipeline, seconds: Sequence[float]) -> float:
             if len(both) == 2:
                 total += min(seconds[a.stage] for a in both) * min(shares[a.micro_batch] for a in both)
     return total / pipeline.ranks
-
-
-def _recomputing_more(
-    e: Evaluation, made: PipelineCost, recomputation: StageRecomputation | None, limit: float
-) -> Evaluation | None:
-    """Return a plan that computes more again on ranks that hold too much, None if there is none."""
-    if recomputation is None:
-        return None
-    more = recomputation.more(e, made, [limit] * made.pipeline.ranks) or recomputation.all()
-    return None if more.recompute_seconds == e.recompute_seconds else more

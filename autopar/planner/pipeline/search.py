@@ -37,7 +37,7 @@ from ..spmd.plan_options import PlanOptions
 from ..spmd.planned import Planned
 from .best_cut import best_cut
 from .between import plans_between
-from .checkpoint import StageRecomputation, recomputation_of
+from .checkpoint import MOST_ROUNDS, StageRecomputation, recomputation_of
 from .chunk_counts import attention_share, of_chunks
 from .estimate import Estimate, estimate, even_seconds
 from .evaluate import PipelineCost, evaluate_pipeline, parts_of
@@ -51,8 +51,8 @@ LESS = 0.95  # of what a next plan of a micro-batch may hold, so that it is anot
 LOOPED_CUTS = (True, False)  # roughly, for stages of even seconds, and for ranks of even seconds
 MOST_LIMITS = 2  # on the memory of a micro-batch's plan that are tried, until its stages fit
 MOST_CUTS = 3  # of one schedule, each with less memory than the one before, until its evaluation agrees that it fits
+NEAR = 1.01  # times a step, of pipelines that may be faster than it with products beside the rows of their experts
 TIGHTER = 0.85  # of what a pipeline's tensors hold: room for a cut whose boundaries are moved from elsewhere
-MOST_RECOMPUTE_ROUNDS = 4  # times that a cut is given more to compute again
 
 Report = Callable[[str], None]
 
@@ -97,6 +97,10 @@ class Candidate:
     def fits(self) -> bool:
         """Return whether the fullest rank fits."""
         return self.evaluated.peak_bytes <= self.limit
+
+    def is_like(self, other: Candidate) -> bool:
+        """Return whether this is the same pipeline of equal seconds, whatever search led to it."""
+        return self.evaluated.pipeline == other.evaluated.pipeline
 
 
 @dataclass(frozen=True)
@@ -265,8 +269,7 @@ class PipelineSearch:
         least of those tried. `moves`: boundaries, as the played step says; `most`: bytes that a cut takes; `slowest`:
         seconds of a step from which on a pipeline is of no use, so that nothing is done to make it fit."""
         looped = one.stages_per_rank > 1 and not KINDS[one.schedule].v_shaped
-        # stages of even seconds, or ranks of even seconds: the order of a looped schedule may wait for the longest
-        # stage
+        # stages of even seconds, or ranks: the order of a looped schedule may wait for the longest stage
         found: list[_Evaluated] = []
         fitting: list[_Evaluated] = []
         for is_rough in LOOPED_CUTS if looped else (False,):
@@ -284,9 +287,9 @@ class PipelineSearch:
         if one.others:
             return []
         less = TIGHTER * (one.evaluated.peak_bytes - one.base.problem.reserve_bytes)
-        slowest = one.evaluated.step_seconds if one.fits else math.inf
-        ways: list[tuple[bool, float]] = [(False, math.inf), (True, less)]
-        return [self.evaluated(one.estimate, moves, most, slowest) for moves, most in ways]
+        near = NEAR if one.base.problem.owned_axes else 1.0
+        slowest = one.evaluated.step_seconds * near if one.fits else math.inf
+        return [self.evaluated(one.estimate, *way, slowest) for way in ((False, math.inf), (True, less))]
 
     def _fitted(self, one: Estimate, is_rough: bool, moves: bool, most: float, slowest: float) -> _Evaluated:
         """Find a cut, with less and less memory until its evaluation fits; return the one that holds least if that
@@ -346,10 +349,10 @@ class PipelineSearch:
         (problem, e), live = inner.whole, inner.live_bytes
         found = parts_of(problem, e, inner.pricer, pipeline, live, inner.stretch)
         evaluated, keeps = self.as_it_is(inner, pipeline, found)
-        for _ in range(MOST_RECOMPUTE_ROUNDS if recomputation is not None else 0):
+        for turn in range(MOST_ROUNDS if recomputation is not None else 0):
             if evaluated.peak_bytes <= self.limit or evaluated.step_seconds >= slowest:
                 break
-            more = recomputation.more(e, evaluated, [self.limit] * self.ranks) or recomputation.all()
+            more = recomputation.within(self.limit, e, evaluated, turn)
             if more.recompute_seconds == e.recompute_seconds:
                 break
             e, live = more, live_bytes(problem, more, inner.pricer)
