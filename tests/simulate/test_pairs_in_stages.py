@@ -113,6 +113,22 @@ def test_the_plan_is_of_the_played_clock(stages_per_rank):
             assert made.overlapped > 0.5 * made.moved > 0
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("stages_per_rank", [1, 2])
+@pytest.mark.parametrize("share", [0.95, 0.8, 0.65])
+def test_little_memory(share, stages_per_rank):
+    """Pairs hold more than micro-batches one at a time: stages compute more again, and keep products beside rows."""
+    model, given = SharedExperts(4 * stages_per_rank), inputs(16 * 8)
+    slow = gpus(link=3e7)
+    of_all = planned("pp=2,ep=2", "expert", stages_per_rank, 8, model, given, hardware=slow).plan
+    limit = int(share * of_all.peak_bytes)
+    found = planned("pp=2,ep=2", "expert", stages_per_rank, 8, model, given, hardware=slow, memory=limit)
+    plan, (_, e) = found.plan, found.whole
+    assert plan.pipeline.pairs is not None and e.beside and e.recompute_seconds > 0
+    assert plan.peak_bytes <= limit and plan.step_seconds >= of_all.step_seconds
+    check_same(found, model, given)
+
+
 @pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.parametrize("stages_per_rank", [1, 2])
