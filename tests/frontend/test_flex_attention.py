@@ -144,6 +144,7 @@ def test_the_oracle_is_torchs_flex_attention():
                     flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = False
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", [None, *range(5)])
 def test_gradients_are_those_of_all_pairs(seed):
     seed = random.randrange(2**32) if seed is None else seed

@@ -31,7 +31,7 @@ from .local_search import LocalSearch
 from .minimize import ILP, BeyondCutoff, minimize
 from .on_host import bound_with_host, fastest_with_host, smallest_with_host
 from .search import DEAREST_PRICE, Outcome, RestrictedSearch, fastest_played
-from .squeeze import squeezed
+from .squeeze import is_small, squeezed
 
 MOST_PRICES = 9  # of one search; the cuts seldom ask for more
 MOST_FAILURES = 2  # one after the other, to prove more at other prices
@@ -86,7 +86,8 @@ class WithinLimit:
         tried = [*self.tried, (self.solver.with_peak(self.run.evaluate(prices, best.choice, best.first)), prices)]
         fitting += fastest_with_host(self.solver, tried, fitting[0] if fitting else None)
         fitting = fitting or smallest_with_host(self.solver, tried)
-        if not fitting and self.run.search.largest_program and not self._is_hopeless():
+        may_squeeze = self.run.search.squeezes or is_small(self.problem)
+        if not fitting and may_squeeze and self.run.search.largest_program and not self._is_hopeless():
             best = squeezed(self.run, best)
             fitting = [e for e in [best] if e.bytes_ <= self.limit_bytes]
         if not fitting:

@@ -37,6 +37,7 @@ class Search:
     largest_choice: int = 8_000  # of the most promising ones
     last_word: bool = True  # an integer program decides what is left at the end, and the plan says so
     asks_later: bool = False  # a plan under a limit waits for that until it is `asked` for
+    squeezes: bool = True  # plans near a limit are changed op by op before none of a large graph is said to fit
     cutoff_seconds: float = math.inf
     program_seconds: float = 60.0  # never reached by programs of these sizes, so that plans do not depend on the clock
     floor_objective: float = -math.inf  # priced: below it nothing new is proved, so that there is no need to go on

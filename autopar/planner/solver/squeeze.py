@@ -19,6 +19,7 @@ import numpy as np
 from ..objective.checkpoint_min_cut import FULL
 from ..objective.evaluate import Evaluation
 from ..objective.memory_timeline import live_bytes
+from ..problem.problem import Problem
 from ..problem.vertices import STATE
 
 if TYPE_CHECKING:
@@ -34,14 +35,22 @@ def squeezed(run: RestrictedSearch, start: Evaluation) -> Evaluation:
     """Return the fastest plan found that fits, or else the one that is nearest to it, by changes of one class after the
     other, alone or with its neighbours, to `start`, and to what was found before. Where the graph is so large that few
     plans can be tried, a start that fits stays as it is."""
-    search = _Descent(run, start)
-    is_small = search.left >= ENOUGH_TRIED
-    if start.bytes_ > FAR * run.limit_bytes or start.bytes_ <= run.limit_bytes and not is_small:
+    search, goes_on = _Descent(run, start), is_small(run.problem)
+    if start.bytes_ > FAR * run.limit_bytes or start.bytes_ <= run.limit_bytes and not goes_on:
         return start
     for choice in [run.by_class(start), *reversed(run.found)]:
         search.descend(run.by_strategy(choice))
-    search.explore(is_small)
+    search.explore(goes_on)
     return search.best
+
+
+def is_small(problem: Problem) -> bool:
+    """Return whether many plans of a graph can be tried."""
+    return _most_tried(problem) >= ENOUGH_TRIED
+
+
+def _most_tried(problem: Problem) -> int:
+    return max(FEWEST_TRIED, MOST_TRIED // len(problem.vertices))
 
 
 class _Descent:
@@ -49,7 +58,7 @@ class _Descent:
 
     def __init__(self, run: RestrictedSearch, start: Evaluation):
         self.run, self.best, self.rank = run, start, (_excess(run, start), start.seconds)
-        self.left = max(FEWEST_TRIED, MOST_TRIED // len(run.problem.vertices))
+        self.left = _most_tried(run.problem)
         self.seen: set[tuple[int, ...]] = set()
         self.settled: list[tuple[tuple[float, float], int, dict[int, int], Evaluation]] = []  # a heap of what was tried
         cls = [v.cls for v in run.problem.vertices]

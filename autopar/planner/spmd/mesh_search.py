@@ -79,6 +79,7 @@ class _SearchedMesh:
     bound: float
     roomy: float
     planned: Planned | None = None
+    missing_bytes: float = math.inf  # where the smallest plan that was found does not fit
     note: str = ""
 
     @property
@@ -100,7 +101,7 @@ class _MeshSearch:
     def __init__(self, captured: Captured, options: PlanOptions, model: str, report: Callable[[str], None]):
         self.captured, self.model, self.report = captured, model, report
         self.options = replace(options, baselines=False)
-        self.rough = replace(options.search, gap=max(options.search.gap, ROUGH_GAP))
+        self.rough = replace(options.search, gap=max(options.search.gap, ROUGH_GAP), squeezes=False)
         self.candidates: list[_SearchedMesh] = []
         self.refusals: list[AutoparError] = []
         self.calls: dict[int, tuple[MicroBatched | None, PlanOptions]] = {}
@@ -166,7 +167,7 @@ class _MeshSearch:
             self.refusals.append(error)
             return
         self.report(f"bounding {mesh}")
-        solvers = plan.solvers_of(self.call(micro_batches)[0], mesh, self.call(micro_batches)[1])
+        solvers = plan.solvers_of(*self._call_on(mesh, micro_batches))
         restriction = Restriction.of(self.options.strategy, mesh, self.options.forbid)
         bounds = [_quick_bounds(s, restriction, dict(self.options.pin)) for s in solvers]
         bound, roomy = (micro_batches * min(values) for values in zip(*bounds))
@@ -179,14 +180,27 @@ class _MeshSearch:
         before = self.best
         try:
             one.planned = self._planned(one, self.rough, tell)
-            one.bound = max(one.bound, one.micro_batches * one.planned.chosen.bound_seconds)
+            one.note, one.bound = "", max(one.bound, one.micro_batches * one.planned.chosen.bound_seconds)
         except BeyondCutoff as error:
             one.note, one.bound = BEYOND, one.micro_batches * error.bound_seconds
         except MemoryInfeasibleError as error:
-            one.note = UNFIT
+            one.note, one.missing_bytes = UNFIT, error.missing_bytes
             self.refusals.append(error)
         if before and before is not self.best:
             before.solvers = []
+
+    def squeeze(self) -> None:
+        """Search the mesh that lacks least memory as exactly as a single one."""
+        short = [one for one in self.candidates if one.missing_bytes < math.inf]
+        if short:
+            self.rough = replace(self.rough, squeezes=True)
+            least = min(short, key=lambda one: one.missing_bytes)
+            least.solvers = plan.solvers_of(*self._call_on(least.mesh, least.micro_batches))
+            self._search(least)
+
+    def _call_on(self, mesh: Mesh, micro_batches: int) -> tuple[Captured, Mesh, PlanOptions]:
+        captured, options = self.call(micro_batches)
+        return captured, mesh, options
 
     def _planned(self, one: _SearchedMesh, search: Search, tell: Callable[[str], None]) -> Planned:
         search = replace(search, cutoff_seconds=search.cutoff_seconds / one.micro_batches)
@@ -232,6 +246,8 @@ def search(
     tour.visit(sorted(finer, key=lambda m: m.sizes[1])[:MOST_BOUNDED], MOST_FINE, many)
     if is_free and many == 1:
         tour.visit_cut()
+    if tour.best is None:
+        tour.squeeze()
     best = tour.best
     if best is None:
         raise _beyond(tour) if any(t.note == BEYOND for t in tour.candidates) else tour.refusal or _beyond(tour)

@@ -69,6 +69,7 @@ class _Choice:
         self.best: Found | None = None
         self.bound_seconds = float("inf")
         self.number = 0  # of the solver that found the best plan, among those that were searched
+        self.short: list[tuple[float, Sequence[Solver]]] = []  # bytes that are missing, and of what
 
     def fastest(self, solvers: Sequence[Solver]) -> Found:
         """Return the best of the plans with nothing in pieces, with losses, with MLPs besides, and with queries."""
@@ -86,6 +87,8 @@ class _Choice:
                 if kind != LOSS or not self._are_hopeless(solvers, tiled):
                     failures.append(self._try(tiled))
                 kinds = (*kinds, kind) if self.best is None or self.best is not before else kinds
+        if self.best is None and self.short and self.options.search.squeezes:
+            failures.append(self._try(min(self.short, key=lambda pair: pair[0])[1], squeezes=True))
         if self.best is None:
             raise min((error for error in failures if error is not None), key=_missing)
         solver, outcome = self.best
@@ -102,19 +105,20 @@ class _Choice:
             return False
         return not any(one.may_be_fitted(self.restriction, dict(self.options.pin), self.starts) for one in tiled)
 
-    def _try(self, solvers: Sequence[Solver]) -> Exception | None:
-        """Search plans, keep the best one, and return why there is none."""
-        starts = self.starts
+    def _try(self, solvers: Sequence[Solver], squeezes: bool = False) -> Exception | None:
+        """Search plans, keep the best one, and return why there is none. `squeezes`: see Search."""
+        starts, given = self.starts, solvers
         if self.best is not None:
             outcome = self.best[1]
             starts = [*outcome.found[-1:], *starts]
             if outcome.fits:
                 cutoff = min(outcome.seconds, solvers[0].search.cutoff_seconds)
                 solvers = [replaced(one, replace(one.search, cutoff_seconds=cutoff)) for one in solvers]
-        solvers = [replaced(one, replace(one.search, asks_later=True)) for one in solvers]
+        solvers = [replaced(one, replace(one.search, asks_later=True, squeezes=squeezes)) for one in solvers]
         try:
             found = _searched(solvers, self.restriction, self.options, starts)
         except NOTHING as error:
+            self.short += [(error.missing_bytes, given)] if isinstance(error, MemoryInfeasibleError) else []
             return error
         if moves_none(found[0].problem, found[1].evaluation):
             self.bound_seconds = min(self.bound_seconds, found[1].bound_seconds)
