@@ -87,7 +87,7 @@ class _Choice:
                 if kind != LOSS or not self._are_hopeless(solvers, tiled):
                     failures.append(self._try(tiled))
                 kinds = (*kinds, kind) if self.best is None or self.best is not before else kinds
-        if self.best is None and self.short and self.options.search.squeezes:
+        if self.best is None and self.short and solvers[0].search.squeezes:
             failures.append(self._try(min(self.short, key=lambda pair: pair[0])[1], squeezes=True))
         if self.best is None:
             raise min((error for error in failures if error is not None), key=_missing)
