@@ -78,7 +78,7 @@ def exchange_seconds(node: fx.Node, strategy: Strategy, mesh: Mesh, hardware: Ha
 def link_seconds(node: fx.Node, strategy: Strategy, mesh: Mesh, hardware: Hardware) -> float:
     """Return those seconds of an exchange of rows in which the rows are on their way, and a device may compute."""
     axes = exchange_axes(node, strategy, mesh)
-    return sum(_on_links(node, strategy, mesh, hardware, axes)) if axes else 0.0
+    return sum(_on_links(node, strategy, mesh, hardware, axes)) if axes and not is_of_experts(node) else 0.0
 
 
 def is_all_latency(node: fx.Node, strategy: Strategy, mesh: Mesh, hardware: Hardware) -> bool:

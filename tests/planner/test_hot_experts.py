@@ -65,6 +65,17 @@ def test_memory_of_copies_is_planned():
     assert "hot_experts" not in plain.memory
 
 
+@pytest.mark.parametrize("strategy", ["expert", "expert+megatron_sp", None])
+@pytest.mark.parametrize("hot", [0, 1, 4])
+def test_no_op_takes_less_than_no_time(hot, strategy):
+    """Rows of hot experts are on no link; what sends nothing gains nothing by that, or no minimum cut is found."""
+    problem = search(
+        Mixture(8, 2), "ep=2,tp=2", inputs(16), expert_load=3.0, hot_experts=hot, strategy=strategy,
+        hardware="h100", baselines=False, fixes=False,
+    ).problem  # fmt: skip
+    assert all((problem.choices(v.index).seconds >= 0).all() for v in problem.vertices if v.kind == "op")
+
+
 def test_bytes_of_copies():
     """Forward, backward and for gradients of each product an all-reduce of the copies, in each micro-batch."""
     matrices = (8 * 12 + 6 * 8) * 8
