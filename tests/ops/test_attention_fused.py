@@ -114,7 +114,7 @@ def interpreted(lengths, count: int) -> None:
 
 
 @NEEDS_TRITON
-@pytest.mark.parametrize("lengths, count", [((1, 100), 12), pytest.param((130, 300), 30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("lengths, count", [((1, 100), 20), pytest.param((130, 300), 30, marks=pytest.mark.slow)])
 def test_the_kernels_in_tritons_interpreter(lengths, count):
     program = f"from tests.ops.test_attention_fused import interpreted; interpreted({lengths}, {count})"
     run_alone(program, TRITON_INTERPRET="1")

@@ -1,10 +1,11 @@
 """Megatron's mapping of a mixture of experts as a candidate of a search without a strategy.
 
-What that mapping allows is searched beside everything, from the fastest plan of a micro-batch on, and, where some of it
-may be faster but not all has them so, with experts that are cut over the tensor axis too as a search of its own: where
+What that mapping allows is searched beside everything, from the fastest plan of a micro-batch on. If some of its plans
+may be faster, those with experts cut over the tensor axis too are a search of their own, unless all have them so: where
 rows travel beside compute a plan that sends fewer of them is faster, which the price of rows that are waited for does
 not tell. Plans of both are plans of the free search like any other: pipelines are cut from them, and single stages may
 take them.
+
 So with the same micro-batches and schedule no plan is slower than the mapping: its pipelines are evaluated, unless a
 plan of the search takes fewer seconds and bytes a micro-batch, whether rows of experts travel beside compute or not, or
 they are estimated to be slower by more than an estimate errs. That is said of plans without pairs (pairs.py), which

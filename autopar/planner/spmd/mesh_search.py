@@ -7,7 +7,8 @@ and two axes, then those of three that refine the best of them: two axes can do 
 few more tensors gain from a third. A mesh is searched only while its bound, some sweeps of the dual
 (autopar/planner/solver/dual.py), is below the best plan, and roughly; the plan of the best mesh is then searched in
 full. All bounds are of plans that fit, so that they can be compared; one axis, and one in the nodes beside one over
-them, are searched whatever the others' bounds.
+them, are searched whatever the others' bounds. If no mesh has a plan that fits, that which misses least is searched
+once more with its plans changed op by op.
 
 Where memory binds, a step of several micro-batches may be faster: of the meshes that would be fastest without the limit
 some are searched again with as many as their activations are too large.

@@ -11,7 +11,8 @@ loss: where the bytes of the logits, at the price of memory that the bound of th
 less than the seconds of blocks, so that its bound holds for plans in blocks as well. With either: where the same
 sharding in pieces, made to fit as simply, is no faster, which tells what prices do not know, the bytes that pass by
 while a region runs. What waits inside of an MLP, or between a projection and attention, can be computed again without
-pieces, so that for these the latter alone counts. The integer program has the last word on the plan that is left.
+pieces, so that for these the latter alone counts. The integer program has the last word on the plan that is left. Where
+nothing fits, what misses least is changed op by op (autopar/planner/solver/squeeze.py).
 """
 
 from __future__ import annotations
