@@ -117,9 +117,7 @@ def test_gradients_of_experts_times_the_devices(name, mesh, strategy):
     their routers in fp32."""
     torch.manual_seed(0)
     model, given = FAMILIES[name](8, 6)
-    plan, captured = step.plan_and_capture(
-        model, mesh, given, hardware="cpu-gloo", baselines=False, strategy=strategy
-    )
+    plan, captured = step.plan_and_capture(model, mesh, given, hardware="cpu-gloo", baselines=False, strategy=strategy)
     report = verify_plan(captured, plan, model, given)
     assert max(report.errors.values()) <= 1e-5, report.errors
     assert any("experts" in key and "ep" in layout for key, layout in plan.layouts.items())
