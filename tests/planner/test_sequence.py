@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+
 import pytest
 import transformers as hf
 
@@ -111,6 +114,22 @@ def test_long_sequences_are_cut_without_a_strategy(kv_heads, size):
         assert gathered.compute_seconds == pytest.approx(exchanged.compute_seconds, rel=0.06)
     else:
         assert _of_attention(free) <= {"s/zigzag", "ring/zigzag", QUERY_HEADS}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("kv_heads, size, length, hardware", itertools.product(
+    (8, 2, 1), (2, 4, 8), (4096, 16384, 65536), ("h100", "rtx4090")))  # fmt: skip
+def test_no_scheme_is_faster(kv_heads, size, length, hardware):
+    """What is free takes, by the played clock, no longer than the best of all schemes that there are heads for."""
+    text = f"llama:hidden=1024,layers=1,heads=8,kv_heads={kv_heads},ffn=2048,vocab=1024,seq={length}"
+    made, tokens = models.build(text, batch=1, seq=length, device="meta")
+    options = dict(hardware=hardware, precision="bf16", baselines=False)
+    free = kept.plan(made, f"cp={size}", tokens, **options)
+    schemes = []
+    for strategy in ("all_gather_kv", "ring", "ulysses"):
+        with contextlib.suppress(StrategyError):  # fewer heads than devices
+            schemes.append(kept.plan(made, f"cp={size}", tokens, strategy=strategy, **options).step_seconds)
+    assert len(schemes) >= 2 and free.step_seconds <= min(schemes) * (1 + 1e-9)
 
 
 def _of_attention(plan) -> set[str]:
