@@ -120,7 +120,7 @@ def test_long_sequences_are_cut_without_a_strategy(kv_heads, size):
 @pytest.mark.parametrize("kv_heads, size, length, hardware", itertools.product(
     (8, 2, 1), (2, 4, 8), (4096, 16384, 65536), ("h100", "rtx4090")))  # fmt: skip
 def test_no_scheme_is_faster(kv_heads, size, length, hardware):
-    """What is free takes, by the played clock, no longer than the best of all schemes that there are heads for."""
+    """A free plan takes, by the played clock, no longer than the best scheme that there are heads for."""
     text = f"llama:hidden=1024,layers=1,heads=8,kv_heads={kv_heads},ffn=2048,vocab=1024,seq={length}"
     made, tokens = models.build(text, batch=1, seq=length, device="meta")
     options = dict(hardware=hardware, precision="bf16", baselines=False)

@@ -1,4 +1,4 @@
-"""What other frameworks got wrong in silence where sequences or experts are cut: a step here is one device's to 1e-10.
+"""Wrong numbers without an error that others had where sequences or experts are cut: a step here is one device's.
 
 Every docstring begins with the threads and says what went wrong there. Others are in tests/faithful/threads.py.
 """
