@@ -42,8 +42,9 @@ class Mixture(nn.Module):
 
 
 def with_adapters(model: nn.Module) -> list:
-    """Attach LoRA of rank 2 to the stacks `experts.gate_up` and `experts.down`, filled with numbers, and return it."""
-    adapters = order.checked([LoRA(r=2, target_modules=[], target_parameters=["experts.gate_up", "experts.down"])])
+    """Attach LoRA of rank 2 to the stacks of `model.experts`, filled with numbers, and return it."""
+    stacks = [f"experts.{name}" for name, parameter in model.experts.named_parameters() if parameter.ndim == 3]
+    adapters = order.checked([LoRA(r=2, target_modules=[], target_parameters=stacks)])
     order.attach(model, adapters, "cpu")
     with torch.no_grad():
         for name, parameter in model.named_parameters():

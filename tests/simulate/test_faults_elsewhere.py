@@ -12,6 +12,8 @@ import transformers as hf
 from autopar import compiler
 from autopar.frontend.fake_parameters import forms_of
 from autopar.ir.mesh import Mesh
+from autopar.planner.problem.allowed import allowed_strategies
+from autopar.planner.solver import solver
 from autopar.planner.spmd.plan import make_plan
 from autopar.planner.spmd.plan_options import PlanOptions
 from autopar.simulate import step
@@ -23,7 +25,7 @@ from ..helpers import mixture
 from ..helpers.sequences import Decoder, Mixed, batch
 from ..planner.planning import toy
 from . import test_documents as documents
-from .test_experts import Mixture, check, inputs
+from .test_experts import Mixture, check
 from .test_sequence import OPEN, SIZES, WithLoss, assert_same
 
 EXACT = 1e-10
@@ -132,22 +134,69 @@ def test_gradients_times_powers_of_two(mesh, options):
     check(Mixture(4), mesh, "expert", 16, **options)
 
 
-@pytest.mark.parametrize("up, down", [("ep:S(0) tp:S(2)", "ep:S(0) tp:S(1)"), ("ep:S(0) tp:S(0)", "ep:S(0) tp:S(0)")])
-def test_adapters_of_experts_over_tensor_axes(up, down):
-    """Megatron-Bridge#5634: adapters of experts whose features are cut had wrong outputs and gradients."""
-    model, given = Mixture(4), inputs()
-    adapters = mixture.with_adapters(model)
-    captured = compiler.trace(model, given, None, forms_of(model), "fp32", adapters)
-    pins = {"*gate_up": up, "*down": down}
-    options = PlanOptions(toy(), strategy="expert+megatron_sp", baselines=False, pin=pins)
-    plan = make_plan(captured, Mesh.parse("ep=2,tp=2"), options)
-    assert all(
-        ("ep:" in layout and "tp:" in layout) == name.endswith(("gate_up", "down"))
-        for name, layout in plan.layouts.items()
-        if "experts" in name and "lora" not in name
-    )
+@pytest.fixture
+def cut_features(monkeypatch):
+    """The first products of experts are cut by their outputs over `tp`, the second ones by what they sum up."""
+    factors = {"grouped_mm": "n", "grouped_mm_1": "k"}
+
+    def allowed(problem, restriction, pins=None):
+        masks, axis = allowed_strategies(problem, restriction, pins), problem.mesh.names.index("tp")
+        for cls, options in problem.classes.items():
+            if factor := factors.get(problem.vertices[cls].name):
+                masks[cls] &= [strategy.choice[axis] == factor for strategy in options.strategies]
+        return masks
+
+    monkeypatch.setattr(solver, "allowed_strategies", allowed)
+
+
+def assert_same_gradients(captured, plan, model, given):
     values = global_values(captured, model, given)
     wanted, found = one_device_step(captured, values), step.simulate_step(captured, plan, values)
     assert wanted.gradients and found.gradients.keys() == wanted.gradients.keys()
     for name, gradient in wanted.gradients.items():
         assert relative_error(found.gradients[name], gradient) <= EXACT, name
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("mesh, strategy", [("tp=2", "auto"), ("tp=4", "auto"), ("ep=2,tp=2", "expert+megatron_sp")])
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_adapters_of_experts_over_tensor_axes(mesh, strategy, kind, cut_features):
+    """Megatron-Bridge#5634: adapters of experts whose features are cut had wrong outputs and gradients."""
+    model, given = mixture.Mixture(kind, 1.0), {"x": torch.randn(6, 5, 16, dtype=torch.float64)}
+    adapters = mixture.with_adapters(model)
+    captured = compiler.trace(model, given, None, forms_of(model), "fp32", adapters)
+    plan = make_plan(captured, Mesh.parse(mesh), PlanOptions(toy(), strategy=strategy, baselines=False))
+    assert ("tp", "sum") in plan.sharding.nodes["grouped_mm_1"].outputs[0].partial
+    assert_same_gradients(captured, plan, model, given)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize(
+    "mesh, strategy, layout",
+    [("dp=2", "fsdp", "dp:S(0)"), ("dp=3", "fsdp", "dp:S(0)"), ("dp=2,ep=2", "expert+fsdp", "dp:S(0)")],
+)
+def test_adapters_of_experts_that_are_cut(mesh, strategy, layout, kind):
+    """peft#3080: the matrices of adapters, which hold those of all experts, were read as if whole where each device
+    has a part of them alone."""
+    model, given = mixture.Mixture(kind), {"x": torch.randn(6, 5, 16, dtype=torch.float64)}
+    adapters = mixture.with_adapters(model)
+    captured = compiler.trace(model, given, None, forms_of(model), "fp32", adapters)
+    options = PlanOptions(toy(), strategy=strategy, baselines=False, pin={"*lora_*": layout})
+    plan = make_plan(captured, Mesh.parse(mesh), options)
+    assert sum(layout in found for name, found in plan.layouts.items() if "lora_" in name) >= 4
+    assert_same_gradients(captured, plan, model, given)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("mesh, strategy", [("tp=2", "auto"), ("tp=4", "auto"), ("ep=2,tp=2", "expert+megatron_sp")])
+@pytest.mark.parametrize("bias", ["tp:R", "tp:S(1)"])
+def test_biases_of_experts_times_the_devices(mesh, strategy, bias, cut_features):
+    """torchtitan#4245: experts whose inner features are cut added their whole bias on each device before the sum; and
+    #4054: gradients below them were one device's. Many tokens go to one expert here."""
+    model, given = mixture.Mixture("gpt_oss", 1.0), {"x": torch.randn(6, 5, 16, dtype=torch.float64)}
+    captured = compiler.trace(model, given, None, forms_of(model), "fp32")
+    pin = {"*down_proj_bias": bias} if strategy == "auto" else {}
+    plan = make_plan(captured, Mesh.parse(mesh), PlanOptions(toy(), strategy=strategy, baselines=False, pin=pin))
+    assert ("tp", "sum") in plan.sharding.nodes["grouped_mm_1"].outputs[0].partial
+    assert_same_gradients(captured, plan, model, given)
