@@ -16,6 +16,7 @@ from ..._torch import storage_key
 from ...ir.graph import RANDOM_STATE, values_of
 
 LARGEST_NUMEL = 2**28  # of a sample; a larger constant is not computed at compile time
+ALONG = {torch.ops.aten.cumsum.default: 1, torch.ops.aten.diff.default: 2}  # ops along a dim: which argument says it
 AND = (torch.ops.aten.__and__.Tensor, torch.ops.aten.bitwise_and.Tensor, torch.ops.aten.logical_and.default)
 
 Write = tuple[fx.Node, int]  # a node with the memory that it writes to
@@ -63,17 +64,27 @@ def constant_value(
 
 
 def _evaluated(node: fx.Node, args: tuple, kwargs: dict, samples_apart: bool):
-    """Return what an op gives; of samples that are all alike one is computed, and expanded, if the op is pointwise on
-    tensors of four dims and nothing is written to them later."""
+    """Return what an op gives; of samples that are all alike one is computed, and expanded, if nothing is written to
+    them later."""
     op = cast(Callable, node.target)
-    tensors = [a for a in args if isinstance(a, torch.Tensor)]
-    is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in AND
     shape = tuple(node.meta["val"].shape) if isinstance(node.meta.get("val"), torch.Tensor) else ()
-    if samples_apart or not is_pointwise or len(shape) != 4 or shape[0] == 1:
+    if samples_apart or not shape or shape[0] == 1:
         return op(*args, **kwargs)
-    small = {id(t): one_sample(t) if t.dim() == 4 else t for t in tensors}
-    value = op(*(small.get(id(a), a) for a in args), **kwargs)
-    return value.expand(shape)
+    small = _one_of_each(node, args, len(shape))
+    return op(*args, **kwargs) if small is None else op(*small, **kwargs).expand(shape)
+
+
+def _one_of_each(node: fx.Node, args: tuple, dims: int) -> tuple | None:
+    """Return the arguments that give one of the samples if these are all alike, for an op that is pointwise, runs along
+    the last dim or reads the same places of each sample; else None."""
+    if node.target is torch.ops.aten.index.Tensor:
+        table, places = args
+        is_of_each = places[0] is None and all(place is not None for place in places[1:])
+        return (one_sample(table), places) if is_of_each else None
+    along = node.target in ALONG and dims > 1 and args[ALONG[node.target] :][:1] in ((), (-1,), (dims - 1,))
+    if not along and torch.Tag.pointwise not in getattr(node.target, "tags", ()) and node.target not in AND:
+        return None
+    return tuple(one_sample(a) if isinstance(a, torch.Tensor) and a.dim() == dims else a for a in args)
 
 
 def one_sample(value: torch.Tensor) -> torch.Tensor:
