@@ -123,9 +123,9 @@ class RestrictedSearch:
         self.cuts = Cuts((0.0,) * (weights + 1), (1.0,) * weights + (0.0,), classes)
         self.accumulates = solver.pricer.micro_batches > 1  # then gradients of earlier passes are there all the time
 
-    def fastest(self, is_limited: bool = False, asks_if_large: bool = True) -> Outcome:
+    def fastest(self, is_limited: bool = False) -> Outcome:
         """Return the fastest plan, whether it fits or not. With `is_limited` only plans that fit are of use: search
-        less exactly where none do. `asks_if_large`: the integer program has the last word on one that does not."""
+        less exactly where none do."""
         if self.search.solver == ILP:
             return self._of_program()
         best, bound, doubt, proving = None, -math.inf, 0.0, self.prices
@@ -145,7 +145,7 @@ class RestrictedSearch:
             self.prices = self.prices.at(point)
         assert best is not None
         plans, program = [best, *(self._outcome(e, bound) for e in self.cuts.plans)], DecidedProgram()
-        if self.search.last_word and self.search.largest_program and (best.fits or asks_if_large and not is_limited):
+        if self.search.last_word and self.search.largest_program and (best.fits or not is_limited):
             said = last_word(self, self.dual, proving, best.evaluation, self.by_class(best.evaluation))
             program = said.program
             if said.choice is not None:

@@ -43,7 +43,7 @@ def fastest(
                 raise
             level = FULL
     runs = [solver.run(restriction, pins, starts) for solver in solvers]
-    found = [(run.solver, at_level(run.solver, run.fastest(asks_if_large=level != NONE), level)) for run in runs]
+    found = [(run.solver, at_level(run.solver, run.fastest(is_limited=level == NONE), level)) for run in runs]
     fitting = [(solver, outcome) for solver, outcome in found if outcome.fits]
     if not fitting and refuses:
         solver, outcome = min(found, key=lambda pair: pair[1].evaluation.bytes_)
