@@ -6,8 +6,8 @@ from __future__ import annotations
 from ...errors import AutoparError, not_compared
 from ..problem.recipes import Restriction, compared_on
 from ..spmd.fixed_recompute import AUTO
+from .candidate import Candidate
 from .estimate import Estimate
-from .search import Candidate
 
 LEFT_OUT = ("zero2", "hsdp")  # whose pipelines are those of zero1 and fsdp, or take a second data axis
 

@@ -17,9 +17,10 @@ from ..objective.beside_exchange import beside_exchanges, choices_of, exchanged_
 from ..objective.evaluate import Evaluation
 from ..objective.memory_timeline import LiveBytes
 from ..spmd.planned import Planned
+from .candidate import Candidate
 from .evaluate import PipelineCost
 from .on_host import evaluated_with
-from .search import Candidate, PipelineSearch
+from .search import PipelineSearch
 from .stage_costs import COMING_AND_GOING, SEVERAL, gradients_of, parts_of_nodes
 
 MOST_OTHERS = 2  # pipelines that are given products beside exchanges as well as the best without
@@ -50,7 +51,7 @@ def _least_seconds(one: Candidate) -> float:
 def most_gained_seconds(search: PipelineSearch, inner: Planned) -> float:
     """Return the seconds of a step that products beside exchanges save at most: all of their way, on every rank."""
     on_the_way = exchanged_seconds(inner.problem, inner.evaluation, inner.pricer, inner.options.hardware)
-    return on_the_way * search.plans.share * search.micro_batches / search.ranks
+    return on_the_way * search.passes
 
 
 def with_exchanges(one: Candidate) -> Candidate:

@@ -28,8 +28,8 @@ from ..solver.solver import Solver
 from ..spmd.fixed_recompute import AUTO
 from ..spmd.planned import Planned
 from .beside_exchange import most_gained_seconds
+from .candidate import Candidate
 from .estimate import Estimate, estimate, even_seconds
-from .search import Candidate
 
 DOUBT = 5e-3  # of a step, that an estimate may be too long; 0.2 % were seen
 

@@ -31,10 +31,11 @@ from ..spmd.batch import samples_of
 from ..spmd.fixed_recompute import AUTO
 from ..spmd.plan_options import PlanOptions
 from ..spmd.planned import Planned
+from .candidate import Candidate
 from .evaluate import timing_of
 from .on_host import with_values_on_host
 from .plan import check_solver, described, kinds_of, promise, with_plans_by_stage
-from .search import Candidate, Estimate, PipelineSearch
+from .search import Estimate, PipelineSearch
 
 DOMINATED = ("1f1b", "interleaved_1f1b")  # zero-bubble schedules take no more, as they are priced
 SAMPLES = (1, 2, 4)  # of a replica at once that are tried

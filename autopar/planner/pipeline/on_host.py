@@ -30,10 +30,10 @@ from ..problem.offload import ACTIVATIONS, AUTO
 from ..problem.problem import Problem
 from ..spmd.values_on_host import names_of
 from .best_cut import best_cut
+from .candidate import Candidate
 from .checkpoint import StageRecomputation
 from .estimate import Estimate
 from .evaluate import PipelineCost
-from .search import Candidate
 from .stage_costs import parts_of_nodes
 
 SHARES = (0.25, 0.5, 0.7, 0.85, 1.0, 2.0)  # of the bytes that a stage can hide, which are tried

@@ -20,9 +20,9 @@ from ..objective.memory_timeline import live_bytes
 from ..objective.player import gained_in_pairs
 from ..objective.side_by_side import in_turns
 from .beside_exchange import found_beside, most_gained_seconds
+from .candidate import Candidate
 from .checkpoint import MOST_ROUNDS
 from .evaluate import PipelineCost, evaluate_pipeline, parts_of
-from .search import Candidate
 from .stage_costs import parts_of_nodes
 
 MOST_PAIRED = 3  # pipelines without products beside rows that are tried in pairs

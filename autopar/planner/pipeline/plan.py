@@ -37,13 +37,14 @@ from ..spmd.plan_options import PlanOptions
 from ..spmd.planned import Planned
 from .baselines import evaluated_if_faster, experts
 from .beside_exchange import fastest_with_exchanges
+from .candidate import Candidate
 from .chunk_counts import chunk_counts
 from .estimate import Estimate
 from .evaluate import PipelineCost
 from .mapping import evaluated_if_near, mapped
 from .on_host import described_in_stages, with_values_on_host, without_copies
 from .pairs import fastest_in_pairs
-from .search import Candidate, PipelineSearch
+from .search import PipelineSearch
 from .shardings import stage_shardings
 from .stage_costs import parts_of_nodes, parts_of_transfer
 from .stage_plans import plans_by_stage

@@ -23,7 +23,6 @@ from ...cost.compute import EAGER
 from ...errors import MemoryInfeasibleError
 from ...frontend.export import Captured
 from ...ir.mesh import Mesh
-from ...passes.pipeline.micro_batch import MicroBatched
 from ...passes.pipeline.tail import check_waits
 from ...plans.pipeline import Pipeline, axis_of
 from ...schedule.catalogue import KINDS, make
@@ -37,6 +36,7 @@ from ..spmd.plan_options import PlanOptions
 from ..spmd.planned import Planned
 from .best_cut import best_cut
 from .between import plans_between
+from .candidate import Candidate
 from .checkpoint import MOST_ROUNDS, StageRecomputation, recomputation_of
 from .chunk_counts import attention_share, of_chunks
 from .estimate import Estimate, estimate, even_seconds
@@ -58,59 +58,15 @@ Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A pipeline that was evaluated, the plan of a micro-batch that it was cut from, and the same with what stages
-    compute again. `others`: plans of which stages might take one instead; `of_stage`: the number of the plan that each
-    took, empty if all took the first; `gained_seconds`: of a step, by products beside exchanges of rows."""
-
-    evaluated: PipelineCost
-    base: Planned
-    inner: Planned
-    search: PipelineSearch
-    others: tuple[Planned, ...] = ()
-    of_stage: tuple[int, ...] = ()
-    gained_seconds: float = 0.0
-
-    @property
-    def estimate(self) -> Estimate:
-        """Return the same as an estimate that is right."""
-        cost = self.evaluated
-        kind, v = cost.pipeline.schedule, cost.pipeline.stages_per_rank
-        return Estimate(self.search, self.base, kind, v, cost.step_seconds, cost.peak_bytes, self.fits)
-
-    @property
-    def micro(self) -> MicroBatched:
-        """Return the batch cut into micro-batches."""
-        return self.search.plans.micro
-
-    @property
-    def bound(self) -> float:
-        """Return the seconds that no pipeline with as many micro-batches falls below."""
-        return self.search.bound
-
-    @property
-    def limit(self) -> float:
-        """Return the bytes that a device may take."""
-        return self.search.limit
-
-    @property
-    def fits(self) -> bool:
-        """Return whether the fullest rank fits."""
-        return self.evaluated.peak_bytes <= self.limit
-
-    def is_like(self, other: Candidate) -> bool:
-        """Return whether this is the same pipeline of equal seconds, whatever search led to it."""
-        return self.evaluated.pipeline == other.evaluated.pipeline
-
-
-@dataclass(frozen=True)
 class _Evaluated:
-    """A cut of a plan, with what its stages compute again and the memory of one micro-batch."""
+    """A cut of a plan, with what its stages compute again and the memory of one micro-batch. `least_seconds`: of its
+    step if more is computed again as far as it has to be."""
 
     evaluated: PipelineCost
     inner: Planned
     e: Evaluation
     live: LiveBytes
+    least_seconds: float
     of_stage: tuple[int, ...] = ()
 
 
@@ -164,7 +120,12 @@ class PipelineSearch:
     @property
     def bound(self) -> float:
         """Return seconds of a step that no pipeline with as many micro-batches undercuts."""
-        return self.plans.share * self.micro_batches * self.plans.fastest.chosen.bound_seconds / self.ranks
+        return self.passes * self.plans.fastest.chosen.bound_seconds
+
+    @property
+    def passes(self) -> float:
+        """Return how many times a mean rank computes what one pass of the whole graph does."""
+        return self.plans.share * self.micro_batches / self.ranks
 
     def send(self, bytes_: float) -> float:
         """Return the seconds of a tensor of so many bytes of a device from one stage to the next."""
@@ -312,7 +273,7 @@ class PipelineSearch:
             if best is None or found.evaluated.peak_bytes < best.evaluated.peak_bytes:
                 best = found
             excess = found.evaluated.peak_bytes - self.limit
-            if excess <= 0 or room < 0 or found.evaluated.step_seconds >= slowest:
+            if excess <= 0 or room < 0 or found.least_seconds >= slowest:
                 break
             room -= excess
         return best
@@ -331,12 +292,13 @@ class PipelineSearch:
         self, inner: Planned, pipeline: Pipeline, recomputation: StageRecomputation | None, slowest: float
     ) -> _Evaluated:
         """Evaluate a pipeline that lets go of outputs beside the loss if its memory demands it, and with as much
-        computed again on each rank as it demands then, or as can be, unless that is `slowest` seconds or more. Several
-        ways lead to the same cut of a plan, which is evaluated once."""
+        computed again on each rank as it demands then, or as can be, unless that is `slowest` seconds or more, or seems
+        to be by what a mean rank computes again. Several ways lead to the same cut of a plan, which is evaluated
+        once."""
         key = (inner, pipeline.schedule, pipeline.stages_per_rank, pipeline.cuts)
         if known := self._within.get(key):
             limit, found = known
-            is_done = found.evaluated.peak_bytes <= self.limit or found.evaluated.step_seconds < limit
+            is_done = found.evaluated.peak_bytes <= self.limit or found.least_seconds < limit
             if is_done or slowest <= limit:
                 return found
         found = self._made_to_fit(inner, pipeline, recomputation, slowest)
@@ -349,16 +311,21 @@ class PipelineSearch:
         (problem, e), live = inner.whole, inner.live_bytes
         found = parts_of(problem, e, inner.pricer, pipeline, live, inner.stretch)
         evaluated, keeps = self.as_it_is(inner, pipeline, found)
+        least = evaluated.step_seconds
         for turn in range(MOST_ROUNDS if recomputation is not None else 0):
-            if evaluated.peak_bytes <= self.limit or evaluated.step_seconds >= slowest:
+            if evaluated.peak_bytes <= self.limit or least >= slowest:
                 break
             more = recomputation.within(self.limit, e, evaluated, turn)
             if more.recompute_seconds == e.recompute_seconds:
                 break
+            least += self.passes * (more.recompute_seconds - e.recompute_seconds)
+            if least >= slowest:
+                break
             e, live = more, live_bytes(problem, more, inner.pricer)
             parts = parts_of(problem, e, inner.pricer, pipeline, live, like=found)
             evaluated = self.judged(inner, e, pipeline, keeps, found=parts)
-        return _Evaluated(evaluated, inner, e, live)
+            least = evaluated.step_seconds
+        return _Evaluated(evaluated, inner, e, live, least)
 
     def as_it_is(self, inner: Planned, pipeline: Pipeline, found: Parts | None = None) -> tuple[PipelineCost, bool]:
         """Evaluate a pipeline that computes nothing again, whether it fits or not, and say whether it keeps outputs
