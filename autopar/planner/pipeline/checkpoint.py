@@ -24,7 +24,7 @@ from .evaluate import PipelineCost
 from .mixed import Mixture
 
 MOST_ROUNDS = 4  # times that stages are given more to compute again
-DOUBTING_ROUND = 2  # from which on they are given more than what is missing
+DOUBT = 0.02  # of the limit, that is asked for beside what is missing after the first round, or as much again
 
 
 class StageRecomputation:
@@ -39,11 +39,11 @@ class StageRecomputation:
 
     def within(self, limit: float, e: Evaluation, evaluated: PipelineCost, turn: int) -> Evaluation:
         """Return a plan that computes more again than `e` on every rank that holds more than `limit` bytes: just enough
-        by what is freed where it holds most, in later turns enough for twice of what is missing, as the most is held
-        elsewhere then; all that can be computed again where that is too little."""
+        by what is freed where it holds most, in later turns somewhat more, as the most is held elsewhere then; all that
+        can be computed again where that is too little."""
         missing = [max(0.0, sum(memory.values()) - limit) for memory in evaluated.memory]
-        plainly, doubting = [limit] * len(missing), [limit - bytes_ for bytes_ in missing]
-        found = self.more(e, evaluated, doubting) if turn >= DOUBTING_ROUND else None
+        plainly, doubting = [limit] * len(missing), [limit - min(bytes_, DOUBT * limit) for bytes_ in missing]
+        found = self.more(e, evaluated, doubting) if turn else None
         return found or self.more(e, evaluated, plainly) or self.all()
 
     def more(self, e: Evaluation, evaluated: PipelineCost, limits: Sequence[float]) -> Evaluation | None:

@@ -55,9 +55,10 @@ def in_pairs(one: Candidate, slowest: float = math.inf) -> Candidate | None:
     if not _may_be_paired(one, e):
         return None
     recomputation = one.search.prepared(one.base)[2]
+    slowest = min(slowest, one.evaluated.step_seconds)
     for turn in range(MOST_ROUNDS + 1):
-        made = _paired(one, e, pipeline)
-        if made is None or made.step_seconds >= min(slowest, one.evaluated.step_seconds):
+        made = _paired(one, e, pipeline, slowest)
+        if made is None or made.step_seconds >= slowest:
             return None
         if made.peak_bytes <= most_bytes:
             inner = replace(one.inner, written=(problem, e), held=live_bytes(problem, e, pricer))
@@ -77,8 +78,9 @@ def _may_be_paired(one: Candidate, e: Evaluation) -> bool:
     return has_pairs and is_free and e.overlap > 0 and pipeline.micro_batches > 1
 
 
-def _paired(one: Candidate, e: Evaluation, pipeline: Pipeline) -> PipelineCost | None:
-    """Evaluate a pipeline in pairs under an evaluation of its plan, None if it has no exchange worth it."""
+def _paired(one: Candidate, e: Evaluation, pipeline: Pipeline, slowest: float) -> PipelineCost | None:
+    """Evaluate a pipeline in pairs under an evaluation of its plan, None if it has no exchange worth it, or takes
+    `slowest` seconds or more by what a mean rank gains."""
     problem, pricer = one.inner.whole[0], one.inner.pricer
     turning = in_turns(problem, e, pricer, one.inner.options.hardware)
     if not turning.turns:
@@ -94,14 +96,18 @@ def _paired(one: Candidate, e: Evaluation, pipeline: Pipeline) -> PipelineCost |
     turns = tuple(problem.vertices[v].node.name for v in sorted(turning.turns))
     by_stage = tuple(gained * seconds / travelling for seconds in stages)
     asked = replace(pipeline, costs=(), pairs=Pairs(turns, 0.0, 0.0, by_stage))
+    again = one.search.passes * (e.recompute_seconds - one.inner.whole[1].recompute_seconds)
+    gained_in_step = _seconds_in_pairs(asked, by_stage)
+    if one.evaluated.step_seconds + again - gained_in_step >= slowest:
+        return None
     live = live_bytes(problem, turning, pricer)
     found = parts_of(problem, e, pricer, asked, live, one.inner.stretch)
     made = evaluate_pipeline(
         problem, e, pricer, asked, one.search.send, live, not one.evaluated.unmade_bytes,
         one.search.plans.tail_cost, found,
     )  # fmt: skip
-    in_step = _seconds_in_pairs(made.pipeline, stages), _seconds_in_pairs(made.pipeline, by_stage)
-    return replace(made, pipeline=replace(made.pipeline, pairs=Pairs(turns, *in_step, by_stage)))
+    in_step = Pairs(turns, _seconds_in_pairs(asked, stages), gained_in_step, by_stage)
+    return replace(made, pipeline=replace(made.pipeline, pairs=in_step))
 
 
 def _seconds_in_pairs(pipeline: Pipeline, seconds: Sequence[float]) -> float:
