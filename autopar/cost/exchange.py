@@ -16,6 +16,7 @@ tokens that were sent once, and adds them up, is that pass (passes/distribute/so
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import cast
 
 import torch
@@ -120,6 +121,7 @@ def goes_once(node: fx.Node, choice: tuple[str, ...]) -> bool:
     return node.target in OF_TOKENS and ONCE in choice
 
 
+@cache
 def devices_of_token(experts: int, active: int, ways: int) -> float:
     """Return to how many of so many devices, among which the experts are cut into blocks, a token goes on average."""
     held = [stop - start for start, stop in (chunk(experts, ways, i) for i in range(ways))]

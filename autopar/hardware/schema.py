@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from ..errors import HardwareError
 from ..ir.mesh import Mesh
@@ -215,6 +216,16 @@ class Hardware:
         one card of each node at one network card's; a ring leaves an oversubscribed group of switches over the shares
         of all its members there. In an all-to-all, (n - m) / (n - 1) of what a device sends takes its own outer link.
         """
+        if mesh not in self._links_for:
+            self._links_for[mesh] = self._links_of(mesh)
+        return self._links_for[mesh]
+
+    @cached_property
+    def _links_for(self) -> dict[Mesh, dict[str, Link]]:
+        """Return what is known of meshes, filled as they are asked for."""
+        return {}
+
+    def _links_of(self, mesh: Mesh) -> dict[str, Link]:
         links = {}
         for axis, span in spans(mesh).items():
             tier, size = self.links[self.tier_index(span)], mesh.size(axis)

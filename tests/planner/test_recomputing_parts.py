@@ -49,8 +49,8 @@ def test_parts_are_those_computed_from_nothing(options):
         live = rng.choice([None, live_bytes(problem, again, pricer)])
         for one in (again, taking(e, [(step, 1) for step in steps]), e):
             expected = Parts(problem, one, pricer, cuts, is_repeated, None, stretch)
-            other = base.recomputing(one, live if one is again else None, stretch)
+            other = base.under(one, live if one is again else None, stretch)
             assert list(map(numbers, other.found)) == list(map(numbers, expected.found))
             assert other.tied == expected.tied and other.recomputed == expected.recomputed
-        assert base.recomputing(e).where is base.where, "nothing was kept"
+        assert base.under(e).where is base.where, "nothing was kept"
         assert list(map(numbers, base.found)) == before, "parts that others were made of have changed"

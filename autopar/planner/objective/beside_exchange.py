@@ -142,6 +142,7 @@ class _Layer:
         self.may_move = may_move
         self.exchanges = [one for run in runs if (one := self._travelling(run)) is not None]
         self.moved: dict[Execution, _Travelling] = {}
+        self.at: dict[Execution, int] = {}  # where each op runs with what is beside exchanges so far
 
     def _travelling(self, run: Execution) -> _Travelling | None:
         """Return an op as an exchange; None for any other, or one that is not worth it."""
@@ -159,6 +160,7 @@ class _Layer:
         if not self.exchanges:
             return
         self._read()
+        self.at = self.place
         candidates = [(one, self._nearest(one)) for one in self.exchanges]
         for one, products in sorted(candidates, key=lambda pair: self._choice(*pair)):
             for product in products:
@@ -198,7 +200,7 @@ class _Layer:
 
     def _take(self, one: _Travelling, product: Execution) -> None:
         """Put a product beside an exchange, if it may be there, with the ops between that it reads or that read it."""
-        place = {run: i for i, run in enumerate(self.order())}
+        place = self.at
         if place[product] > place[one.run]:
             along = _reached(product, self.reads, lambda run: place[run] >= place[one.run])
         else:
@@ -210,6 +212,7 @@ class _Layer:
         one.beside |= along
         one.covered += sum(self._seconds(run) for run in along)
         self.moved |= dict.fromkeys(along, one)
+        self.at = {run: i for i, run in enumerate(self.order())}
 
     def order(self) -> list[Execution]:
         """Return the ops in the order in which they run with what is beside exchanges so far."""

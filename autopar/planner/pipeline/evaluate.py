@@ -111,13 +111,13 @@ def parts_of(
     like: Parts | None = None,
 ) -> Parts:
     """Return the costs of the stages of a pipeline; `stretch`: how many times as long as its busiest streams need a
-    pass takes, if that is known; `like`: its stages under the same plan with other ops computed again, if they are
-    known; other arguments as of `evaluate_pipeline`."""
+    pass takes, if that is known; `like`: its stages under the same plan with other ops computed again or beside
+    exchanges, if they are known; other arguments as of `evaluate_pipeline`."""
     live = live or live_bytes(problem, e, pricer)
     if stretch is None:
         stretch = stretch_of(problem, e, pricer, live.order)
     if like is not None:
-        return like.recomputing(e, live, stretch)
+        return like.under(e, live, stretch)
     return Parts(problem, e, pricer, pipeline.cuts, True, live, stretch)
 
 

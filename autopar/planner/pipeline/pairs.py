@@ -22,7 +22,7 @@ from ..objective.side_by_side import in_turns
 from .beside_exchange import found_beside, most_gained_seconds
 from .candidate import Candidate
 from .checkpoint import MOST_ROUNDS
-from .evaluate import PipelineCost, evaluate_pipeline, parts_of
+from .evaluate import PipelineCost, evaluate_pipeline
 from .stage_costs import parts_of_nodes
 
 MOST_PAIRED = 3  # pipelines without products beside rows that are tried in pairs
@@ -101,7 +101,7 @@ def _paired(one: Candidate, e: Evaluation, pipeline: Pipeline, slowest: float) -
     if one.evaluated.step_seconds + again - gained_in_step >= slowest:
         return None
     live = live_bytes(problem, turning, pricer)
-    found = parts_of(problem, e, pricer, asked, live, one.inner.stretch)
+    found = one.search.stages(one.inner, e, asked, live, one.inner.stretch)
     made = evaluate_pipeline(
         problem, e, pricer, asked, one.search.send, live, not one.evaluated.unmade_bytes,
         one.search.plans.tail_cost, found,

@@ -97,6 +97,7 @@ class PipelineSearch:
         self._prepared: dict[Planned, tuple[Planned, Chain, StageRecomputation | None]] = {}
         self._timetables: dict[tuple[str, int], Timetable] = {}
         self._within: dict[tuple, tuple[float, _Evaluated]] = {}
+        self._stages: dict[tuple[str, ...], Parts] = {}  # by cuts
         chunks = f", {row_chunks} chunks a row" if row_chunks > 1 else ""
         report(f"{mesh}, {micro_batches} micro-batches{chunks}")
         options = options if row_chunks == 1 else replace(options, execution=EAGER)  # as chunks run
@@ -135,7 +136,7 @@ class PipelineSearch:
         """Return the same search of what a strategy allows, with some schedules."""
         other = copy.copy(self)
         other.plans, other.kinds = self.plans.under(strategy), kinds
-        other._chains, other._prepared, other._within = {}, {}, {}
+        other._chains, other._prepared, other._within, other._stages = {}, {}, {}, {}
         return other
 
     def estimates(self, judged: Sequence[Estimate] = ()) -> list[Estimate]:
@@ -309,7 +310,7 @@ class PipelineSearch:
         self, inner: Planned, pipeline: Pipeline, recomputation: StageRecomputation | None, slowest: float
     ) -> _Evaluated:
         (problem, e), live = inner.whole, inner.live_bytes
-        found = parts_of(problem, e, inner.pricer, pipeline, live, inner.stretch)
+        found = self.stages(inner, e, pipeline, live, inner.stretch)
         evaluated, keeps = self.as_it_is(inner, pipeline, found)
         least = evaluated.step_seconds
         for turn in range(MOST_ROUNDS if recomputation is not None else 0):
@@ -322,8 +323,7 @@ class PipelineSearch:
             if least >= slowest:
                 break
             e, live = more, live_bytes(problem, more, inner.pricer)
-            parts = parts_of(problem, e, inner.pricer, pipeline, live, like=found)
-            evaluated = self.judged(inner, e, pipeline, keeps, found=parts)
+            evaluated = self.judged(inner, e, pipeline, keeps, live)
             least = evaluated.step_seconds
         return _Evaluated(evaluated, inner, e, live, least)
 
@@ -331,11 +331,27 @@ class PipelineSearch:
         """Evaluate a pipeline that computes nothing again, whether it fits or not, and say whether it keeps outputs
         beside the loss, which it lets go of if its memory demands it. `found`: its stages, if they are known."""
         problem, e = inner.whole
-        found = found or parts_of(problem, e, inner.pricer, pipeline, inner.live_bytes, inner.stretch)
+        found = found or self.stages(inner, e, pipeline, inner.live_bytes, inner.stretch)
         evaluated = self.judged(inner, e, pipeline, True, found=found)
         if evaluated.peak_bytes <= self.limit or not may_be_unmade(self.plans.captured):
             return evaluated, True
         return self.judged(inner, e, pipeline, False, found=found), False
+
+    def stages(
+        self,
+        inner: Planned,
+        e: Evaluation,
+        pipeline: Pipeline,
+        live: LiveBytes | None = None,
+        stretch: float | None = None,
+    ) -> Parts:
+        """Return the costs of the stages of a pipeline under an evaluation of a plan of the whole graph; arguments as
+        of `parts_of`. Those of the last plan with the same cut are kept."""
+        known, problem = self._stages.get(pipeline.cuts), inner.whole[0]
+        is_known = known is not None and known.problem is problem and known.pricer is inner.pricer
+        found = parts_of(problem, e, inner.pricer, pipeline, live, stretch, known if is_known else None)
+        self._stages[pipeline.cuts] = found
+        return found
 
     def judged(
         self,
@@ -348,6 +364,7 @@ class PipelineSearch:
     ) -> PipelineCost:
         """Evaluate a pipeline under an evaluation of a plan of the whole graph; further arguments as of
         `evaluate_pipeline`."""
+        found = found or self.stages(inner, e, pipeline, live)
         return evaluate_pipeline(
             inner.whole[0], e, inner.pricer, pipeline, self.send, live, keeps_outputs, self.plans.tail_cost, found
         )

@@ -130,7 +130,7 @@ def chain(
         _repeated(blocks, lambda block: len(compact.stands_for(block, first))) if compact else range(len(starts) + 1)
     )
     found = Parts(problem, e, pricer, starts, live=None if compact else live)
-    levels = [found.recomputing(one).found for one in _levels(problem, e, pricer, prices)]
+    levels = [found.under(one).found for one in _levels(problem, e, pricer, prices)]
     index_of = {i: at for at, i in reversed([*enumerate(order)])}
     shared = [
         Shared(index_of[a], index_of[b], int(tied.state_bytes), 2 * send(tied.gradient_bytes))

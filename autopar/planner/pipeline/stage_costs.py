@@ -70,8 +70,8 @@ class SharedParameter:
 
 class Parts:
     """The costs of a plan cut at forward ops: `found`, a Part for each stretch between cuts, and `tied` parameters.
-    `live`: the memory of the whole plan, if it is known. What is computed again is added last, so that the same parts
-    under a plan that differs in that alone take less time (`recomputing`)."""
+    `live`: the memory of the whole plan, if it is known. What is computed again and what is beside exchanges is added
+    last, so that the same parts under a plan that differs in that alone take less time (`under`)."""
 
     def __init__(
         self,
@@ -89,7 +89,6 @@ class Parts:
         self.strategies, self.seconds = chosen.strategies, chosen.seconds
         self.found = [Part(no_work(e.streams), e.overlap, stretch) for _ in range(self.placement.count)]
         self.tied: list[SharedParameter] = []
-        self.beside = {one.vertex: one for one in e.beside}
         self.where = parts_of_nodes(self.placement)
         waiting = [t for t in e.transfers if t.phase == "forward" and t.times < pricer.micro_batches]
         self.once = {
@@ -100,23 +99,24 @@ class Parts:
         self._transfers(e.transfers)
         self._passing()
         self._outputs()
-        self._without = [part.apart() for part in self.found]  # before anything is computed again
-        self._recompute(live)
+        self._without = [part.apart() for part in self.found]  # before anything is computed again, or beside anything
+        self._adapt(live)
 
-    def recomputing(self, e: Evaluation, live: LiveBytes | None = None, stretch: float = 1.0) -> Parts:
-        """Return the parts of the same cut under the same plan with other ops computed again; `live` and `stretch` as
-        of that one."""
+    def under(self, e: Evaluation, live: LiveBytes | None = None, stretch: float = 1.0) -> Parts:
+        """Return the parts of the same cut under the same plan with other ops computed again, or beside exchanges;
+        `live` and `stretch` as of that one."""
         old, new = self.e.transfers, e.transfers
         is_alike = e.choice is self.e.choice and len(new) == len(old) and all(map(operator.is_, new, old))
         if not is_alike:  # copies that are kept for what is computed again travel once
             return Parts(self.problem, e, self.pricer, self.cuts, self.repeated, live, stretch)
         other = copy.copy(self)
         other.e, other.found = e, [replace(part.apart(), stretch=stretch) for part in self._without]
-        other._recompute(live)
+        other._adapt(live)
         return other
 
-    def _recompute(self, live: LiveBytes | None) -> None:
-        """Charge what depends on what is computed again."""
+    def _adapt(self, live: LiveBytes | None) -> None:
+        """Charge what depends on what is computed again, and what is beside exchanges of rows."""
+        self._beside()
         self.recomputed = recomputed_vertices(self.e)
         for v in self.recomputed:
             seconds = self.seconds[v]
@@ -126,6 +126,15 @@ class Parts:
         self._saved()
         self._on_host()
         self._transients(live or live_bytes(self.problem, self.e, self.pricer))
+
+    def _beside(self) -> None:
+        """Put the seconds of exchanges of rows that ops are beside there, too."""
+        for v, one in {one.vertex: one for one in self.e.beside}.items():
+            node = self.problem.vertices[v].node
+            for part in self._charged(self.where.get(node, 0)):
+                work = part.work[self._kind(node)]
+                work.compute -= one.seconds
+                work.every.hidden[one.stream] += one.seconds
 
     def _charged(self, mask: int) -> Iterator[Part]:
         """Iterate over the parts that pay for something that the parts of a mask need."""
@@ -178,14 +187,11 @@ class Parts:
                 self.tied.append(SharedParameter(parts, dict(kinds), gradient))
 
     def _op(self, v: Vertex, seconds: float, mask: int) -> None:
-        """Charge an op to the parts that run it; of an exchange of rows what ops are beside goes beside compute."""
+        """Charge an op to the parts that run it."""
         kind, module = self._kind(v.node), v.node.meta.get("module", "")
         is_named = module and v.phase != "backward" and v.node not in self.placement.free
-        beside = self.beside.get(v.index)
         for part in self._charged(mask):
-            part.work[kind].compute += seconds - (beside.seconds if beside else 0.0)
-            if beside:
-                part.work[kind].every.hidden[beside.stream] += beside.seconds
+            part.work[kind].compute += seconds
             if is_named:
                 part.modules.append(module)
 
@@ -255,11 +261,8 @@ class Parts:
         """Record what is sent over each border: from where it is made to its last reader, or back to its first one."""
         for node, at in self.placement.stage.items():
             mask = self.placement.read_at.get(node, 0)
-            if not mask or not is_tensor(node):
-                continue
-            last, first = mask.bit_length() - 1, first_of(mask, at)
-            if last > at or first < at:
-                bytes_ = self._local_bytes(node)
+            if mask & ~(1 << at) and is_tensor(node):
+                last, first, bytes_ = mask.bit_length() - 1, first_of(mask, at), self._local_bytes(node)
                 for border in range(at, last):
                     self.found[border].sent.append(bytes_)
                 for border in range(first, at):
