@@ -70,9 +70,9 @@ def test_the_mapping_is_taken_where_the_search_finds_worse(monkeypatch):
     """A search that knows one plan of a micro-batch alone, that of FSDP, takes the mapping's plan as its own."""
     every = MicroBatchPlans.at_prices
 
-    def at_prices(plans: MicroBatchPlans):
+    def at_prices(plans: MicroBatchPlans, *useful):
         if plans.options.strategy != "auto":
-            yield from every(plans)
+            yield from every(plans, *useful)
             return
         one = plans.under("expert+fsdp").fastest
         yield replace(one, options=plans.options, chosen=plans.renamed(one.chosen))

@@ -31,7 +31,7 @@ from .beside import Beside
 from .evaluate import Evaluation
 from .memory_timeline import LiveBytes, live_bytes
 from .pricer import Pricer
-from .step_order import Execution, moved_beside, step_order
+from .step_order import Execution, StepOrder, moved_beside, step_order
 
 GivenUp = Callable[[Evaluation, LiveBytes], Collection[Beside]]
 MOST_GIVEN_UP = 8  # times that exchanges are given up for memory, before all are
@@ -43,12 +43,13 @@ def beside_exchanges(
     pricer: Pricer,
     hardware: Hardware,
     may_move: Callable[[fx.Node, fx.Node], bool] = lambda exchange, node: True,
+    order: StepOrder | None = None,
 ) -> tuple[Beside, ...]:
     """Return what may be beside the exchanges of a plan that has nothing there yet. `may_move`: whether the op of a
-    node may be beside an exchange for another reason than order."""
+    node may be beside an exchange for another reason than order; `order`: of the step, if it is known."""
     if not e.overlap or problem.tiled:
         return ()
-    order = step_order(problem, e)
+    order = order or step_order(problem, e)
     found: list[Beside] = []
     for _, group in groupby(zip(order.runs, order.blocks), lambda pair: (pair[0].phase, pair[1])):
         found += _Layer(problem, e, pricer, hardware, [run for run, _ in group], may_move).found()

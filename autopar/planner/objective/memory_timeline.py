@@ -83,9 +83,10 @@ class LiveBytes:
         return int(self.total.argmax()) if len(self.total) else 0
 
 
-def live_bytes(problem: Problem, evaluation: Evaluation, pricer: Pricer) -> LiveBytes:
-    """Return the memory of a device over the step that an evaluation describes."""
-    lives = _Lives(problem, evaluation, pricer, order := step_order(problem, evaluation))
+def live_bytes(problem: Problem, evaluation: Evaluation, pricer: Pricer, order: StepOrder | None = None) -> LiveBytes:
+    """Return the memory of a device over the step that an evaluation describes. `order`: of the step, if known."""
+    order = order or step_order(problem, evaluation)
+    lives = _Lives(problem, evaluation, pricer, order)
     count = max(len(order.runs), 1)
     changes: dict[str, list[float]] = defaultdict(lambda: [0.0] * (count + 1))
     for kind, bytes_ in lives.tensors.resident.items():

@@ -136,10 +136,10 @@ def stretch_of(problem: Problem, e: Evaluation, pricer: Pricer, order: StepOrder
     return sum(Player(merged(s), e.overlap).play() for s in scripts) / least if least and e.overlap else 1.0
 
 
-def gained_in_pairs(problem: Problem, e: Evaluation, turning: Evaluation, pricer: Pricer) -> float:
+def gained_in_pairs(problem: Problem, e: Evaluation, turning: Evaluation, pricer: Pricer, order: StepOrder) -> float:
     """Return the seconds by which a forward and a backward that take turns are shorter than one after the other;
-    `turning`: the plan `e` in turns."""
-    streams, order = StreamOf(pricer), step_order(problem, e)
+    `turning`: the plan `e` in turns; `order`: of both."""
+    streams = StreamOf(pricer)
     apart = scripts_of(problem, e, streams, False, order)
     pair = pair_script(*scripts_of(problem, turning, streams, False, order), turning.turns)
     one_by_one, both = (sum(Player(merged(s), e.overlap).play() for s in scripts) for scripts in (apart, (pair,)))

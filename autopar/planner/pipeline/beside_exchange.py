@@ -66,7 +66,9 @@ def with_exchanges(one: Candidate) -> Candidate:
 
 def found_beside(one: Candidate, e: Evaluation) -> tuple[Beside, ...]:
     """Return what may be beside the exchanges of a pipeline under an evaluation that has nothing there yet."""
-    return beside_exchanges(one.inner.whole[0], e, one.inner.pricer, one.inner.options.hardware, _Stages(one).may_move)
+    problem, known = one.inner.whole
+    order = one.inner.live_bytes.order if e is known else None
+    return beside_exchanges(problem, e, one.inner.pricer, one.inner.options.hardware, _Stages(one).may_move, order)
 
 
 class _Stages:

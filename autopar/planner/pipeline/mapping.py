@@ -30,6 +30,7 @@ from ..spmd.planned import Planned
 from .beside_exchange import most_gained_seconds
 from .candidate import Candidate
 from .estimate import Estimate, estimate, even_seconds
+from .micro_batch_plans import Useful
 
 DOUBT = 5e-3  # of a step, that an estimate may be too long; 0.2 % were seen
 
@@ -51,14 +52,17 @@ def mapped(best: Candidate, known: Sequence[Estimate]) -> list[Estimate]:
     for pin in ({}, *_folded(plans.solvers[0].problem, restriction)):
         if met and (not found or all(_is_allowed(e, plans.solvers[0], restriction, pin) for e in met)):
             continue
-        for planned in plans.under(name, pin).at_prices():
+        useful = Useful()
+        for planned in plans.under(name, pin).at_prices(useful):
+            useful.times = math.inf
             met.append(planned.evaluation)
             if any(one.is_below(_Bounds.of(planned)) for one in others):
                 continue
             inner = replace(planned, options=options, chosen=plans.renamed(planned.chosen))
             segments = search.segments(inner)
             least = even_seconds(search, segments, kind, v) - most_gained_seconds(search, inner)
-            if least >= best.evaluated.step_seconds:
+            useful.times = best.evaluated.step_seconds / least
+            if useful.times <= 1:
                 break
             found.append(estimate(search, inner, segments, kind, v, best.evaluated.step_seconds))
     return found

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ...cost.compute import ComputeCost
@@ -33,6 +34,7 @@ from ..spmd.planned import Planned
 # less memory finds no plan that more memory does not.
 LITTLE = 1e-2  # to the fastest plan
 MEMORY_PRICES = (0.1, *(10.0 ** (k / 2) for k in range(21)))  # to others
+FEWER = 0.05  # of a plan's bytes, that the next one holds less if it is worth a search
 DEAREST = 100.0  # what all memory for tensors is worth within the limit to the last of them
 # As far as those are searched of which none is the best.
 LARGEST_PROGRAM = 2_000  # variables of one with a row of memory that is far from the plan's: larger ones take minutes
@@ -40,6 +42,14 @@ ROUGH = Search(gap=1e-2, rounds=40, largest_program=0, last_word=False)
 EXACT = Search(last_word=False)
 
 Report = Callable[[str], None]
+
+
+@dataclass
+class Useful:
+    """Says how many times as long as the last plan of a micro-batch the next one may take to be of use, as far as it is
+    known."""
+
+    times: float = math.inf
 
 
 class MicroBatchPlans:
@@ -133,20 +143,24 @@ class MicroBatchPlans:
         options = replace(self.options, refuses=False, recompute=NONE if level == AUTO else level)
         return search(self.few, self.mesh, options, self.name, self.report, solvers, self.starts)
 
-    def at_prices(self) -> Iterator[Planned]:
+    def at_prices(self, useful: Useful | None = None) -> Iterator[Planned]:
         """Iterate over plans of a micro-batch: the fastest, then those that are fastest where memory has ever higher
-        prices."""
+        prices, until all that are `useful` hold almost as much as the last one: if that costs least at a price, one
+        that frees more takes longer by that price."""
         yield self.fastest
         if self.options.recompute != AUTO:
             return
         unit, seen = self.fastest.solver.unit_price, [self.fastest.evaluation.choice]
-        room = max(self.limit - self.fastest.problem.reserve_bytes, 1.0)
+        last, room = self.fastest, max(self.limit - self.fastest.problem.reserve_bytes, 1.0)
         dearest = DEAREST * self.options.hardware.memory_bytes / room
         for price in itertools.takewhile(lambda price: price <= dearest, MEMORY_PRICES):
             one = self._run.at_if_new(replace(self.free_of_memory, byte_seconds=unit * price), ROUGH, seen)
             if one is not None:
                 seen.append(one.evaluation.choice)
-                yield self._planned(one)
+                yield (last := self._planned(one))
+            e, more = last.evaluation, useful.times - 1 if useful else math.inf
+            if more * e.seconds / (unit * price) < FEWER * e.bytes_:
+                break
 
     @cached_property
     def free_of_memory(self) -> Prices:

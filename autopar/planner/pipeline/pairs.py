@@ -19,6 +19,7 @@ from ..objective.evaluate import Evaluation
 from ..objective.memory_timeline import live_bytes
 from ..objective.player import gained_in_pairs
 from ..objective.side_by_side import in_turns
+from ..objective.step_order import step_order
 from .beside_exchange import found_beside, most_gained_seconds
 from .candidate import Candidate
 from .checkpoint import MOST_ROUNDS
@@ -85,7 +86,8 @@ def _paired(one: Candidate, e: Evaluation, pipeline: Pipeline, slowest: float) -
     turning = in_turns(problem, e, pricer, one.inner.options.hardware)
     if not turning.turns:
         return None
-    gained = gained_in_pairs(problem, e, turning, pricer)
+    order = step_order(problem, e)
+    gained = gained_in_pairs(problem, e, turning, pricer, order)
     where, stages = parts_of_nodes(problem.placement(pipeline.cuts)), [0.0] * len(pipeline.costs)
     for exchange in turning.beside:
         if exchange.vertex in turning.turns:
@@ -100,7 +102,7 @@ def _paired(one: Candidate, e: Evaluation, pipeline: Pipeline, slowest: float) -
     gained_in_step = _seconds_in_pairs(asked, by_stage)
     if one.evaluated.step_seconds + again - gained_in_step >= slowest:
         return None
-    live = live_bytes(problem, turning, pricer)
+    live = live_bytes(problem, turning, pricer, order)
     found = one.search.stages(one.inner, e, asked, live, one.inner.stretch)
     made = evaluate_pipeline(
         problem, e, pricer, asked, one.search.send, live, not one.evaluated.unmade_bytes,

@@ -14,7 +14,6 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from ...errors import AutoparError, MemoryInfeasibleError, MeshError, MicroBatchError, PipelineError, StrategyError
 from ...frontend.export import Captured
@@ -30,7 +29,7 @@ from ...utils.gc_pause import paused_collector
 from ..objective.evaluate import Transfer
 from ..solver.minimize import ILP
 from ..spmd.batch import data_ways, samples_of
-from ..spmd.describe import collectives_of
+from ..spmd.describe import collectives_of_transfers
 from ..spmd.fixed_recompute import AUTO
 from ..spmd.outputs import outputs_in
 from ..spmd.plan_options import PlanOptions
@@ -342,15 +341,9 @@ def _collectives(best: Candidate) -> tuple[Collective, ...]:
     def stages(transfer: Transfer) -> int:
         return max(1, parts_of_transfer(problem, where, transfer).bit_count())
 
-    of = partial(collectives_of, problem, e, inner.options.hardware, pipeline.micro_batches)
     more = {
-        (one.kind, one.axes, one.phase): replace(
-            every,
-            count=every.count - one.count,
-            wire_bytes=every.wire_bytes - one.wire_bytes,
-            seconds=every.seconds - one.seconds,
-        )
-        for one, every in zip(of(), of(stages))
+        (one.kind, one.axes, one.phase): one
+        for one in collectives_of_transfers(problem, e, lambda transfer: stages(transfer) - 1)
     }
     return tuple(
         replace(

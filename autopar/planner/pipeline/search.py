@@ -41,7 +41,7 @@ from .checkpoint import MOST_ROUNDS, StageRecomputation, recomputation_of
 from .chunk_counts import attention_share, of_chunks
 from .estimate import Estimate, estimate, even_seconds
 from .evaluate import PipelineCost, evaluate_pipeline, parts_of
-from .micro_batch_plans import MicroBatchPlans
+from .micro_batch_plans import MicroBatchPlans, Useful
 from .segments import Chain, chain
 from .stage_costs import Parts
 from .stage_plans import StagePlans
@@ -144,15 +144,18 @@ class PipelineSearch:
         are of use: until one would be no faster than one that fits, even if it computed nothing again. `judged`: those
         that are known. Return what is new."""
         found, known = list(judged), [one.inner.evaluation.choice for one in judged]
-        fastest = min((one.step_seconds for one in judged if one.fits), default=math.inf)
-        for inner in self.plans.at_prices():
+        fastest, useful = min((one.step_seconds for one in judged if one.fits), default=math.inf), Useful()
+        for inner in self.plans.at_prices(useful):
+            useful.times = math.inf
             if inner.evaluation.choice in known:
                 continue
             segments = self.segments(inner)
-            if min(even_seconds(self, segments, kind, v) for kind, v in self._possible(segments)) >= fastest:
+            least = min(even_seconds(self, segments, kind, v) for kind, v in self._possible(segments))
+            if least >= fastest:
                 break
             found += (new := self._cuts(inner, segments, fastest))
             fastest = min([fastest, *(one.step_seconds for one in new if one.fits)])
+            useful.times = fastest / least
             if min(one.least_seconds for one in new) >= fastest:
                 break
         if self.plans.options.recompute == AUTO:
@@ -277,6 +280,7 @@ class PipelineSearch:
             if excess <= 0 or room < 0 or found.least_seconds >= slowest:
                 break
             room -= excess
+        assert best is not None
         return best
 
     def with_kinds(self, one: Candidate, kinds: Sequence[tuple[str, int]]) -> list[Candidate]:

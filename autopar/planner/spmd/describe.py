@@ -205,48 +205,64 @@ def _elements(problem: Problem, trained: bool) -> int:
     return sum(n.meta["val"].numel() for n in {*(found - parts), *packed.values()})
 
 
-def collectives_of(
-    problem: Problem,
-    e: Evaluation,
-    hardware: Hardware,
-    micro_batches: int,
-    stages: Callable[[Transfer], int] = lambda transfer: 1,
-) -> tuple[Collective, ...]:
-    """Return the collectives of a step; their seconds are of an average pass. `stages`: of a pipeline, how many make a
-    transfer."""
-    count: Counter[tuple] = Counter()
-    wire, seconds = defaultdict[tuple, float](float), defaultdict[tuple, float](float)
+def collectives_of(problem: Problem, e: Evaluation, hardware: Hardware, micro_batches: int) -> tuple[Collective, ...]:
+    """Return the collectives of a step; their seconds are of an average pass."""
+    found = _Added()
     for v, copies in zip(problem.vertices, problem.copies(e.first)):
-        strategy = problem.choices(v.index).strategies[e.choice[v.index]]
+        strategy, phase = problem.choices(v.index).strategies[e.choice[v.index]], v.node.meta.get("phase", "")
+        times = copies * micro_batches
         if axes := exchange_axes(v.node, strategy, problem.mesh):
-            key = ("all_to_all", axes, v.node.meta["phase"])
-            count[key] += copies * micro_batches
-            wire[key] += copies * micro_batches * exchange_bytes(v.node, strategy, problem.mesh)
-            seconds[key] += copies * exchange_seconds(v.node, strategy, problem.mesh, hardware)
+            bytes_ = exchange_bytes(v.node, strategy, problem.mesh)
+            seconds = exchange_seconds(v.node, strategy, problem.mesh, hardware)
+            found.add("all_to_all", axes, phase, times, times * bytes_, copies * seconds)
         if made := copies_of(v.node, strategy, problem.mesh, problem.skew.hot):
-            key = ("all_reduce", made.axes, v.node.meta["phase"])
-            count[key] += copies * micro_batches
-            wire[key] += copies * micro_batches * made.sent_bytes(problem.mesh)
-            seconds[key] += copies * problem.copy_cost.all_reduce_seconds(made) if problem.copy_cost else 0.0
+            seconds = problem.copy_cost.all_reduce_seconds(made) if problem.copy_cost else 0.0
+            found.add("all_reduce", made.axes, phase, times, times * made.sent_bytes(problem.mesh), copies * seconds)
         if ring := ring_of(v.node, strategy, problem.mesh):
-            key = ("all_to_all", ring.axes, v.node.meta["phase"])
-            count[key] += copies * micro_batches * ring.messages
-            wire[key] += copies * micro_batches * ring.sent_bytes
-            seconds[key] += copies * ring.sent_seconds(problem.mesh, hardware)
-    for transfer in e.every_transfer:
-        times = stages(transfer)
-        for step, charged in transfer.step_seconds:
-            if step.move.kind == "slice":
-                continue
-            kind, calls = transfer.called_as(step, problem.mesh)
-            key = (kind, step.move.axes, transfer.phase)
-            count[key] += transfer.times * calls * times
-            wire[key] += step.wire_fraction * transfer.bytes_ * transfer.times * times
-            seconds[key] += charged * times
-    return tuple(
-        Collective(kind, axes, phase, count[kind, axes, phase], wire[kind, axes, phase], seconds[kind, axes, phase])
-        for kind, axes, phase in sorted(count, key=lambda k: (k[2] != "forward", k))
-    )
+            seconds = ring.sent_seconds(problem.mesh, hardware)
+            found.add("all_to_all", ring.axes, phase, times * ring.messages, times * ring.sent_bytes, copies * seconds)
+    return found.with_transfers(problem, e).collectives
+
+
+def collectives_of_transfers(
+    problem: Problem, e: Evaluation, times: Callable[[Transfer], int]
+) -> tuple[Collective, ...]:
+    """Return the collectives of the transfers of a step alone, each so many times."""
+    return _Added().with_transfers(problem, e, times).collectives
+
+
+class _Added:
+    """Collectives that are added up by kind, axes and phase."""
+
+    def __init__(self) -> None:
+        self.count: Counter[tuple] = Counter()
+        self.wire, self.seconds = defaultdict[tuple, float](float), defaultdict[tuple, float](float)
+
+    def add(self, kind: str, axes: tuple[str, ...], phase: str, count: int, bytes_: float, seconds: float) -> None:
+        """Add as many collectives of one kind, with all their bytes, and their seconds in an average pass."""
+        key = (kind, axes, phase)
+        self.count[key] += count
+        self.wire[key] += bytes_
+        self.seconds[key] += seconds
+
+    def with_transfers(
+        self, problem: Problem, e: Evaluation, times: Callable[[Transfer], int] = lambda transfer: 1
+    ) -> _Added:
+        """Add the collectives of all transfers of a step, each so many times."""
+        for transfer in e.every_transfer:
+            many = times(transfer)
+            for step, seconds in transfer.step_seconds if many else ():
+                if step.move.kind != "slice":
+                    kind, calls = transfer.called_as(step, problem.mesh)
+                    count, bytes_ = transfer.times * many, step.wire_fraction * transfer.bytes_ * transfer.times * many
+                    self.add(kind, step.move.axes, transfer.phase, count * calls, bytes_, seconds * many)
+        return self
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        """Return the collectives, those of the forward first."""
+        in_order = sorted(self.count, key=lambda key: (key[2] != "forward", key))
+        return tuple(Collective(*key, self.count[key], self.wire[key], self.seconds[key]) for key in in_order)
 
 
 def _of_update(problem: Problem, e: Evaluation) -> tuple[Collective, ...]:
