@@ -70,6 +70,17 @@ def cut_looped(
 Costs = list[tuple[float, float]]  # (bytes too many, seconds) of a rank, by plan
 
 
+class _Lists:
+    """What is known of every span as lists: of few spans these are read faster than arrays."""
+
+    def __init__(self, spans: Spans):
+        self.first, self.end, self.kind = spans.first.tolist(), spans.end.tolist(), spans.kind.tolist()
+        self.state, self.transient, self.boundary = (
+            spans.fixed[name].tolist() for name in ("state", "transient", "boundary")
+        )
+        self.sends = spans.sends.tolist()
+
+
 class Loops:
     """The search. A path is a span for each stage, in the order of the model. `spans`: all that there are, if they are
     known."""
@@ -101,7 +112,8 @@ class Loops:
         more = others.plans if others else ()
         self.under = [(self.spans, shared), *((self.spans.under(other), other[1]) for other in more)]
         self.borders = others.borders if others else np.zeros((1, 1))
-        self.span = {ends: x for x, ends in enumerate(zip(self.spans.first.tolist(), self.spans.end.tolist()))}
+        self.lists = [_Lists(spans) for spans, _ in self.under]
+        self.span = {ends: x for x, ends in enumerate(zip(self.lists[0].first, self.lists[0].end))}
         self.boundaries = sorted({0, *self.spans.end.tolist()})
         self.number = {end: i for i, end in enumerate(self.boundaries)}
         self.known: dict[tuple[int, ...], tuple[Costs, list[RankSegments]]] = {}
@@ -144,8 +156,9 @@ class Loops:
 
     def moved(self, path: list[int], low: int, high: int, way: int) -> list[int]:
         """Return the path after a move, [] if a stage would be left empty."""
-        ends = [self.boundaries[self.number[end] + way] for end in self.spans.end[path[low - 1 : high]].tolist()]
-        ends = [int(self.spans.first[path[low - 1]]), *ends, int(self.spans.end[path[high]])]
+        first, end = self.lists[0].first, self.lists[0].end
+        ends = [self.boundaries[self.number[end[x]] + way] for x in path[low - 1 : high]]
+        ends = [first[path[low - 1]], *ends, end[path[high]]]
         if ends[0] == ends[1] or ends[-2] == ends[-1]:
             return []
         return path[: low - 1] + [self.span[pair] for pair in zip(ends, ends[1:])] + path[high + 1 :]
@@ -224,22 +237,21 @@ class Loops:
     def stage(self, rank: int, path: Sequence[int], plan: int = 0, counted: bool = True) -> RankSegments:
         """Return all stages of a rank as one under a plan, at its most frugal if that does not fit. `counted`: with its
         levels."""
-        own, (spans, shared), flight = list(path[rank :: self.ranks]), self.under[plan], self.flight[rank]
-        ends = list(zip(spans.first[own].tolist(), spans.end[own].tolist()))
-        bytes_ = {name: float(values[own].sum()) for name, values in spans.fixed.items()}
-        bytes_["transient"] = float(spans.fixed["transient"][own].max())
+        own, (spans, shared), flight = path[rank :: self.ranks], self.under[plan], self.flight[rank]
+        known, levels = self.lists[plan], spans.levels
+        ends = tuple((known.first[x], known.end[x]) for x in own)
+        state, boundary = sum(known.state[x] for x in own), sum(known.boundary[x] for x in own)
+        transient = max(known.transient[x] for x in own)
         for one in shared:
             a, b = ([first <= x < end for first, end in ends] for x in (one.first, one.second))
-            bytes_["state"] -= one.bytes_ * (
-                any(a) and any(b) and a != b
-            )  # a span that has both counts them once already
-        frontier = spans.levels.frontier(spans.counts[spans.kind[own]].sum(0))
-        room = (self.limit - sum(bytes_.values())) / flight
-        point = max(0, int(np.searchsorted(frontier.bytes_, room, side="right")) - 1)
-        bytes_["activations"] = float(flight * frontier.bytes_[point])
-        seconds = float(frontier.seconds[point] + spans.sends[own].sum())
-        levels = spans.levels.counted(frontier, point) if counted else {}
-        return RankSegments(tuple(ends), seconds, flight, bytes_, levels, plan)
+            state -= one.bytes_ * (any(a) and any(b) and a != b)  # a span that has both counts them once already
+        frontier = levels.frontier(spans.counts[[known.kind[x] for x in own]].sum(0))
+        room = (self.limit - state - transient - boundary) / flight
+        point = max(0, int(frontier.bytes_.searchsorted(room, side="right")) - 1)
+        activations = float(flight * frontier.bytes_[point])
+        bytes_ = {"state": state, "transient": transient, "boundary": boundary, "activations": activations}
+        seconds = float(frontier.seconds[point]) + sum(known.sends[x] for x in own)
+        return RankSegments(ends, seconds, flight, bytes_, levels.counted(frontier, point) if counted else {}, plan)
 
     def infeasible(self, path: Sequence[int]) -> MemoryInfeasibleError:
         """Return the error for a cut that does not fit, with its fullest rank."""
