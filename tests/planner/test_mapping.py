@@ -3,14 +3,19 @@ whatever the search without a strategy finds by itself."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 
 import autopar
-from autopar.planner.pipeline.micro_batch_plans import MicroBatchPlans
+from autopar import compiler
+from autopar.hardware.profile import load
+from autopar.ir.mesh import Mesh
+from autopar.planner.pipeline.micro_batch_plans import FEWER, ROUGH, MicroBatchPlans, Useful
 from autopar.planner.problem.recipes import mapping_of_experts
+from autopar.planner.spmd.plan_options import PlanOptions
 
 MAPPING = "expert+megatron_sp+zero1"
 
@@ -83,6 +88,24 @@ def test_the_mapping_is_taken_where_the_search_finds_worse(monkeypatch):
     assert mapping.step_seconds < fsdp.step_seconds
     assert free.step_seconds <= mapping.step_seconds * (1 + 1e-9)
     assert free.strategy == "auto" and free.bound <= free.step_seconds
+
+
+def test_prices_end_where_no_plan_of_use_holds_less():
+    """What is left out takes longer than is of use, or holds almost as much as the last one; a search errs by its
+    gap."""
+    captured = compiler.trace(*mixtral(), precision="bf16")
+    options = PlanOptions(load("h100"), precision="bf16", baselines=False)
+    plans = MicroBatchPlans(captured, 8, Mesh.parse("pp=2,dp=2,tp=2"), "pp", options, "mixtral", print)
+    every, ended = list(plans.at_prices()), 0
+    for times in (1.0, 1.02, 1.2, 2.0, math.inf):
+        some = list(plans.at_prices(Useful(times)))
+        assert [one.evaluation.choice for one in some] == [one.evaluation.choice for one in every[: len(some)]]
+        last, ended = some[-1].evaluation, ended + (len(some) < len(every))
+        for one in every[len(some) :]:
+            e = one.evaluation
+            near = e.bytes_ >= (1 - FEWER - 2 * ROUGH.gap) * last.bytes_
+            assert e.seconds > times * last.seconds * (1 - 2 * ROUGH.gap) or near
+    assert 0 < ended < 5
 
 
 def test_meshes_of_the_mapping():

@@ -1,4 +1,5 @@
-"""The parts of a cut that computes other ops again, made of those known, equal those computed from nothing."""
+"""The parts of a cut that computes other ops again, or has others beside exchanges, made of those known, equal those
+computed from nothing."""
 
 from __future__ import annotations
 
@@ -10,9 +11,11 @@ import pytest
 from autopar import compiler
 from autopar.hardware.profile import load
 from autopar.models import registry
+from autopar.planner.objective.beside_exchange import with_beside
 from autopar.planner.objective.checkpoint_blocks import Blocks, taking
 from autopar.planner.objective.memory_timeline import live_bytes
 from autopar.planner.pipeline.stage_costs import Part, Parts
+from tests.planner.test_beside_exchange import planned as beside
 from tests.planner.test_segments import chain_of, planned
 
 DRAWS = 6  # of cuts and of what is computed again
@@ -52,5 +55,27 @@ def test_parts_are_those_computed_from_nothing(options):
             other = base.under(one, live if one is again else None, stretch)
             assert list(map(numbers, other.found)) == list(map(numbers, expected.found))
             assert other.tied == expected.tied and other.recomputed == expected.recomputed
+        assert base.under(e).where is base.where, "nothing was kept"
+        assert list(map(numbers, base.found)) == before, "parts that others were made of have changed"
+
+
+def test_parts_with_other_products_beside_exchanges():
+    seed = random.randrange(1 << 30)
+    print("seed", seed)
+    rng = random.Random(seed)
+    found = beside(3)
+    (problem, e), pricer = found.whole, found.pricer
+    apart = with_beside(e, ())
+    assert len(e.beside) > 2
+    for _ in range(DRAWS):
+        cuts = tuple(name for name in chain_of(found).starts if rng.random() < 0.5)
+        base = Parts(problem, rng.choice([apart, e]), pricer, cuts, True)
+        before = list(map(numbers, base.found))
+        for one in (apart, e, with_beside(apart, [each for each in e.beside if rng.random() < 0.5])):
+            other, expected = base.under(one), Parts(problem, one, pricer, cuts, True)
+            assert list(map(numbers, other.found)) == list(map(numbers, expected.found))
+            seconds = sum(part.work[kind].every.hidden.sum() for part in other.found for kind in part.work)
+            waited = sum(part.work[kind].every.hidden.sum() for part in base.under(apart).found for kind in part.work)
+            assert seconds - waited == pytest.approx(sum(each.seconds for each in one.beside))
         assert base.under(e).where is base.where, "nothing was kept"
         assert list(map(numbers, base.found)) == before, "parts that others were made of have changed"
