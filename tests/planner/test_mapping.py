@@ -91,7 +91,7 @@ def test_the_mapping_is_taken_where_the_search_finds_worse(monkeypatch):
 
 
 def test_prices_end_where_no_plan_of_use_holds_less():
-    """What is left out takes longer than is of use, or holds almost as much as the last one; a search errs by its
+    """All that is left out takes longer than is of use, or holds almost as much as the last one; a search errs by its
     gap."""
     captured = compiler.trace(*mixtral(), precision="bf16")
     options = PlanOptions(load("h100"), precision="bf16", baselines=False)

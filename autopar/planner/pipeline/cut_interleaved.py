@@ -71,7 +71,7 @@ Costs = list[tuple[float, float]]  # (bytes too many, seconds) of a rank, by pla
 
 
 class _Lists:
-    """What is known of every span as lists: of few spans these are read faster than arrays."""
+    """Holds what is known of every span in lists, which are read faster than arrays where few spans are asked for."""
 
     def __init__(self, spans: Spans):
         self.first, self.end, self.kind = spans.first.tolist(), spans.end.tolist(), spans.kind.tolist()
