@@ -17,6 +17,7 @@ from ...ir.graph import RANDOM_STATE, values_of
 
 LARGEST_NUMEL = 2**28  # of a sample; a larger constant is not computed at compile time
 ALONG = {torch.ops.aten.cumsum.default: 1, torch.ops.aten.diff.default: 2}  # ops along a dim: which argument says it
+BY_STRIDE = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.as_strided.default)
 AND = (torch.ops.aten.__and__.Tensor, torch.ops.aten.bitwise_and.Tensor, torch.ops.aten.logical_and.default)
 
 Write = tuple[fx.Node, int]  # a node with the memory that it writes to
@@ -67,6 +68,8 @@ def _evaluated(node: fx.Node, args: tuple, kwargs: dict, samples_apart: bool):
     """Return what an op gives; of samples that are all alike one is computed, and expanded, if nothing is written to
     them later."""
     op = cast(Callable, node.target)
+    if op in BY_STRIDE:  # which samples that are one in memory would not be as they were traced
+        return op(args[0].contiguous(), *args[1:], **kwargs)
     shape = tuple(node.meta["val"].shape) if isinstance(node.meta.get("val"), torch.Tensor) else ()
     if samples_apart or not shape or shape[0] == 1:
         return op(*args, **kwargs)

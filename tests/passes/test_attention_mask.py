@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn import functional as F
 
 from autopar import compiler
@@ -104,6 +106,34 @@ def test_a_large_batch_is_computed_as_one_sample(kind, monkeypatch):
     monkeypatch.setattr(constant_values, "_evaluated", seen)
     assert attention_of(compiler.trace(Masked(kind), batch(16))) == FOUND[kind]
     assert max(largest) <= 6 * 8  # indices of a row of one sample, and its mask
+
+
+def test_samples_that_are_alike_are_read_as_they_were_traced():
+    """Ops that look at strides find those of whole samples; others give what they give of whole ones."""
+    aten, graph = torch.ops.aten, fx.Graph()
+    rng = random.Random(seed := random.randrange(1 << 30))
+    print("seed", seed)
+    b, s = rng.randint(2, 5), rng.randint(2, 6)
+    places = graph.get_attr("places")
+    ones = graph.call_function(aten.ones.default, ([b, s],), {"dtype": torch.int64})
+    counts = graph.call_function(aten.cumsum.default, (ones, -1))
+    steps = graph.call_function(aten.diff.default, (counts, 1, -1, ones))
+    odd = graph.call_function(aten.ne.Scalar, (counts, 2))
+    flat = graph.call_function(aten.view.default, (odd, [b * s]))
+    read = graph.call_function(aten.index.Tensor, (counts, [None, places]))
+    turned = graph.call_function(aten.as_strided.default, (counts, [s, b], [1, s]))
+    along_samples = graph.call_function(aten.cumsum.default, (counts, 0))
+    held = nn.Module()
+    held.register_buffer("places", torch.tensor([rng.randrange(s) for _ in range(3)]))
+    module = fx.GraphModule(held, graph)
+    values = {}
+    for node in graph.nodes:
+        args = fx.map_arg(node.args, values.__getitem__)
+        values[node] = held.places if node is places else node.target(*args, **node.kwargs)
+        node.meta["val"] = values[node]
+    for node in (counts, steps, odd, flat, read, turned, along_samples):
+        found = constant_values.constant_value(module, node, [])
+        assert found.shape == values[node].shape and torch.equal(found, values[node]), node
 
 
 @pytest.mark.sampled(1)
