@@ -55,7 +55,7 @@ def cut_looped(
         (found for found in map(search.evaluated, starts) if not found[0]), None
     )  # the first has the shortest longest stage
     if found is None or not is_rough:
-        found = search.descend(min(map(search.evaluated, starts))[2])
+        found = min((search.descend(path) for path in starts), key=lambda found: found[:2])
     excess, step, path = found
     if excess:
         raise search.infeasible(path)
