@@ -2,8 +2,8 @@
 memory.
 
 So no stage can be evaluated alone, and no shortest path finds the best cut. What is exact is a rank: given the cuts,
-the levels of all segments of its stages (pareto.py). Cuts are searched: from the better of two exact cuts into p v
-stages that stand alone, one segment is moved from a stage to another, past those between, as long as that helps. The
+the levels of all segments of its stages (pareto.py). Cuts are searched: from two exact cuts into p v stages
+that stand alone, one segment is moved from a stage to another, past those between, as long as that helps. The
 bound lets segments of a kind be spread over the ranks as they like, in fractions: a linear program, so that every cut
 comes with a gap.
 """
