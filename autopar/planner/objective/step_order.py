@@ -168,9 +168,10 @@ def _runs(problem: Problem, recomputed: dict[int, str]) -> Iterator[Execution]:
                     yield from made_for(one, is_block)
             yield from [Execution(one, "backward", True, not is_block) for one in again]
 
+    again = {*recomputed, *regions}
     for v in ops:
         if v.phase == "backward":
-            if wanted(v.index, False):
+            if not again.isdisjoint(problem.producers[v.index]) and wanted(v.index, False):
                 yield from made_for(v.index, False)
             yield Execution(v.index, "backward")
 

@@ -2,8 +2,8 @@
 memory.
 
 So no stage can be evaluated alone, and no shortest path finds the best cut. What is exact is a rank: given the cuts,
-the levels of all segments of its stages (pareto.py). Cuts are searched: from two exact cuts into p v stages
-that stand alone, one segment is moved from a stage to another, past those between, as long as that helps. The
+the levels of all segments of its stages (pareto.py). Cuts are searched: from the better of two exact cuts into p v
+stages that stand alone, one segment is moved from a stage to another, past those between, as long as that helps. The
 bound lets segments of a kind be spread over the ranks as they like, in fractions: a linear program, so that every cut
 comes with a gap.
 """
@@ -55,7 +55,7 @@ def cut_looped(
         (found for found in map(search.evaluated, starts) if not found[0]), None
     )  # the first has the shortest longest stage
     if found is None or not is_rough:
-        found = min((search.descend(path) for path in starts), key=lambda found: found[:2])
+        found = search.descend(min(map(search.evaluated, starts))[2])
     excess, step, path = found
     if excess:
         raise search.infeasible(path)

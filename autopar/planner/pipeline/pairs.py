@@ -26,6 +26,7 @@ from .checkpoint import MOST_ROUNDS
 from .evaluate import PipelineCost, evaluate_pipeline
 from .stage_costs import parts_of_nodes
 
+DOUBT = 0.05  # of what others save in pairs, that a pipeline may save more
 MOST_PAIRED = 3  # pipelines without products beside rows that are tried in pairs
 
 
@@ -42,15 +43,19 @@ def fastest_in_pairs(plain: Sequence[Candidate], candidates: Sequence[Candidate]
     for _, one in near:
         if len(tried) <= MOST_PAIRED and not any(one.is_like(other) for other in tried):
             tried.append(one)
-    fastest = best
+    fastest, share = best, 1.0
     for one in tried:
-        fastest = in_pairs(one, fastest.evaluated.step_seconds) or fastest
+        made = in_pairs(one, fastest.evaluated.step_seconds, share)
+        if made is not None and (pairs := made.evaluated.pipeline.pairs):
+            saved = one.evaluated.step_seconds - made.evaluated.step_seconds
+            fastest, share = made, min(share, (1 + DOUBT) * saved / pairs.gained_seconds)
     return [best, *others] if fastest is best else [fastest, best, *others]
 
 
-def in_pairs(one: Candidate, slowest: float = math.inf) -> Candidate | None:
+def in_pairs(one: Candidate, slowest: float = math.inf, share: float = 1.0) -> Candidate | None:
     """Return a pipeline whose forwards run beside backwards, None if that gains nothing, takes `slowest` seconds or
-    more, or does not fit: what is computed again for that makes it no faster."""
+    more, or seems to, or does not fit: what is computed again for that makes it no faster. `share`: of what a mean rank
+    gains that a step is shorter at most, as far as others have shown."""
     (problem, e), pipeline = one.inner.whole, one.evaluated.pipeline
     pricer, most_bytes = one.inner.pricer, max(one.limit, one.evaluated.peak_bytes)
     if not _may_be_paired(one, e):
@@ -58,7 +63,7 @@ def in_pairs(one: Candidate, slowest: float = math.inf) -> Candidate | None:
     recomputation = one.search.prepared(one.base)[2]
     slowest = min(slowest, one.evaluated.step_seconds)
     for turn in range(MOST_ROUNDS + 1):
-        made = _paired(one, e, pipeline, slowest)
+        made = _paired(one, e, pipeline, slowest, share)
         if made is None or made.step_seconds >= slowest:
             return None
         if made.peak_bytes <= most_bytes:
@@ -79,9 +84,11 @@ def _may_be_paired(one: Candidate, e: Evaluation) -> bool:
     return has_pairs and is_free and e.overlap > 0 and pipeline.micro_batches > 1
 
 
-def _paired(one: Candidate, e: Evaluation, pipeline: Pipeline, slowest: float) -> PipelineCost | None:
+def _paired(
+    one: Candidate, e: Evaluation, pipeline: Pipeline, slowest: float, share: float = 1.0
+) -> PipelineCost | None:
     """Evaluate a pipeline in pairs under an evaluation of its plan, None if it has no exchange worth it, or takes
-    `slowest` seconds or more by what a mean rank gains."""
+    `slowest` seconds or more by that `share` of what a mean rank gains."""
     problem, pricer = one.inner.whole[0], one.inner.pricer
     turning = in_turns(problem, e, pricer, one.inner.options.hardware)
     if not turning.turns:
@@ -100,7 +107,7 @@ def _paired(one: Candidate, e: Evaluation, pipeline: Pipeline, slowest: float) -
     asked = replace(pipeline, costs=(), pairs=Pairs(turns, 0.0, 0.0, by_stage))
     again = one.search.passes * (e.recompute_seconds - one.inner.whole[1].recompute_seconds)
     gained_in_step = _seconds_in_pairs(asked, by_stage)
-    if one.evaluated.step_seconds + again - gained_in_step >= slowest:
+    if one.evaluated.step_seconds + again - share * gained_in_step >= slowest:
         return None
     live = live_bytes(problem, turning, pricer, order)
     found = one.search.stages(one.inner, e, asked, live, one.inner.stretch)

@@ -103,6 +103,11 @@ class Problem:
         return self._placements[key]
 
     @cached_property
+    def producers(self) -> Sequence[Sequence[int]]:
+        """Return, by vertex, those that make what it reads."""
+        return [[producer for producer, _ in v.inputs] for v in self.vertices]
+
+    @cached_property
     def uses_of(self) -> Mapping[tuple[int, int], Sequence[Use]]:
         """Return all uses of every tensor, in order of the graph."""
         found: dict[tuple[int, int], list[Use]] = {}
