@@ -61,9 +61,9 @@ def mapped(best: Candidate, known: Sequence[Estimate]) -> list[Estimate]:
             inner = replace(planned, options=options, chosen=plans.renamed(planned.chosen))
             segments = search.segments(inner)
             least = even_seconds(search, segments, kind, v) - most_gained_seconds(search, inner)
-            useful.times = best.evaluated.step_seconds / least
-            if useful.times <= 1:
+            if least >= best.evaluated.step_seconds:
                 break
+            useful.note(best.evaluated.step_seconds, least)
             found.append(estimate(search, inner, segments, kind, v, best.evaluated.step_seconds))
     return found
 

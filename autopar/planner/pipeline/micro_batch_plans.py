@@ -51,6 +51,10 @@ class Useful:
 
     times: float = math.inf
 
+    def note(self, most_seconds: float, least_seconds: float) -> None:
+        """Take down that pipelines of use take so many seconds at most, and those of the last plan at least."""
+        self.times = most_seconds / least_seconds if least_seconds > 0 else math.inf
+
 
 class MicroBatchPlans:
     """Plans of one of so many micro-batches of a captured graph of the whole batch, of which `row_chunks` that follow

@@ -155,7 +155,7 @@ class PipelineSearch:
                 break
             found += (new := self._cuts(inner, segments, fastest))
             fastest = min([fastest, *(one.step_seconds for one in new if one.fits)])
-            useful.times = fastest / least
+            useful.note(fastest, least)
             if min(one.least_seconds for one in new) >= fastest:
                 break
         if self.plans.options.recompute == AUTO:
