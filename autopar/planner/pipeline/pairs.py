@@ -32,7 +32,7 @@ MOST_PAIRED = 3  # pipelines without products beside rows that are tried in pair
 
 def fastest_in_pairs(plain: Sequence[Candidate], candidates: Sequence[Candidate]) -> list[Candidate]:
     """Return pipelines, the best first, after the first of some, and the few of the same without products beside rows,
-    `plain`, that may be faster so, were tried in pairs."""
+    `plain`, that may be faster so, also by what others gained, were tried in pairs."""
     best, *others = candidates
     if not best.fits:
         return [best, *others]
